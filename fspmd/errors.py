@@ -1,0 +1,48 @@
+"""The exceptions of fspmd: one small family, so that ``except FspmdError`` catches every mistake of a user.
+
+A message says what was given, what was expected, and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class FspmdError(ValueError):
+    """Base of every error that fspmd raises on wrong input."""
+
+
+class MeshError(FspmdError):
+    """A mesh that cannot be built, sliced or used: bad shapes, names, ranks, or two meshes where one is needed."""
+
+
+class SpecError(FspmdError):
+    """A partition spec that does not fit its mesh or its tensor."""
+
+
+class TreeError(FspmdError):
+    """A pytree whose structure is not the expected one."""
+
+
+class AxisError(FspmdError):
+    """A mesh axis that is unknown, not bound here, or used outside a ``shard_map`` body."""
+
+
+class ShapeError(FspmdError):
+    """A size, dim, permutation or group that does not fit."""
+
+
+class VarianceError(FspmdError):
+    """A value whose type over a mesh axis (invariant, varying, unreduced, reduced) does not allow what was asked."""
+
+
+class ArgumentError(FspmdError):
+    """Any other argument of a wrong type or value."""
+
+
+def join_failures(header: str, failures: Iterable[str], advice: str = "") -> str:
+    """One message for all failing leaves: a header, one indented line each, and what to write instead."""
+    lines = [header, *(f"  * {failure}" for failure in failures)]
+    if advice:
+        lines.append(advice)
+    return "\n".join(lines)
