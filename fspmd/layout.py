@@ -1,8 +1,8 @@
 """(shape, stride) algebra on integers: how the coordinates of a grid map to offsets.
 
-A :class:`Layout` is a function from ``range(size)`` to offsets, kept as a flat tuple of modes ``(size, stride)``. Coordinates
-are ROW-MAJOR: the last mode is the fastest, as in torch and JAX (the algebra is the one NVIDIA's CuTe describes, whose first
-mode is the fastest). This file knows neither torch nor ranks: a mesh lays its axes over a rank map with it.
+A :class:`Layout` is a function from ``range(size)`` to offsets, kept as a flat tuple of modes ``(size, stride)``.
+Coordinates are ROW-MAJOR: the last mode is the fastest, as in torch and JAX (the algebra is that of NVIDIA's CuTe,
+whose first mode is the fastest). This file knows neither torch nor ranks: a mesh lays its axes over a rank map with it.
 
 >>> grid = Layout((2, 4))
 >>> grid
@@ -49,7 +49,9 @@ class Layout:
         if not all(type(step) is int and step >= 0 for step in strides):
             raise ShapeError(f"Layout({shape!r}, {stride!r}): strides must be integers >= 0")
         if len(sizes) != len(strides):
-            raise ShapeError(f"Layout({shape!r}, {stride!r}): {len(sizes)} sizes but {len(strides)} strides, give one each")
+            raise ShapeError(
+                f"Layout({shape!r}, {stride!r}): {len(sizes)} sizes but {len(strides)} strides, give one each"
+            )
         object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "stride", strides)
 
@@ -195,7 +197,10 @@ def compose(outer: Layout, inner: Layout) -> Layout:
         ShapeError: inner reaches past ``outer.size``, or no layout expresses the composition.
     """
     if inner.cosize > outer.size:
-        raise ShapeError(f"compose({outer}, {inner}): the inner offsets reach {inner.cosize - 1}, outer takes indices below {outer.size}")
+        raise ShapeError(
+            f"compose({outer}, {inner}): the inner offsets reach {inner.cosize - 1}, "
+            f"but outer takes indices below {outer.size}"
+        )
     outer = outer.coalesce()
     room = [size - 1 for size in outer.shape]
     modes: list[tuple[int, int]] = []
@@ -208,34 +213,33 @@ def compose(outer: Layout, inner: Layout) -> Layout:
 
 
 def _step_through(outer: Layout, count: int, step: int, room: list[int]) -> list[tuple[int, int]] | None:
-    """Modes (slowest first) of ``outer(step * i)`` for i < count; takes what it uses from ``room``, the digits still free.
+    """Modes (slowest first) of ``outer(step * i)`` for i < count, None when there are none.
 
-    The digits of several inner modes add up without a carry only while each digit of ``outer`` has room for their sum.
+    ``outer`` reads an index as digits, one per mode. Inner modes add up without a carry only while every digit has
+    room for the sum of what they put there; ``room`` is what is left of each digit, and this mode takes its share.
     """
     if count == 1 or step == 0:
         return [(count, 0)] if count > 1 else []
-    modes: list[tuple[int, int]] = []
-    for i in range(len(outer.shape) - 1, -1, -1):
-        size, stride = outer.shape[i], outer.stride[i]
-        if i > 0 and step % size == 0:
-            step //= size
-            continue
-        here = count if i == 0 else min(count, -(-size // step))
-        if count % here or (here < count and size % step):
-            return None
-        room[i] -= (here - 1) * step
-        if room[i] < 0:
-            return None
-        modes.insert(0, (here, step * stride))
-        count //= here
-        if count == 1:
-            return modes
-        step = 1
-    return None
+    digits, rest = [0] * len(room), step
+    for i in range(len(room) - 1, 0, -1):
+        rest, digits[i] = divmod(rest, outer.shape[i])
+    digits[0] = rest
+    if all((count - 1) * digit <= left for digit, left in zip(digits, room, strict=True)):
+        for i, digit in enumerate(digits):
+            room[i] -= (count - 1) * digit
+        return [(count, sum(map(int.__mul__, digits, outer.stride)))]
+    i = max(i for i, digit in enumerate(digits) if digit)  # fill this digit, then step by one through the next
+    size, unit = outer.shape[i], digits[i]
+    here = size // unit
+    if i == 0 or any(digits[:i]) or size % unit or count % here or (here - 1) * unit > room[i]:
+        return None
+    room[i] -= (here - 1) * unit
+    slower = _step_through(outer, count // here, math.prod(outer.shape[i:]), room)
+    return None if slower is None else [*slower, (here, unit * outer.stride[i])]
 
 
 def complement(layout: Layout, size: int) -> Layout:
-    """The layout that reaches what ``layout`` leaves out: sums of one offset of each give every integer below ``size`` once.
+    """What ``layout`` leaves out: sums of one offset of each give every integer below ``size`` once.
 
     >>> complement(Layout(2, 3), 12)
     Layout((2, 3):(6, 1))
@@ -247,7 +251,9 @@ def complement(layout: Layout, size: int) -> Layout:
     filled = 1
     for step, count in sorted((step, count) for count, step in layout.modes if count > 1):
         if step < filled or step % filled:
-            raise ShapeError(f"complement({layout}, {size}): stride {step} is no multiple of {filled}, which smaller strides fill")
+            raise ShapeError(
+                f"complement({layout}, {size}): stride {step} is no multiple of {filled}, which smaller strides fill"
+            )
         modes.append((step // filled, filled))
         filled = count * step
     if size % filled:
@@ -280,7 +286,8 @@ def fit(offsets: Iterable[int]) -> tuple[int, Layout] | None:
     values = list(offsets)
     if not values:
         return None
-    start, every, modes = values[0], values, []
+    start, every = values[0], values
+    modes: list[tuple[int, int]] = []
     while len(every) > 1:
         step = every[1] - every[0]
         run = 2

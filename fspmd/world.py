@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from fspmd.errors import MeshError
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adopt_group",
+    "default_device_type",
     "ensure_initialised",
     "initialised",
     "launched",
@@ -32,28 +36,35 @@ __all__ = [
 
 _simulated: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=None)
 _groups: dict[tuple[int, ...], ProcessGroup] = {}
-_groups_of: weakref.ref[ProcessGroup] | None = None
+_groups_of: weakref.ref[ProcessGroup] | None = None  # the default group under which they were made
+_making = threading.Lock()
+
+
+# ----------------------------------------------------------------------------------------------- which rank of how many
 
 
 def initialised() -> bool:
     """True when torch.distributed has a default process group."""
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized()
 
 
 def launched() -> bool:
     """True under a launcher such as torchrun (RANK and WORLD_SIZE are set) or when torch.distributed is initialised."""
-    return ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or initialised()
+    return initialised() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
 def process_rank() -> int:
     """This process's rank in the world, 0 without a launcher."""
     if initialised():
-        import torch.distributed as dist
-
         return dist.get_rank()
-    return int(os.environ["RANK"]) if launched() else 0
+    return _from_environment("RANK") if launched() else 0
+
+
+def world_size() -> int:
+    """How many processes there are, 1 without a launcher."""
+    if initialised():
+        return dist.get_world_size()
+    return _from_environment("WORLD_SIZE") if launched() else 1
 
 
 def simulated() -> int | None:
@@ -62,7 +73,11 @@ def simulated() -> int | None:
 
 
 def rank() -> int:
-    """The rank that code runs as: the simulated one where :func:`simulated_rank` has set it, else this process's."""
+    """The rank that code runs as: the simulated one where :func:`simulated_rank` has set it, else this process's.
+
+    >>> rank()
+    0
+    """
     simulated = _simulated.get()
     return process_rank() if simulated is None else simulated
 
@@ -82,31 +97,46 @@ def simulated_rank(rank: int) -> Iterator[None]:
         _simulated.reset(token)
 
 
-def world_size() -> int:
-    """How many processes there are, 1 without a launcher."""
-    if initialised():
-        import torch.distributed as dist
+def _from_environment(name: str) -> int:
+    value = os.environ[name]
+    if not value.isdecimal():
+        raise MeshError(f"the environment variable {name} must be an integer >= 0, but it is {value!r}")
+    return int(value)
 
-        return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+# ----------------------------------------------------------------------------------------------------------- devices
 
 
 def default_device_type() -> str:
-    """The device type of a process-group mesh when none is given: that of the default group's backend, else a GPU if any."""
-    if initialised():
-        import torch.distributed as dist
+    """The device type of a mesh when none is given.
 
-        backend = str(dist.get_backend())
-        return "cuda" if "nccl" in backend else "cpu"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    In simulation torch's default device; under a launcher a GPU if this process sees one, else the CPU; when
+    torch.distributed is initialised, what its backend is for.
+    """
+    if not launched():
+        return torch.get_default_device().type
+    if not initialised():
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    backends = _backends()
+    if backends.get("cuda") == "nccl" and torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if "cpu" in backends else next(iter(backends))
 
 
 def local_device(device_type: str) -> torch.device:
-    """This process's device of a type: the one LOCAL_RANK names under a launcher, else the current one."""
-    if device_type != "cuda" or not torch.cuda.is_available():
+    """This process's device of a type: the one that LOCAL_RANK names under a launcher, else the current one."""
+    if device_type in ("cpu", "meta"):
         return torch.device(device_type)
-    local, count = int(os.environ.get("LOCAL_RANK", -1)), torch.cuda.device_count()
-    return torch.device("cuda", local if 0 <= local < count else torch.cuda.current_device())
+    module = torch.get_device_module(device_type)
+    if not module.is_available():
+        return torch.device(device_type)
+    if launched():
+        bound = dist.group.WORLD.bound_device_id if initialised() and dist.group.WORLD is not None else None
+        if bound is not None and bound.type == device_type:
+            return bound
+        if "LOCAL_RANK" in os.environ and (local := _from_environment("LOCAL_RANK")) < module.device_count():
+            return torch.device(device_type, local)
+    return torch.device(device_type, module.current_device())
 
 
 def ensure_initialised(device: str | None = None) -> None:
@@ -115,35 +145,88 @@ def ensure_initialised(device: str | None = None) -> None:
     On GPUs the backend is NCCL and this process's device the LOCAL_RANK one; on the CPU the backend is Gloo.
 
     Raises:
-        MeshError: no launcher, or no such device.
+        MeshError: no launcher, half of its environment, no such device, or no backend for it.
     """
-    if initialised():
-        return
-    import torch.distributed as dist
-
+    device_type = device or default_device_type()
     if not launched():
         raise MeshError(
             "a mesh over process groups needs a launcher, but RANK and WORLD_SIZE are not set and torch.distributed is "
             'not initialised: start the program with torchrun, or pass transport="simulation"'
         )
-    device_type = device or default_device_type()
-    if device_type == "cuda":
-        if not torch.cuda.is_available():
-            raise MeshError('device="cuda" was given, but this process sees no GPU: pass device="cpu"')
-        torch.cuda.set_device(local_device("cuda"))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    if device_type != "cpu" and not _available(device_type):
+        raise MeshError(f'this process sees no device of type {device_type!r}: pass device="cpu"')
+    if initialised():
+        if device_type not in _backends():
+            raise MeshError(
+                f"torch.distributed is initialised with backends for {sorted(_backends())}, none of them for a mesh on "
+                f"{device_type!r}: pass device={min(_backends())!r}, or initialise with a backend for both, such as "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise MeshError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not: start the program with torchrun, call "
+            'torch.distributed.init_process_group first, or pass transport="simulation"'
+        )
+    if device_type == "cpu":
+        dist.init_process_group("gloo")
+        return
+    module = torch.get_device_module(device_type)
+    local = _from_environment("LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK")
+    module.set_device(local % module.device_count())
+    dist.init_process_group(dist.get_default_backend_for_device(device_type))
+
+
+def _available(device_type: str) -> bool:
+    try:
+        return bool(torch.get_device_module(device_type).is_available())
+    except RuntimeError:
+        return False
+
+
+def _backends() -> dict[str, str]:
+    """The default group's backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    config = dist.distributed_c10d.get_backend_config()
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+# ------------------------------------------------------------------------------------------------------------ groups
+
+
+def process_group(ranks: Sequence[int]) -> ProcessGroup:
+    """The process group of these ranks: made when first asked for, by its members only, one per set of ranks.
+
+    Ranks within the group are in ascending order. The group of all ranks is the default group. As with every
+    collective, members of several groups must ask for them in one order.
+
+    Raises:
+        MeshError: torch.distributed is not initialised, this process is no member, or a rank is outside the world.
+    """
+    groups = _current_groups()
+    key = tuple(sorted(ranks))
+    group = groups.get(key)
+    if group is None:
+        with _making:
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = _make_group(key)
+    return group
+
+
+def adopt_group(group: ProcessGroup) -> None:
+    """Use a group that exists already for its set of ranks, instead of making another."""
+    _current_groups().setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
 
 
 def _current_groups() -> dict[tuple[int, ...], ProcessGroup]:
     """The groups made under the present default group; a new default group starts a new set."""
     global _groups, _groups_of
-    import torch.distributed as dist
-
-    default = dist.group.WORLD
+    default = dist.group.WORLD if dist.is_available() else None
     if default is None:
         _groups, _groups_of = {}, None
         raise MeshError(
-            "torch.distributed is not initialised (or was destroyed): make the mesh with make_mesh under torchrun, "
+            "torch.distributed is not initialised, or was destroyed: make the mesh with make_mesh under torchrun, "
             "or call torch.distributed.init_process_group first"
         )
     if _groups_of is None or _groups_of() is not default:
@@ -151,32 +234,40 @@ def _current_groups() -> dict[tuple[int, ...], ProcessGroup]:
     return _groups
 
 
-def process_group(ranks: Sequence[int]) -> ProcessGroup:
-    """The process group of these ranks: made when first asked for, by its members only, one per set of ranks.
+def _make_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    own, size = dist.get_rank(), dist.get_world_size()
+    if own not in ranks:
+        raise MeshError(f"rank {own} asked for the process group of ranks {ranks}, of which it is no member")
+    if len(set(ranks)) != len(ranks) or not (ranks[0] >= 0 and ranks[-1] < size):
+        raise MeshError(f"a process group of ranks {ranks} needs different ranks, all in range({size}), the world")
+    default = dist.group.WORLD
+    assert default is not None  # _current_groups has seen it
+    if len(ranks) == size:
+        return default
+    with _local_creation(default, ranks):
+        made: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fspmd")
+    return made
 
-    Ranks within the group are in ascending order. All members must ask for their groups in the same order.
 
-    Raises:
-        MeshError: torch.distributed is not initialised, or this process is no member.
+@contextmanager
+def _local_creation(default: ProcessGroup, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Let ``new_group`` be called by the members alone, whatever groups each of them is in already.
+
+    Members must agree on the group's name, the prefix of their keys in the store. Torch hashes into it how many groups
+    the process has, which differs where some members have more groups than others, and then they wait for ever
+    (https://github.com/pytorch/pytorch/pull/189073): here the name depends on the ranks alone. And where the default
+    group is bound to a device, torch splits new groups from it, by all its ranks together: unbound meanwhile, it
+    does not.
     """
-    groups = _current_groups()
-    key = tuple(sorted(ranks))
-    group = groups.get(key)
-    if group is None:
-        import torch.distributed as dist
-
-        if dist.get_rank() not in key:
-            raise MeshError(f"rank {dist.get_rank()} asked for the process group of ranks {key}, of which it is no member")
-        if len(key) == dist.get_world_size():
-            made = dist.group.WORLD
-        else:
-            made = dist.new_group(list(key), use_local_synchronization=True)
-        group = groups[key] = made
-    return group
-
-
-def adopt_group(group: ProcessGroup) -> None:
-    """Use a group that exists already for its set of ranks, instead of making another."""
-    import torch.distributed as dist
-
-    _current_groups().setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+    c10d = dist.distributed_c10d
+    name = "fspmd_" + hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    name_as_torch, bound = c10d._process_group_name, default.bound_device_id
+    c10d._process_group_name = lambda *args, **kwargs: c10d.GroupName(name)
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        c10d._process_group_name = name_as_torch
+        if bound is not None:
+            default.bound_device_id = bound

@@ -1,0 +1,107 @@
+"""The names, sizes and ranks of a mesh as a user gives them: checked, and made plain tuples."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+
+from fspmd.errors import MeshError
+
+__all__ = ["check_different", "check_names", "check_ranks", "check_sizes", "infer_sizes", "integers"]
+
+
+def integers(values: object, call: str, what: str = "sizes") -> tuple[int, ...]:
+    """The values as plain ints; whatever says that it is one (numpy's too) is taken, floats and bools are not."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise MeshError(f"{call}: {what} must be a tuple of integers, such as ({values!r},), not {values!r}")
+    found = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise MeshError(f"{call}: {what} must be integers, but {value!r} is of type {type(value).__name__}")
+        found.append(operator.index(value))
+    return tuple(found)
+
+
+def check_sizes(shape: object, call: str) -> tuple[int, ...]:
+    """The shape of a mesh: integers of at least 1.
+
+    Raises:
+        MeshError: it is not.
+    """
+    sizes = integers(shape, call, "the shape")
+    for size in sizes:
+        if size < 1:
+            raise MeshError(f"{call}: every size in the shape must be at least 1, but one is {size}")
+    return sizes
+
+
+def check_names(names: object, call: str) -> tuple[str, ...]:
+    """The names of a mesh's axes: non-empty strings, all different.
+
+    Raises:
+        MeshError: they are not.
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise MeshError(f"{call}: axis names must be a tuple of strings, such as ({names!r},), not {names!r}")
+    found = tuple(names)
+    for name in found:
+        if not isinstance(name, str) or not name:
+            raise MeshError(f"{call}: axis names must be non-empty strings, but one is {name!r}")
+    twice = next((name for i, name in enumerate(found) if name in found[:i]), None)
+    if twice is not None:
+        raise MeshError(f"{call}: the axis names must differ, but {twice!r} would name two axes of {found}")
+    return found
+
+
+def infer_sizes(parts: tuple[int, ...], whole: int, call: str) -> tuple[int, ...]:
+    """Sizes that multiply to ``whole``, where one may be given as -1.
+
+    >>> infer_sizes((2, -1), 8, "unflatten")
+    (2, 4)
+
+    Raises:
+        MeshError: they cannot.
+    """
+    if not parts or parts.count(-1) > 1 or any(size < 1 and size != -1 for size in parts):
+        raise MeshError(f"{call}: give at least one size, each at least 1 except that one may be -1, not {parts}")
+    known = math.prod(size for size in parts if size != -1)
+    if -1 not in parts and known != whole:
+        raise MeshError(f"{call}: the sizes {parts} multiply to {known}, but the axis has size {whole}")
+    if whole % known:
+        raise MeshError(f"{call}: the axis has size {whole}, which the given sizes' product {known} does not divide")
+    return tuple(whole // known if size == -1 else size for size in parts)
+
+
+def check_ranks(ranks: Sequence[int], sizes: tuple[int, ...], world_size: int | None, call: str) -> None:
+    """Ranks as many as the shape has places, each at least 0, below the world's size if there is one, and different.
+
+    Raises:
+        MeshError: they are not.
+    """
+    count = math.prod(sizes)
+    if len(ranks) != count:
+        raise MeshError(
+            f"{call}: the shape {sizes} has {count} places, but ranks lists {len(ranks)}: give one for each"
+        )
+    low, high = min(ranks), max(ranks)
+    if low < 0:
+        raise MeshError(f"{call}: ranks must be at least 0, but one is {low}")
+    if world_size is not None and high >= world_size:
+        raise MeshError(f"{call}: ranks must be in range({world_size}), the world, but one is {high}")
+    check_different(ranks, call)
+
+
+def check_different(ranks: Sequence[int], call: str) -> None:
+    """Each rank stands in one place.
+
+    Raises:
+        MeshError: one stands in two.
+    """
+    if isinstance(ranks, range) or len(set(ranks)) == len(ranks):
+        return
+    seen: set[int] = set()
+    for rank in ranks:
+        if rank in seen:
+            raise MeshError(f"{call}: rank {rank} would stand in two places, give each rank one")
+        seen.add(rank)
