@@ -39,7 +39,7 @@ def read_device_mesh(device_mesh: DeviceMesh) -> DeviceMeshParts:
     if names is None:
         raise MeshError(
             f"from_device_mesh({device_mesh}): its dims have no names, make it with "
-            f"init_device_mesh(..., mesh_dim_names=({', '.join(repr(f'axis{i}') for i in range(device_mesh.ndim))},))"
+            f"init_device_mesh(..., mesh_dim_names={tuple(f'axis{i}' for i in range(device_mesh.ndim))})"
         )
     try:
         ranks = device_mesh.mesh.flatten().tolist()

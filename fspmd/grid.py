@@ -130,15 +130,20 @@ class Grid:
     # --------------------------------------------------------------------------------------------------- derived grids
 
     def _names(self, axes: str | Iterable[str], call: str) -> tuple[str, ...]:
+        """The named axes as a tuple, checked; ``call`` is how messages show it, with ``{!r}`` where axes stand."""
         if isinstance(axes, str) and axes in self.shape:
             return (axes,)
         names = (axes,) if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
-        for name in names:
-            if not isinstance(name, str) or name not in self.shape:
-                raise AxisError(f"{call}({axes!r}): {self} has no axis {name!r}, its axes are {self.axis_names}")
-        if len(set(names)) != len(names):
-            raise AxisError(f"{call}({axes!r}): name each axis of {self} at most once")
+        if not all(isinstance(name, str) and name in self.shape for name in names) or len(set(names)) != len(names):
+            shown = call.replace("{!r}", repr(axes))
+            for name in names:
+                self._known(name, shown)
+            raise AxisError(f"{shown}: name each axis of {self} at most once")
         return names
+
+    def _known(self, name: object, call: str) -> None:
+        if not isinstance(name, str) or name not in self.shape:
+            raise AxisError(f"{call}: {self} has no axis {name!r}, its axes are {self.axis_names}")
 
     def _layouts(self, names: Iterable[str]) -> dict[str, Layout]:
         return {name: self._axes[self.axis_names.index(name)] for name in names}
@@ -163,7 +168,7 @@ class Grid:
             AxisError: an axis is unknown or repeated, or none is named.
             MeshError: the new name is taken, or no name.
         """
-        names = self._names(axes, "flatten")
+        names = self._names(axes, f"flatten({{!r}}, {name!r})")
         if not names:
             raise AxisError(f"flatten((), {name!r}): name at least one axis of {self.axis_names}")
         flat = concat(*self._layouts(names).values())
@@ -183,7 +188,7 @@ class Grid:
             MeshError: sizes that do not multiply to the axis's, or new names that are taken.
         """
         call = f"unflatten({axis!r}, {sizes!r})"
-        self._names((axis,), "unflatten")
+        self._known(axis, call)
         if not isinstance(sizes, Mapping):
             raise MeshError(f'{call}: sizes must be a dict from name to size, such as {{"replica": 2, "shard": -1}}')
         parts = infer_sizes(integers(sizes.values(), call), self.shape[axis], call)
@@ -211,7 +216,7 @@ class Grid:
             MeshError: sizes that do not sum to the axis's.
         """
         call = f"split({axis!r}, {sizes!r})"
-        self._names((axis,), "split")
+        self._known(axis, call)
         parts = integers(sizes, call)
         if not parts or min(parts) < 1 or sum(parts) != self.shape[axis]:
             raise MeshError(f"{call}: sizes must be >= 1 and sum to {self.shape[axis]}, the size of {axis!r} in {self}")
@@ -244,7 +249,7 @@ class Grid:
         if not meshes:
             raise MeshError(f"{call}: give at least one mesh")
         first = meshes[0]
-        first._names((axis,), f"concatenate({meshes!r})")
+        first._known(axis, call)
         for mesh in meshes:
             shape = {**mesh.shape, axis: first.shape[axis]}
             if mesh.axis_names != first.axis_names or shape != first.shape:
@@ -265,7 +270,7 @@ class Grid:
         >>> make_mesh((2, 4), ("dp", "tp")).axis_size(("dp", "tp"))
         8
         """
-        return math.prod(map(self.shape.__getitem__, self._names(axes, "axis_size")))
+        return math.prod(map(self.shape.__getitem__, self._names(axes, "axis_size({!r})")))
 
     def groups(self, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
         """The ranks that communicate over some axes: one tuple for each coordinate on the other axes, row-major.
@@ -276,7 +281,7 @@ class Grid:
         >>> make_mesh((2, 2), ("a", "b")).groups(("b", "a"))
         [(0, 2, 1, 3)]
         """
-        names = self._names(axes, "groups")
+        names = self._names(axes, "groups({!r})")
         found: list[tuple[int, ...]] | None = self._cache.get(("groups", names))
         if found is None:
             starts = concat(*self._layouts(self._rest(names)).values()).offsets(self._offset)

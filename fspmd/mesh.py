@@ -94,11 +94,15 @@ class Mesh(Grid):
         >>> mesh["tp", "dp"], list(mesh["dp"].ranks)
         (mesh(tp=4, dp=2), [0, 4])
         """
-        names = self._names(axes, "mesh.__getitem__")
+        names = self._names(axes, "mesh[{!r}]")
         if names == self.axis_names:
             return self
         own = self.coordinate() or (0,) * len(self.axis_names)
-        return self._derive(self._layouts(names), self._start(names, own))
+        found: Mesh | None = self._cache.get(("slice", names, own))
+        if found is None:
+            found = self._derive(self._layouts(names), self._start(names, own))
+            self._keep(("slice", names, own), found)
+        return found
 
     def group_ranks(self, axes: str | tuple[str, ...]) -> tuple[int, ...]:
         """This process's own group over some axes, in the order of :meth:`groups`.
@@ -106,7 +110,7 @@ class Mesh(Grid):
         Raises:
             MeshError: this process is no member of the mesh.
         """
-        names = self._names(axes, "group_ranks")
+        names = self._names(axes, "group_ranks({!r})")
         own = self.coordinate()
         if own is None:
             raise MeshError(

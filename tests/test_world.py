@@ -1,0 +1,392 @@
+"""Launchers, devices and process groups: what depends on the environment, in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Processes, free_port
+
+from fspmd import world
+from fspmd.errors import MeshError
+from fspmd.mesh import Mesh, make_mesh
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    with Processes(4) as processes:
+        yield processes
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+def test_without_a_launcher_there_is_one_process(no_launcher: pytest.MonkeyPatch) -> None:
+    assert not world.launched()
+    assert not world.initialised()
+    assert (world.process_rank(), world.rank(), world.world_size()) == (0, 0, 1)
+    assert world.default_device_type() == torch.get_default_device().type
+    assert world.local_device("cpu") == torch.device("cpu")
+    assert world.local_device("meta") == torch.device("meta")
+
+
+def test_a_launcher_shows_in_the_environment(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("RANK", "3")
+    assert not world.launched()
+    no_launcher.setenv("WORLD_SIZE", "6")
+    assert world.launched()
+    assert (world.process_rank(), world.rank(), world.world_size()) == (3, 3, 6)
+    with world.simulated_rank(1):
+        assert (world.process_rank(), world.rank(), world.simulated()) == (3, 1, 1)
+    assert world.simulated() is None
+
+
+def test_simulated_ranks_nest_and_are_per_thread(no_launcher: pytest.MonkeyPatch) -> None:
+    seen = []
+    with world.simulated_rank(2):
+        with contextlib.suppress(KeyError), world.simulated_rank(5):
+            assert world.rank() == 5
+            raise KeyError
+        assert world.rank() == 2
+        thread = threading.Thread(target=lambda: seen.append(world.rank()))
+        thread.start()
+        thread.join()
+    assert seen == [0]
+
+
+def test_simulation_can_be_forced_under_a_launcher(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("RANK", "1")
+    no_launcher.setenv("WORLD_SIZE", "2")
+    mesh = make_mesh((8,), ("x",), device="cpu", transport="simulation")
+    assert mesh.transport == "simulation"
+    assert mesh.coordinate() == (0,)
+    assert not world.initialised()
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "4"},
+            {"shape": (2, 3)},
+            "make_mesh((2, 3), ('x', 'y')): 6 ranks are more than the world has, 4: start 6 processes "
+            '(torchrun --nproc-per-node 6), make a smaller mesh, or pass transport="simulation"',
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4"},
+            {"ranks": (0, 4)},
+            "make_mesh((2, 1), ('x', 'y')): ranks must be in range(4), the world, but one is 4",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1"},
+            {},
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR not: start the program with torchrun, call "
+            'torch.distributed.init_process_group first, or pass transport="simulation"',
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "many"},
+            {},
+            "the environment variable WORLD_SIZE must be an integer >= 0, but it is 'many'",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1", "MASTER_ADDR": "127.0.0.1"},
+            {"device": "xpu"},
+            "this process sees no device of type 'xpu': pass device=\"cpu\"",
+        ),
+    ],
+)
+def test_errors_come_before_any_communication(
+    no_launcher: pytest.MonkeyPatch, environment: dict[str, str], arguments: dict[str, Any], message: str
+) -> None:
+    for name, value in environment.items():
+        no_launcher.setenv(name, value)
+    with pytest.raises(MeshError) as caught:
+        make_mesh(arguments.pop("shape", (2, 1)), ("x", "y"), **({"device": "cpu"} | arguments))
+    assert str(caught.value) == message
+    assert not world.initialised()
+
+
+def test_a_mesh_over_process_groups_loads_where_there_are_none(no_launcher: pytest.MonkeyPatch) -> None:
+    load, state = make_mesh((4,), ("x",)).__reduce__()
+    mesh = pickle.loads(pickle.dumps(load(*state[:-1], "process_group")))
+    assert mesh.transport == "process_group"
+    assert mesh.groups("x") == [(0, 1, 2, 3)]
+    with pytest.raises(MeshError, match=r"torch\.distributed is not initialised, or was destroyed: make the mesh with"):
+        mesh.process_group("x")
+
+
+def test_importing_costs_nothing_beyond_torch() -> None:
+    """The modules that importing fspmd.mesh adds are fspmd's own and small ones of the standard library."""
+    program = (
+        "import sys, types, torch, optree, torch.distributed\n"
+        "package = types.ModuleType('fspmd'); package.__path__ = [sys.argv[1]]; sys.modules['fspmd'] = package\n"
+        "before = set(sys.modules)\n"
+        "import fspmd.mesh\n"
+        "print(sorted(n for n in set(sys.modules) - before if not n.startswith('fspmd')))"
+    )
+    folder = world.__file__.rsplit("/", 1)[0]
+    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, timeout=60, check=True)
+    assert done.stdout.decode().strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------- torch's fake process group
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int, backend: str = "fake") -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend, rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_initialised_world_is_taken_as_found(no_launcher: pytest.MonkeyPatch) -> None:
+    with fake_world(rank=5, size=8):
+        mesh = make_mesh((2, 4), ("dp", "tp"))
+        assert (mesh.transport, mesh.device_type) == ("process_group", "cpu")
+        assert mesh.coordinate() == (1, 1)
+        assert list(mesh["tp"].ranks) == [4, 5, 6, 7]
+        assert dist.get_process_group_ranks(mesh.process_group("dp")) == [1, 5]
+        assert mesh.process_group(("tp", "dp")) is dist.group.WORLD
+        with world.simulated_rank(0):  # says nothing about meshes of processes
+            assert mesh.coordinate() == (1, 1)
+    assert make_mesh((2, 4), ("dp", "tp")).transport == "simulation"
+
+
+def test_a_backend_for_another_device_is_an_error(no_launcher: pytest.MonkeyPatch) -> None:
+    with fake_world(rank=0, size=2, backend="cuda:fake"):
+        with pytest.raises(MeshError) as caught:
+            make_mesh((2,), ("x",), device="cpu")
+        assert str(caught.value) == (
+            "torch.distributed is initialised with backends for ['cuda'], none of them for a mesh on 'cpu': "
+            "pass device='cuda', or initialise with a backend for both, such as "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+
+
+def test_a_group_of_ranks_outside_the_world_is_an_error(no_launcher: pytest.MonkeyPatch) -> None:
+    with fake_world(rank=0, size=2):
+        with pytest.raises(
+            MeshError, match=r"ranks \(0, 1, 2, 3\) needs different ranks, all in range\(2\), the world"
+        ):
+            world.process_group((0, 1, 2, 3))
+        with pytest.raises(MeshError, match=r"rank 0 asked for the process group of ranks \(1,\), of which it is no"):
+            world.process_group((1,))
+
+
+def test_groups_are_not_split_from_a_bound_default_group(
+    no_launcher: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splitting takes all ranks of the default group, making a group only its members."""
+    seen = []
+    with fake_world(rank=0, size=4):
+        default = dist.group.WORLD
+        assert default is not None
+        default.bound_device_id = torch.device("cuda", 0)
+        original = dist.new_group
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            seen.append(default.bound_device_id)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(dist, "new_group", spy)
+        world.process_group((0, 2))
+        assert default.bound_device_id == torch.device("cuda", 0)
+        default.bound_device_id = None
+    assert seen == [None]
+
+
+# ----------------------------------------------------------------------------------------------- four processes of Gloo
+
+
+def _all_reduce(group: Any, value: int) -> int:
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, group=group)
+    return int(tensor)
+
+
+def _sums() -> dict[str, Any]:
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    rank = world.rank()
+    assert mesh.transport == "process_group"
+    assert mesh.coordinate() == divmod(rank, 2)
+    sums = {axes: _all_reduce(mesh.process_group(axes), 10**rank) for axes in ("dp", "tp", ("dp", "tp"))}
+    return {"backend": dist.get_backend(), "device": str(mesh.device), "sums": sums}
+
+
+def test_make_mesh_initialises_gloo_under_a_launcher(pool: Processes) -> None:
+    results = pool.run(_sums)
+    assert [r["backend"] for r in results] == ["gloo"] * 4
+    assert [r["device"] for r in results] == ["cpu"] * 4
+    assert [r["sums"]["tp"] for r in results] == [11, 11, 1100, 1100]
+    assert [r["sums"]["dp"] for r in results] == [101, 1010, 101, 1010]
+    assert [r["sums"]["dp", "tp"] for r in results] == [1111] * 4
+
+
+@contextlib.contextmanager
+def _count_new_groups() -> Iterator[list[Any]]:
+    calls: list[Any] = []
+    original = dist.new_group
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    dist.new_group = spy
+    try:
+        yield calls
+    finally:
+        dist.new_group = original
+
+
+def _shared(port: int) -> list[bool]:
+    _new_world(port)
+    a, b = make_mesh((2, 2), ("dp", "tp")), make_mesh((2, 2), ("p", "q"), ranks=(3, 2, 1, 0))
+    with _count_new_groups() as calls:
+        again = pickle.loads(pickle.dumps(a))
+        groups = [a.process_group("tp"), b.process_group("q"), a["tp"].process_group("tp"), again.process_group("tp")]
+        whole = [a.process_group(("dp", "tp")), b.flatten(("q", "p"), "all").process_group("all"), dist.group.WORLD]
+    return [
+        all(group is groups[0] for group in groups),
+        all(group is whole[0] for group in whole),
+        len(calls) == 1,
+        again == a,
+        # the order on the axis is the mesh's own, the group's is ascending
+        b.group_ranks("q") == tuple(reversed(dist.get_process_group_ranks(groups[0]))),
+    ]
+
+
+def test_equal_groups_are_made_once_whatever_meshes_ask(pool: Processes) -> None:
+    assert pool.run(_shared, free_port()) == [[True] * 5] * 4
+
+
+def _small() -> dict[str, Any]:
+    """Groups that only some ranks are in, then one across those that have some and those that have none."""
+    rank = world.process_rank()
+    pair, across = make_mesh((2,), ("x",), ranks=(2, 0)), make_mesh((3,), ("y",), ranks=(3, 0, 1))
+    found: dict[str, Any] = {"coordinates": (pair.coordinate(), across.coordinate())}
+    if pair.coordinate() is not None:
+        found["pair"] = _all_reduce(pair.process_group("x"), 10**rank)
+    else:
+        with pytest.raises(MeshError) as caught:
+            pair.process_group("x")
+        found["error"] = str(caught.value)
+    if across.coordinate() is not None:
+        found["across"] = _all_reduce(across.process_group("y"), 10**rank)
+    return found
+
+
+def test_meshes_smaller_than_the_world(pool: Processes) -> None:
+    results = pool.run(_small)
+    assert [r["coordinates"] for r in results] == [((1,), (1,)), (None, (2,)), ((0,), None), (None, (0,))]
+    assert [r.get("pair") for r in results] == [101, None, 101, None]
+    assert [r.get("across") for r in results] == [1011, 1011, None, 1011]
+    assert results[1]["error"] == (
+        "group_ranks('x'): rank 1 is no member of mesh(x=2): ask where mesh.coordinate() is not None only"
+    )
+
+
+def _new_world(port: int) -> None:
+    if world.initialised():
+        dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def _from_device_mesh(port: int) -> list[bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _new_world(port)
+    given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    with _count_new_groups() as calls:
+        mesh = Mesh.from_device_mesh(given)
+        own = [mesh.process_group("a"), mesh.process_group("b")]
+        back = mesh.to_device_mesh()
+        part = Mesh.from_device_mesh(given["b"])
+    return [
+        calls == [],
+        mesh == make_mesh((2, 2), ("a", "b")),
+        own == [given.get_group("a"), given.get_group("b")],
+        own == [back.get_group("a"), back.get_group("b")],
+        back.mesh.tolist() == [[0, 1], [2, 3]],
+        back.mesh_dim_names == ("a", "b"),
+        tuple(back.get_coordinate()) == mesh.coordinate(),
+        part == mesh["b"],
+        Mesh.from_device_mesh(back) == mesh,
+    ]
+
+
+def _device_mesh_errors() -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    unnamed = init_device_mesh("cpu", (2, 2))
+    some = DeviceMesh(
+        "cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"), _init_backend=False, _rank=world.process_rank()
+    )
+    assert Mesh.from_device_mesh(some).groups("b") == [(0, 1), (2, 3)]
+    with pytest.raises(MeshError) as caught:
+        Mesh.from_device_mesh(unnamed)
+    return [str(caught.value)]
+
+
+def _to_device_mesh() -> list[Any]:
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank = world.process_rank()
+    mesh = make_mesh((2, 1), ("x", "y"), ranks=(3, 1))
+    dm = mesh.to_device_mesh()
+    found: list[Any] = [dm.mesh.tolist(), dm.get_coordinate() is None]
+    if mesh.coordinate() is not None:
+        whole = DTensor.from_local(torch.full((1,), float(rank)), dm["x"], [Shard(0)]).full_tensor()
+        found.append(sorted(whole.tolist()))
+    return found
+
+
+def test_device_meshes_share_the_groups(pool: Processes) -> None:
+    assert pool.run(_from_device_mesh, free_port()) == [[True] * 9] * 4
+    grid = [[3], [1]]
+    members = [[grid, False, [1.0, 3.0]], [grid, True]]
+    assert pool.run(_to_device_mesh) == [members[1], members[0], members[1], members[0]]
+
+
+def test_a_device_mesh_needs_names(pool: Processes) -> None:
+    assert pool.run(_device_mesh_errors)[0] == [
+        "from_device_mesh(DeviceMesh((2, 2), 'cpu', stride=(2, 1))): its dims have no names, make it with "
+        "init_device_mesh(..., mesh_dim_names=('axis0', 'axis1'))"
+    ]
+
+
+def _again(port: int) -> list[Any]:
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    before = mesh.process_group("tp")
+    _new_world(port)
+    with pytest.raises(MeshError, match=r"torch\.distributed is not initialised, or was destroyed"):
+        mesh.process_group("tp")
+    assert make_mesh((2, 2), ("dp", "tp")) == mesh
+    after = mesh.process_group("tp")
+    return [after is not before, _all_reduce(after, 10 ** world.rank()), mesh.process_group("tp") is after]
+
+
+def test_groups_are_made_anew_in_a_new_world(pool: Processes) -> None:
+    results = pool.run(_again, free_port())
+    assert results == [[True, 11, True], [True, 11, True], [True, 1100, True], [True, 1100, True]]
