@@ -1,0 +1,33 @@
+"""JAX-style functional SPMD for PyTorch."""
+
+from fspmd.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+    pswapaxes,
+)
+from fspmd.errors import (
+    ArgumentError,
+    AxisError,
+    FspmdError,
+    MeshError,
+    ShapeError,
+    SpecError,
+    TreeError,
+    VarianceError,
+)
+from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
+from fspmd.placement import device_get, device_put, from_callback, from_local
+from fspmd.shard_map import shard_map
+from fspmd.sharded import Sharded, typeof
+from fspmd.spec import P, TensorSpec

@@ -1,0 +1,237 @@
+"""The forward-backward pairs: the one table of what communicates, between which types, and what its transpose is.
+
+Every row is linear, so its derivative is itself and its gradient is its transpose. ``[A] [B]`` are the blocks of two
+ranks; a leading ``+`` marks a pending sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.mesh import Mesh
+from fspmd.transport import Options, Pending, transport_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One row: a collective from one type to another, and the row that is its transpose."""
+
+    name: str
+    source: str
+    target: str
+    kernel: str
+    transpose: str
+    picture: str
+
+
+PAIRS: Final[dict[str, Pair]] = {
+    row[0]: Pair(*row)
+    for row in (
+        ("psum", "V", "I", "reduce", "invariant_to_varying", "[A] [B] => A+B"),
+        ("invariant_to_varying", "I", "V", "alias", "psum", "A => [A] [A]"),
+        ("psum_unreduced", "U", "I", "reduce", "invariant_to_reduced", "[+A] [+B] => A+B"),
+        ("invariant_to_reduced", "I", "R", "alias", "psum_unreduced", "A => A"),
+        ("psum_to_reduced", "U", "R", "reduce", "psum_to_reduced", "[+A] [+B] => A+B"),
+        ("reduced_to_varying", "R", "V", "alias", "varying_to_unreduced", "A => [A] [A]"),
+        ("varying_to_unreduced", "V", "U", "alias", "reduced_to_varying", "[A] [B] => [+A] [+B]"),
+        ("all_gather", "V", "V", "gather", "psum_scatter", "[A] [B] => [A,B] [A,B]"),
+        ("psum_scatter", "V", "V", "reduce_scatter", "all_gather", "[A0,A1] [B0,B1] => [A0+B0] [A1+B1]"),
+        ("all_gather_invariant", "V", "I", "gather", "slice", "[A] [B] => A,B"),
+        ("slice", "I", "V", "slice", "all_gather_invariant", "A,B => [A] [B]"),
+        ("all_gather_reduced", "V", "R", "gather", "psum_scatter_unreduced", "[A] [B] => A,B"),
+        ("psum_scatter_unreduced", "U", "V", "reduce_scatter", "all_gather_reduced", "[+A0,+A1] [+B0,+B1] => [A0+B0] [A1+B1]"),
+        ("all_to_all", "V", "V", "exchange", "all_to_all", "[A0,A1] [B0,B1] => [A0,B0] [A1,B1]"),
+        ("ppermute", "V", "V", "permute", "ppermute", "[A] [B] => [B] [A]"),
+        ("pbroadcast", "V", "V", "broadcast", "psum_to_root", "[A] [B] => [A] [A]"),
+        ("psum_to_root", "V", "V", "reduce_to_root", "pbroadcast", "[A] [B] => [A+B] [0]"),
+        # a simulated value equal on all ranks, from here on one copy per rank
+        ("apart", "V", "V", "apart", "identity", "[A] [A] => [A] [A]"),
+        ("identity", "V", "V", "alias", "identity", "[A] [B] => [A] [B]"),
+        # without types (check_vma=False): every rank's copy has a cotangent of its own
+        ("psum_varying", "V", "V", "reduce", "psum_varying", "[A] [B] => [A+B] [A+B]"),
+        ("leave_unchecked", "V", "I", "pick", "share_unchecked", "[A] [A] => A"),
+        ("share_unchecked", "I", "V", "scale", "mean_unchecked", "A => [A/n] [A/n]"),
+        ("mean_unchecked", "V", "I", "mean", "share_unchecked", "[A] [B] => (A+B)/n"),
+    )
+}
+
+
+class Call:
+    """One row over given axes with given options: a linear map, and its transpose. Interned by `call`."""
+
+    __slots__ = ("_transposed", "axes", "kernel", "mesh", "options", "pair", "results")
+
+    def __init__(self, name: str, mesh: Mesh, axes: tuple[str, ...], options: Options) -> None:
+        self.pair = PAIRS[name]
+        self.mesh = mesh
+        self.axes = axes
+        self.options = options
+        self.kernel = getattr(transport_of(mesh), self.pair.kernel)
+        self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
+        self._transposed: Call | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.pair.name} over {self.axes}"
+
+    def start(self, x: Tensor) -> Pending:
+        """Begin on a tensor below autograd."""
+        with torch._C.DisableTorchFunction():
+            pending: Pending = self.kernel(x, self.mesh, self.axes, self.options)
+            return pending
+
+    def run(self, x: Tensor) -> Tensor:
+        """Begin and wait."""
+        with torch._C.DisableTorchFunction():
+            result: Tensor = self.kernel(x, self.mesh, self.axes, self.options).wait()
+            return result
+
+    @property
+    def transposed(self) -> Call:
+        """The map of gradients."""
+        if self._transposed is None:
+            o = self.options
+            if self.pair.kernel == "permute":
+                o = replace(o, perm=tuple((destination, source) for source, destination in o.perm))
+            elif self.pair.kernel == "exchange":
+                o = replace(o, dim=o.concat_dim, sizes=o.concat_sizes, concat_dim=o.dim, concat_sizes=o.sizes)
+            self._transposed = call(self.pair.transpose, self.mesh, self.axes, o)
+        return self._transposed
+
+    def batched(self) -> Call:
+        """The same map with one more dim in front of every dim."""
+        o = self.options
+        return call(self.pair.name, self.mesh, self.axes, replace(o, dim=o.dim + 1, concat_dim=o.concat_dim + 1))
+
+
+@functools.lru_cache(maxsize=8192)
+def call(name: str, mesh: Mesh, axes: tuple[str, ...], options: Options = Options()) -> Call:  # noqa: B008
+    """The interned `Call`."""
+    return Call(name, mesh, axes, options)
+
+
+# --- differentiable application -------------------------------------------------------------------------------------
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_grad_enabled = torch.is_grad_enabled
+_forward_ad = torch.autograd.forward_ad
+
+
+def apply(x: Tensor, call: Call) -> Tensor:
+    """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
+    if _transforms_active() or _forward_ad._current_level >= 0:
+        return _Transformable.apply(x, call)  # type: ignore[no-any-return]
+    if x.requires_grad and _grad_enabled():
+        return _apply_plain(x, call)  # type: ignore[no-any-return]
+    return call.run(x)
+
+
+class _Plain(torch.autograd.Function):
+    """The fast path: autograd alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:  # type: ignore[override]
+        ctx.call = call
+        return call.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return apply(g, ctx.call.transposed), None
+
+
+_apply_plain = super(torch.autograd.Function, _Plain).apply  # what Function.apply calls when no transform is active
+
+
+class _Transformable(torch.autograd.Function):
+    """The same under vmap, jvp and the other transforms."""
+
+    @staticmethod
+    def forward(x: Tensor, call: Call) -> Tensor:  # type: ignore[override]
+        return call.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Call], output: Tensor) -> None:
+        ctx.call = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return apply(g, ctx.call.transposed), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+        return apply(tangent, ctx.call)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, call: Call) -> tuple[Tensor, int]:  # type: ignore[override]
+        return apply(x.movedim(in_dims[0], 0), call.batched()), 0
+
+
+# --- communication that overlaps computation ------------------------------------------------------------------------
+
+
+class Flight:
+    """A collective between its start and its wait, and its transpose's once backward has begun it."""
+
+    __slots__ = ("back", "call", "pending", "token")
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.pending: Pending | None = None
+        self.back: Flight | None = None
+        self.token: Tensor | None = None
+
+
+def depart(x: Tensor, call: Call) -> Flight:
+    """Start without waiting. In backward the roles change: `land`'s gradient starts, `depart`'s waits."""
+    flight = Flight(call)
+    if _transforms_active() or _forward_ad._current_level >= 0:
+        flight.pending = Pending(_Transformable.apply(x, call))
+    elif x.requires_grad and _grad_enabled():
+        flight.token = _Depart.apply(x, flight)
+    else:
+        flight.pending = call.start(x)
+    return flight
+
+
+def land(flight: Flight) -> Tensor:
+    """Wait for the result."""
+    if flight.token is not None:
+        return _Land.apply(flight.token, flight)  # type: ignore[no-any-return]
+    assert flight.pending is not None
+    with torch._C.DisableTorchFunction():
+        return flight.pending.wait()
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:  # type: ignore[override]
+        ctx.flight = flight
+        flight.pending = flight.call.start(x)
+        return x.new_empty(0)  # carries the graph; the data travels in the flight
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        back: Flight = ctx.flight.back
+        if back.token is not None:
+            back.token = g
+        return land(back), None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:  # type: ignore[override]
+        ctx.flight = flight
+        assert flight.pending is not None
+        with torch._C.DisableTorchFunction():
+            return flight.pending.wait()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        flight: Flight = ctx.flight
+        flight.back = depart(g, flight.call.transposed)
+        token = flight.back.token
+        return (g.new_empty(0) if token is None else token), None

@@ -1,0 +1,308 @@
+"""How a tensor lies on a mesh: the partition spec ``P`` and the interned ``TensorSpec``.
+
+Uneven sizes follow ``torch.chunk``: a dim of 5 over 4 ranks has blocks of 2, 2, 1 and 0. Where one dim is split over
+several axes the first axis cuts the dim and each later axis cuts the blocks of the one before ("major first").
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+
+from fspmd.errors import AxisError, ShapeError, SpecError
+from fspmd.mesh import Mesh
+
+Entry = None | str | tuple[str, ...]
+
+
+class P:
+    """A partition spec: for each dim the mesh axis (or axes, major first) that shard it, or ``None``.
+
+    ``unreduced`` names the axes over which the true value is a pending sum, ``reduced`` those over which the value is
+    equal but its gradient is a pending sum. Equal specs are one object.
+
+    >>> P("x", None, ("y", "z"))
+    P('x', None, ('y', 'z'))
+    >>> P("x", None, unreduced={"y"}) is P("x", None, unreduced={"y"})
+    True
+    """
+
+    __slots__ = ("__weakref__", "axes", "entries", "reduced", "unreduced")
+    entries: tuple[Entry, ...]
+    unreduced: frozenset[str]
+    reduced: frozenset[str]
+    axes: frozenset[str]  # the axes that shard some dim
+
+    def __new__(
+        cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()
+    ) -> P:
+        normal = tuple(_entry(entry) for entry in entries)
+        pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
+        key = (normal, pending, dual)
+        found = _PARTITIONS.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            _fill(found, *key)
+            _PARTITIONS[key] = found
+        return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"P is immutable; write a new spec instead of setting {name!r}")
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Entry:
+        return self.entries[index]
+
+    def __repr__(self) -> str:
+        parts = [repr(entry) for entry in self.entries]
+        for name in ("unreduced", "reduced"):
+            if axes := getattr(self, name):
+                parts.append(f"{name}={{{', '.join(repr(a) for a in sorted(axes))}}}")
+        return f"P({', '.join(parts)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.entries, self.unreduced, self.reduced)
+
+    @property
+    def mentioned(self) -> frozenset[str]:
+        """Every axis the spec names: sharding, unreduced or reduced."""
+        return self.axes | self.unreduced | self.reduced
+
+
+_PARTITIONS: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()
+
+
+def _entry(entry: object) -> Entry:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
+        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    raise SpecError(
+        f"P got the entry {entry!r} of type {type(entry).__name__}; an entry is None, an axis name such as 'x', "
+        "or a tuple of axis names such as ('x', 'y')"
+    )
+
+
+def _names(what: str, names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise SpecError(f"P got {what}={names!r}; write a set of axis names: {what}={{{names!r}}}")
+    result = frozenset(names)
+    if not all(isinstance(name, str) for name in result):
+        raise SpecError(f"P got {what}={names!r}; expected a set of axis names such as {{'x'}}")
+    return result
+
+
+def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
+    sharding = [name for entry in entries for name in entry_axes(entry)]
+    named = [*sharding, *unreduced, *reduced]
+    repeated = sorted({name for name in named if named.count(name) > 1})
+    for slot, value in (("entries", entries), ("unreduced", unreduced), ("reduced", reduced)):
+        object.__setattr__(spec, slot, value)
+    object.__setattr__(spec, "axes", frozenset(sharding))
+    if repeated:
+        raise SpecError(
+            f"{spec!r} names the mesh axis {', '.join(map(repr, repeated))} more than once; an axis can shard one "
+            "dim, or be unreduced, or be reduced: remove the repetition"
+        )
+
+
+def _rebuild(entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> P:
+    return P(*entries, unreduced=unreduced, reduced=reduced)
+
+
+def entry_axes(entry: Entry) -> tuple[str, ...]:
+    """The axes of one entry, major first."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+@functools.lru_cache(maxsize=4096)
+def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """``(offset, length)`` of every block of a dim of ``size`` cut by axes of sizes ``parts``, in row-major order.
+
+    >>> blocks(5, (4,))
+    ((0, 2), (2, 2), (4, 1), (5, 0))
+    >>> blocks(5, (2, 2))
+    ((0, 2), (2, 1), (3, 1), (4, 1))
+    """
+    cut = [(0, size)]
+    for n in parts:
+        finer = []
+        for offset, length in cut:
+            step = -(-length // n)
+            for i in range(n):
+                start = min(i * step, length)
+                finer.append((offset + start, min(step, length - start)))
+        cut = finer
+    return tuple(cut)
+
+
+class TensorSpec:
+    """The full layout of one tensor: mesh, partition (as long as the tensor's rank), global shape and dtype.
+
+    Interned: equal specs are one object, so ``==`` is ``is`` and hashing is constant time.
+
+    >>> from fspmd import make_mesh
+    >>> spec = TensorSpec(make_mesh((4,), ("x",)), P("x"), (5, 3), torch.float32)
+    >>> spec
+    f32[5@x, 3] on mesh(x=4)
+    >>> [spec.local_shape((i,)) for i in range(4)]
+    [(2, 3), (2, 3), (1, 3), (0, 3)]
+    """
+
+    __slots__ = ("__weakref__", "cuts", "dtype", "even", "mesh", "partition", "shape")
+    mesh: Mesh
+    partition: P
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cuts: tuple[tuple[int, tuple[str, ...], tuple[int, ...]], ...]  # (dim, axes, axis sizes) of each sharded dim
+    even: bool  # every rank holds a block of the same shape
+
+    def __new__(cls, mesh: Mesh, partition: P, shape: Iterable[int], dtype: torch.dtype) -> TensorSpec:
+        shape = tuple(shape)
+        key = (mesh, partition, shape, dtype)
+        found = _SPECS.get(key)
+        if found is None:
+            normal = normalise(partition, mesh, shape)
+            if normal is not partition:
+                found = TensorSpec(mesh, normal, shape, dtype)
+            else:
+                found = object.__new__(cls)
+                _fill_spec(found, mesh, partition, shape, dtype)
+            _SPECS[key] = found
+        return found
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"TensorSpec is immutable; make a new one instead of setting {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{describe(self.dtype, self.shape, self.partition)} on {self.mesh!r}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorSpec, (self.mesh, self.partition, self.shape, self.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def local_shape(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the block at a mesh coordinate."""
+        shape = list(self.shape)
+        for dim, (_, length) in self._blocks(coordinate):
+            shape[dim] = length
+        return tuple(shape)
+
+    def offset(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the block at a mesh coordinate begins in the global tensor, per dim."""
+        offset = [0] * len(self.shape)
+        for dim, (start, _) in self._blocks(coordinate):
+            offset[dim] = start
+        return tuple(offset)
+
+    def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
+        if len(coordinate) != len(self.mesh.axis_names):
+            raise ShapeError(
+                f"the coordinate {coordinate} has {len(coordinate)} entries, but {self.mesh!r} has "
+                f"{len(self.mesh.axis_names)} axes; give one index per mesh axis, as mesh.coordinate() does"
+            )
+        at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
+        for dim, axes, sizes in self.cuts:
+            index = 0
+            for axis, n in zip(axes, sizes, strict=True):
+                index = index * n + at[axis]
+            yield dim, blocks(self.shape[dim], sizes)[index]
+
+    def with_partition(self, partition: P) -> TensorSpec:
+        """The same tensor under another partition of the same mesh."""
+        return TensorSpec(self.mesh, partition, self.shape, self.dtype)
+
+
+_SPECS: Final[WeakValueDictionary[Any, TensorSpec]] = WeakValueDictionary()
+
+
+def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    cuts = tuple(
+        (dim, axes, tuple(mesh.shape[axis] for axis in axes))
+        for dim, entry in enumerate(partition)
+        if (axes := entry_axes(entry))
+    )
+    even = all(len({length for _, length in blocks(shape[dim], sizes)}) == 1 for dim, _, sizes in cuts)
+    values = (("mesh", mesh), ("partition", partition), ("shape", shape), ("dtype", dtype))
+    for slot, value in (*values, ("cuts", cuts), ("even", even)):
+        object.__setattr__(spec, slot, value)
+
+
+def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
+    """The partition with one entry per dim; raises `SpecError` if it does not fit the mesh or the rank."""
+    if complaint := complain(partition, mesh, len(shape)):
+        raise SpecError(f"the spec {partition!r} does not fit a tensor of shape {shape}: {complaint}")
+    missing = len(shape) - len(partition)
+    if not missing:
+        return partition
+    return P(*partition, *(None,) * missing, unreduced=partition.unreduced, reduced=partition.reduced)
+
+
+def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
+    """What is wrong with a partition on a mesh for a tensor of that rank (None: rank unknown), or ""."""
+    if not isinstance(partition, P):
+        return f"expected a P such as P({mesh.axis_names[0]!r}), got {partition!r} of type {type(partition).__name__}"
+    if unknown := sorted(partition.mentioned - set(mesh.axis_names)):
+        return (
+            f"{partition!r} names the axis {', '.join(map(repr, unknown))}, but {mesh!r} has the axes "
+            f"{', '.join(map(repr, mesh.axis_names))}; use one of those"
+        )
+    if ndim == 0 and len(partition):
+        return f"{partition!r} has {len(partition)} entries, but the value is a scalar (no dims); write P()"
+    if ndim is not None and len(partition) > ndim:
+        return (
+            f"{partition!r} has {len(partition)} entries, but the value has {ndim} dims; "
+            f"give at most {ndim} entries, for example {P(*partition.entries[:ndim])!r}"
+        )
+    return ""
+
+
+_SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``f32``, ``torch.bfloat16`` → ``bf16``, ``torch.bool`` → ``bool``.
+
+    >>> short_dtype(torch.float32), short_dtype(torch.bfloat16), short_dtype(torch.bool)
+    ('f32', 'bf16', 'bool')
+    """
+    name = str(dtype).removeprefix("torch.").replace("bfloat", "bf")
+    letters = name.rstrip("0123456789")
+    return _SHORT.get(letters, letters) + name[len(letters) :]
+
+
+def describe(dtype: torch.dtype, shape: Iterable[int], partition: P | None = None) -> str:
+    """``f32[8@x, 4]{U:y}``: dtype, global shape with the axes of each sharded dim, pending axes.
+
+    >>> describe(torch.float32, (8, 4), P("x", None, unreduced={"y"}))
+    'f32[8@x, 4]{U:y}'
+    """
+    dims = [str(size) for size in shape]
+    tail = ""
+    if partition is not None:
+        for dim, entry in enumerate(partition):
+            if axes := entry_axes(entry):
+                dims[dim] += "@" + (axes[0] if len(axes) == 1 else f"({','.join(axes)})")
+        pending = [(k, sorted(v)) for k, v in (("U", partition.unreduced), ("R", partition.reduced)) if v]
+        tail = "{" + " ".join(f"{k}:{','.join(v)}" for k, v in pending) + "}" if pending else ""
+    return f"{short_dtype(dtype)}[{', '.join(dims)}]{tail}"
+
+
+def check_axis(mesh: Mesh, axis: object, where: str) -> None:
+    """Raise `AxisError` unless ``axis`` is an axis of the mesh."""
+    if not isinstance(axis, str) or axis not in mesh.shape:
+        known = ", ".join(map(repr, mesh.axis_names))
+        raise AxisError(f"{where} got the axis {axis!r}, but {mesh!r} has the axes {known}; use one of those")

@@ -1,0 +1,127 @@
+"""Running a collective over a pytree: one step per leaf, leaves of one dtype packed into one call, handles.
+
+A step is a `Call` with the shape changes before and after it. Where the transport coalesces, steps that share a call
+in *row form* (``[rows, K]``, one row per rank of the group or one row in all) are joined along K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import Body
+from fspmd.pairs import Call, Flight, apply, depart, land
+from fspmd.variance import Variance, set_variance
+
+Reshape = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Rows:
+    """How a leaf takes part in a packed call: into rows, the call on rows, and back."""
+
+    call: Call
+    into: Reshape
+    back: Reshape
+
+
+@dataclass(slots=True)
+class Step:
+    """What one collective does to one leaf."""
+
+    call: Call | None  # None: no communication, `after` does it all
+    variance: Variance  # of the result
+    before: Reshape | None = None
+    after: Reshape | None = None
+    rows: Rows | None = None
+
+
+class Handle:
+    """A collective under way over a pytree; `wait` gives the result."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The result, once it is there. Waiting twice gives the same object."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+def run(body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree.PyTreeSpec, wait: bool) -> Any:
+    """Run every step; a leaf whose step is None stays as it is."""
+    with torch._C.DisableTorchFunction():
+        waiting: list[Callable[[], None]] = []
+        results = list(leaves)
+        for members in _packs(body, leaves, steps):
+            start = _start_packed if len(members) > 1 else _start_one
+            waiting.append(start(leaves, steps, members, results, wait))
+
+    def finish() -> Any:
+        with torch._C.DisableTorchFunction():
+            for complete in waiting:
+                complete()
+            for i, step in enumerate(steps):
+                if step is not None:
+                    set_variance(results[i], step.variance)
+        return optree.tree_unflatten(treedef, results)
+
+    return finish() if wait else Handle(finish)
+
+
+def _packs(body: Body, leaves: list[Any], steps: list[Step | None]) -> list[list[int]]:
+    packs: dict[Any, list[int]] = {}
+    for i, step in enumerate(steps):
+        if step is None:
+            continue
+        packable = body.transport.coalesces and step.rows is not None and step.call is not None
+        key = (step.rows.call, leaves[i].dtype, step.variance) if packable and step.rows is not None else i
+        packs.setdefault(key, []).append(i)
+    return list(packs.values())
+
+
+def _begin(x: Tensor, call: Call, wait: bool) -> Callable[[], Tensor]:
+    if wait:
+        result = apply(x, call)
+        return lambda: result
+    flight: Flight = depart(x, call)
+    return lambda: land(flight)
+
+
+def _start_one(
+    leaves: list[Any], steps: list[Step | None], members: list[int], results: list[Any], wait: bool
+) -> Callable[[], None]:
+    (i,) = members
+    step, x = steps[i], leaves[i]
+    assert step is not None
+    if step.before is not None:
+        x = step.before(x)
+    landed: Callable[[], Tensor] = (lambda: x) if step.call is None else _begin(x, step.call, wait)
+
+    def complete() -> None:
+        y = landed()
+        results[i] = step.after(y) if step.after is not None else y
+
+    return complete
+
+
+def _start_packed(
+    leaves: list[Any], steps: list[Step | None], members: list[int], results: list[Any], wait: bool
+) -> Callable[[], None]:
+    chosen = [(i, step.rows) for i in members if (step := steps[i]) is not None and step.rows is not None]
+    parts = [rows.into(leaves[i]) for i, rows in chosen]
+    landed = _begin(torch.cat(parts, 1), chosen[0][1].call, wait)
+    widths = [part.shape[1] for part in parts]
+
+    def complete() -> None:
+        for (i, rows), part in zip(chosen, landed().split(widths, 1), strict=True):
+            results[i] = rows.back(part)
+
+    return complete

@@ -1,0 +1,26 @@
+"""Who moves the bytes: simulated ranks in this process, or c10d process groups. Nothing above knows which."""
+
+from __future__ import annotations
+
+import functools
+
+from fspmd.mesh import Mesh
+from fspmd.transport.call import Options, Pending, Transport
+
+__all__ = ["Options", "Pending", "Transport", "transport_of"]
+
+
+@functools.cache
+def _transport(name: str) -> Transport:
+    if name == "simulation":
+        from fspmd.transport.simulation import SimulationTransport
+
+        return SimulationTransport()
+    from fspmd.transport.process_group import ProcessGroupTransport
+
+    return ProcessGroupTransport()
+
+
+def transport_of(mesh: Mesh) -> Transport:
+    """The transport of a mesh."""
+    return _transport(mesh.transport)

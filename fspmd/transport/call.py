@@ -1,0 +1,124 @@
+"""One collective, fully decided: which kernel, over which axes of which mesh, with which dims and block sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.mesh import Mesh
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a kernel needs besides its operand and its axes.
+
+    ``sizes`` are the block lengths along ``dim`` per rank of the group where they are uneven, else None (even).
+    """
+
+    op: str = "sum"  # reduce: sum, max, min
+    dim: int = 0  # gather, reduce_scatter, slice: the dim; exchange: the split dim
+    sizes: Sizes | None = None
+    concat_dim: int = 0  # exchange only
+    concat_sizes: Sizes | None = None
+    perm: tuple[tuple[int, int], ...] = ()  # permute: (source, destination)
+    index_groups: tuple[Sizes, ...] | None = None
+    root: int = 0  # broadcast: the position whose value is everybody's
+    factor: float = 1.0  # scale: what the cotangent is multiplied with
+
+
+class Pending:
+    """A collective under way; `wait` gives its result. A finished one has no work."""
+
+    __slots__ = ("_finish", "_value", "_works")
+
+    def __init__(self, value: Any, works: tuple[Any, ...] = (), finish: Any = None) -> None:
+        self._value = value
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Block until the data is there (on NCCL: the current stream, not the process)."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._finish is not None:
+            self._value = self._finish(self._value)
+            self._finish = None
+        result: Tensor = self._value
+        return result
+
+
+class Transport:
+    """The kernels that move bytes; one subclass per way to move them. ``x`` is this rank's block, below autograd."""
+
+    #: leaves of one dtype are packed into one call
+    coalesces = False
+
+    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A] [B] [C] => [A+B+C]`` on every rank (or max, min)."""
+        raise NotImplementedError
+
+    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A] [B] [C] => [A, B, C]`` on every rank, joined along ``dim``."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A0, A1] [B0, B1] => [A0+B0] [A1+B1]`` along ``dim``."""
+        raise NotImplementedError
+
+    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A, B, C]`` on every rank ``=> [A] [B] [C]`` along ``dim``; moves nothing."""
+        raise NotImplementedError
+
+    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A0, A1] [B0, B1] => [A0, B0] [A1, B1]``: split along ``dim``, joined along ``concat_dim``."""
+        raise NotImplementedError
+
+    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """Each pair ``(i, j)`` sends rank i's block to rank j; a rank nobody sends to gets zeros."""
+        raise NotImplementedError
+
+    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A] [B] [C] => [A] [A] [A]``: the block of position ``root``."""
+        raise NotImplementedError
+
+    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A] [B] [C] => [A+B+C] [0] [0]``."""
+        raise NotImplementedError
+
+    def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
+        """"" where every rank's block has its size of ``sizes`` along ``dim``, else what is wrong, on all ranks alike."""
+        raise NotImplementedError
+
+    def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:
+        """dtype and shape of every rank's block, in row-major order of mesh coordinates; known to all ranks."""
+        raise NotImplementedError
+
+    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """The same value under another type; moves nothing."""
+        raise NotImplementedError
+
+    def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """The same value with a copy for each rank, where the transport would hold it once."""
+        return Pending(x)
+
+    def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``factor * x``: each rank's part of the cotangent of an unchecked output."""
+        return Pending(x * o.factor)
+
+    def mean(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``factor`` times the sum over ranks; the transpose of `scale`."""
+        return Pending(self.reduce(x, mesh, axes, o).wait() * o.factor)
+
+    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """The first rank's value, taken to be everybody's: an unchecked output."""
+        raise NotImplementedError
+
+    def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """This rank's position along the axes, a 0-d int64 tensor."""
+        raise NotImplementedError

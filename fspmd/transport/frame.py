@@ -1,0 +1,89 @@
+"""Which simulated ranks hold a value apart: a sub-grid of mesh axes, and the index arithmetic on it.
+
+A simulated value that differs only along ``tp`` needs one shard per ``tp`` coordinate, however many ranks the mesh
+has. Its *frame* is that set of axes; shards stand in row-major order over the frame's axes, which stand in mesh order.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+
+from fspmd.mesh import Mesh
+
+
+class Frame:
+    """A mesh and the axes over which a simulated value is held apart. Interned: make it with `frame`."""
+
+    __slots__ = ("axes", "mesh", "sizes", "volume")
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self.mesh = mesh
+        self.axes = axes
+        self.sizes = tuple(mesh.shape[axis] for axis in axes)
+        self.volume = math.prod(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"Frame({', '.join(f'{a}={n}' for a, n in zip(self.axes, self.sizes, strict=True))})"
+
+    def coordinates(self) -> Iterable[tuple[int, ...]]:
+        """Every coordinate over the frame's axes, row-major."""
+        return itertools.product(*map(range, self.sizes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _frame(mesh: Mesh, axes: tuple[str, ...]) -> Frame:
+    return Frame(mesh, axes)
+
+
+def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
+    """The frame of a set of axes of ``mesh``."""
+    chosen = frozenset(axes)
+    return _frame(mesh, tuple(axis for axis in mesh.axis_names if axis in chosen))
+
+
+@functools.lru_cache(maxsize=4096)
+def union(a: Frame, b: Frame) -> Frame:
+    """The smallest frame that holds both; of one mesh, or of a mesh and its slice."""
+    mesh = a.mesh if a.mesh is b.mesh or a.mesh.contains(b.mesh) else b.mesh
+    return frame(mesh, a.axes + b.axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def spread(source: Frame, target: Frame) -> tuple[int, ...]:
+    """For every shard of ``target`` the index of the ``source`` shard it equals (target's axes include source's)."""
+    weights = dict.fromkeys(target.axes, 0)
+    stride = 1
+    for axis, size in zip(reversed(source.axes), reversed(source.sizes), strict=True):
+        weights[axis] = stride
+        stride *= size
+    return tuple(
+        sum(weights[axis] * c for axis, c in zip(target.axes, coordinate, strict=True))
+        for coordinate in target.coordinates()
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int, ...], ...]]:
+    """The frame without ``axes``, and for each of its shards the group: indices into ``whole``'s shards.
+
+    Within a group the order is that of ``axes`` as given, major first.
+    """
+    rest = frame(whole.mesh, (axis for axis in whole.axes if axis not in axes))
+    strides = dict(zip(whole.axes, _strides(whole.sizes), strict=True))
+    members = [
+        sum(c * strides[axis] for axis, c in zip(axes, coordinate, strict=True))
+        for coordinate in itertools.product(*(range(whole.mesh.shape[axis]) for axis in axes))
+    ]
+    bases = [sum(c * strides[axis] for axis, c in zip(rest.axes, at, strict=True)) for at in rest.coordinates()]
+    return rest, tuple(tuple(base + member for member in members) for base in bases)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))

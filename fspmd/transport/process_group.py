@@ -1,0 +1,285 @@
+"""Collectives on c10d process groups: NCCL and Gloo, straight into one flat tensor.
+
+c10d ranks a group in the order of global ranks. Where the mesh orders a group otherwise, blocks are put in order on
+this side, so that equal rank sets share one group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from fspmd import world
+from fspmd.mesh import Mesh
+from fspmd.transport.call import Options, Pending, Sizes, Transport
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+#: dtypes that every backend can add; others travel in the dtype beside them
+_REDUCE_AS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+#: dtypes that every backend can move as they are; others travel as bytes
+_MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
+
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_ROW = 66  # dtype, rank, and up to 64 dims
+
+
+class Group:
+    """One process group as the mesh orders it."""
+
+    __slots__ = ("back", "index", "order", "pg", "sequence", "size")
+
+    def __init__(self, mesh: Mesh, ranks: tuple[int, ...]) -> None:
+        ordered = sorted(ranks)
+        self.pg: Any = world.process_group(tuple(ordered))
+        self.size = len(ranks)
+        self.index = ranks.index(world.rank())  # our position in the mesh's order
+        self.order: list[int] | None = None  # mesh position -> c10d rank; None where they agree
+        self.back: list[int] | None = None  # c10d rank -> mesh position
+        if ordered != list(ranks):
+            self.order = [ordered.index(rank) for rank in ranks]
+            self.back = [ranks.index(rank) for rank in ordered]
+
+    def peer(self, position: int) -> int:
+        """The c10d rank of a mesh position."""
+        return position if self.order is None else self.order[position]
+
+
+def _reduce_options(op: str) -> Any:
+    options = c10d.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return options
+
+
+_ALLREDUCE = {op: _reduce_options(op) for op in _OPS}
+_SCATTER_SUM = c10d.ReduceScatterOptions()
+_SCATTER_SUM.reduceOp = _OPS["sum"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, world_key: int) -> Group:
+    ranks = mesh.group_ranks(axes)
+    if index_groups is not None:
+        mine = ranks.index(world.rank())
+        ranks = tuple(ranks[i] for chosen in index_groups if mine in chosen for i in chosen)
+    return Group(mesh, ranks)
+
+
+def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
+    """This rank's group along the axes, made when first used."""
+    return _group(mesh, axes, o.index_groups, id(c10d.GroupMember.WORLD))
+
+
+class ProcessGroupTransport(Transport):
+    """One rank per process."""
+
+    coalesces = True
+
+    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        if x.dtype.is_complex:
+            out = torch.view_as_real(x.clone(memory_format=torch.contiguous_format))
+            work = group.pg.allreduce([out], _ALLREDUCE[o.op])
+            return Pending(out, (work,), torch.view_as_complex)
+        carrier = _REDUCE_AS.get(x.dtype)
+        if carrier is not None:
+            dtype, out = x.dtype, x.to(carrier)
+            work = group.pg.allreduce([out], _ALLREDUCE[o.op])
+            return Pending(out, (work,), lambda total: total.to(dtype))
+        out = x.clone(memory_format=torch.contiguous_format)
+        if group.size == 1:
+            return Pending(out)
+        return Pending(out, (group.pg.allreduce([out], _ALLREDUCE[o.op]),))
+
+    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        sizes, dim = o.sizes, o.dim
+        block = x if sizes is None else _pad(x, dim, max(sizes))
+        if group.size == 1:
+            return Pending(block.clone())
+        leading = dim == 0 and group.order is None and sizes is None
+        send, restore = _movable(block.contiguous())
+        out = send.new_empty((group.size * send.shape[0], *send.shape[1:]) if send.ndim else (group.size,))
+        work = group.pg._allgather_base(out, send)
+        shape = tuple(block.shape)
+        if leading:
+            whole = (group.size * shape[0], *shape[1:])
+            return Pending(out, (work,), None if restore is None else lambda flat: restore(flat).view(whole))
+
+        def arrange(flat: Tensor) -> Tensor:
+            stacked = (restore(flat) if restore else flat).view(group.size, *shape)
+            if group.order is not None:
+                stacked = stacked[group.order]
+            return _unstack(stacked, dim, sizes)
+
+        return Pending(out, (work,), arrange)
+
+    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        if group.size == 1:
+            return Pending(x.clone())
+        dtype = x.dtype
+        if dtype.is_complex or dtype in _REDUCE_AS:  # rare: reduce as reals, or in a wider dtype
+            wide = torch.view_as_real(x.resolve_conj()) if dtype.is_complex else x.to(_REDUCE_AS[dtype])
+            pending = self.reduce_scatter(wide, mesh, axes, o)
+            back: Callable[[Tensor], Tensor] = (
+                (lambda out: torch.view_as_complex(out.contiguous())) if dtype.is_complex else lambda out: out.to(dtype)
+            )
+            return Pending(pending, (), lambda inner: back(inner.wait()))
+        stacked = _stack(x, o.dim, o.sizes, group.size)
+        if group.back is not None:
+            stacked = stacked[group.back]
+        stacked = stacked.contiguous()
+        out = stacked.new_empty(stacked.shape[1:])
+        work = group.pg._reduce_scatter_base(out, stacked.flatten(0, 1) if out.ndim else stacked, _SCATTER_SUM)
+        length = None if o.sizes is None else o.sizes[group.index]
+        return Pending(out, (work,), None if length is None else lambda block: block.narrow(o.dim, 0, length))
+
+    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        if o.sizes is None:
+            length = x.shape[o.dim] // group.size
+            return Pending(x.narrow(o.dim, group.index * length, length))
+        return Pending(x.narrow(o.dim, sum(o.sizes[: group.index]), o.sizes[group.index]))
+
+    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        n = group.size
+        if n == 1:
+            return Pending(x.clone())
+        split = o.sizes or (x.shape[o.dim] // n,) * n
+        joined = o.concat_sizes or (x.shape[o.concat_dim],) * n
+        inwards = range(n) if group.back is None else group.back
+        pieces = x.split(split, o.dim)
+        if o.dim == 0 and group.back is None:
+            flat = x.contiguous().view(-1)
+        else:
+            flat = torch.cat([pieces[i].reshape(-1) for i in inwards])
+        shapes = []
+        for i in inwards:
+            shape = list(pieces[group.index].shape)
+            shape[o.concat_dim] = joined[i] * (split[group.index] if o.concat_dim == o.dim else 1)
+            if o.concat_dim == o.dim:
+                shape[o.dim] = split[group.index]
+            shapes.append(tuple(shape))
+        counts = [_numel(shape) for shape in shapes]
+        send, restore = _movable(flat)
+        width = send.element_size() and flat.element_size() // send.element_size()
+        out = send.new_empty(sum(counts) * width)
+        sends = [pieces[i].numel() * width for i in inwards]
+        work = group.pg.alltoall_base(out, send, [c * width for c in counts], sends, c10d.AllToAllOptions())
+
+        def arrange(received: Tensor) -> Tensor:
+            parts = (restore(received) if restore else received).split(counts)
+            blocks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            if group.order is not None:
+                blocks = [blocks[i] for i in group.order]
+            elif o.concat_dim == 0:
+                return (restore(received) if restore else received).view(-1, *shapes[0][1:])
+            return torch.cat(blocks, o.concat_dim)
+
+        return Pending(out, (work,), arrange)
+
+    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        send, restore = _movable(x.contiguous())
+        out = torch.zeros_like(send)
+        transfers = []
+        for source, destination in o.perm:
+            if source == destination == group.index:
+                out.copy_(send)
+            elif source == group.index:
+                transfers.append(dist.P2POp(dist.isend, send, group=group.pg, group_peer=group.peer(destination)))
+            elif destination == group.index:
+                transfers.append(dist.P2POp(dist.irecv, out, group=group.pg, group_peer=group.peer(source)))
+        works = tuple(dist.batch_isend_irecv(transfers)) if transfers and x.numel() else ()
+        return Pending(out, works, None if restore is None else lambda flat: restore(flat).view(x.shape))
+
+    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        out = x.clone(memory_format=torch.contiguous_format)
+        wire = out.view(-1).view(torch.uint8)
+        options = c10d.BroadcastOptions()
+        options.rootRank = group.peer(o.root)
+        return Pending(out, (group.pg.broadcast([wire], options),) if wire.numel() else ())
+
+    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        at_root = group_of(mesh, axes, o).index == o.root
+        pending = self.reduce(x, mesh, axes, o)
+        return Pending(pending, (), lambda inner: inner.wait() if at_root else torch.zeros_like(inner.wait()))
+
+    def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
+        group = group_of(mesh, axes, Options())
+        found = torch.tensor([x.shape[dim]], dtype=torch.int64, device=x.device)
+        all_found = found.new_empty(group.size)
+        group.pg._allgather_base(all_found, found).wait()
+        lengths = [int(length) for length in all_found.tolist()]
+        ordered = tuple(lengths if group.order is None else [lengths[i] for i in group.order])
+        return "" if ordered == sizes else f"the blocks along {axes} are {ordered} long in dim {dim}"
+
+    def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:
+        group = group_of(mesh, mesh.axis_names, Options())
+        row = [_DTYPES.index(x.dtype), x.ndim, *x.shape]
+        mine = torch.tensor(row + [0] * (_ROW - len(row)), dtype=torch.int64, device=x.device)
+        rows = mine.new_empty((group.size * _ROW,))
+        group.pg._allgather_base(rows, mine).wait()
+        found = [(_DTYPES[kind], tuple(shape[:ndim])) for kind, ndim, *shape in rows.view(-1, _ROW).tolist()]
+        return found if group.order is None else [found[i] for i in group.order]
+
+    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(x.view_as(x))
+
+    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(x.view_as(x))
+
+    def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        return torch.tensor(group_of(mesh, axes, Options()).index, device=mesh.device)
+
+
+def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """A contiguous tensor as a backend can move it (flat bytes if need be), and how to read the result back."""
+    if x.dtype in _MOVABLE and x.ndim:
+        return x, None
+    dtype = x.dtype
+    if dtype in _MOVABLE:
+        return x.reshape(1), lambda flat: flat
+    return x.resolve_conj().resolve_neg().view(-1).view(torch.uint8), lambda flat: flat.view(dtype)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    if x.shape[dim] == length:
+        return x
+    shape = list(x.shape)
+    shape[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _unstack(stacked: Tensor, dim: int, sizes: Sizes | None) -> Tensor:
+    """``[n, ..., b, ...] -> [..., n * b, ...]``, without the padding of uneven blocks."""
+    if sizes is not None:
+        return torch.cat([block.narrow(dim, 0, length) for block, length in zip(stacked, sizes, strict=True)], dim)
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _stack(x: Tensor, dim: int, sizes: Sizes | None, n: int) -> Tensor:
+    """``[..., n * b, ...] -> [n, ..., b, ...]``, uneven blocks padded to the longest."""
+    if sizes is not None:
+        longest = max(sizes)
+        return torch.stack([_pad(block, dim, longest) for block in x.split(sizes, dim)])
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)

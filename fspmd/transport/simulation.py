@@ -1,0 +1,139 @@
+"""Collectives among simulated ranks: plain arithmetic on the list of shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fspmd.mesh import Mesh
+from fspmd.transport.call import Options, Pending, Sizes, Transport
+from fspmd.transport.frame import Frame, frame, groups, union
+from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
+
+Table = tuple[tuple[int, ...], ...]
+_REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class SimulationTransport(Transport):
+    """All ranks in this process."""
+
+    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, rest, shards, table = _groups(x, mesh, axes, o)
+        fn = _REDUCE[o.op]
+        totals = []
+        for group in table:
+            total = shards[group[0]]
+            if len(group) == 1:
+                total = total.clone()
+            for i in group[1:]:
+                total = fn(total, shards[i])
+            totals.append(total)
+        return _one_per_group(totals, held, rest, table, o)
+
+    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, rest, shards, table = _groups(x, mesh, axes, o)
+        wholes = [torch.cat([shards[i] for i in group], o.dim) for group in table]
+        return _one_per_group(wholes, held, rest, table, o)
+
+    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        pieces: list[Tensor] = [x] * held.volume
+        for group in table:
+            total = shards[group[0]]
+            for i in group[1:]:
+                total = total + shards[i]
+            for i, piece in zip(group, _split(total, o.dim, o.sizes, len(group)), strict=True):
+                pieces[i] = piece.clone() if len(group) == 1 else piece
+        return Pending(LocalTensor(pieces, held))
+
+    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        pieces: list[Tensor] = [x] * held.volume
+        for group in table:
+            for place, i in enumerate(group):
+                pieces[i] = _split(shards[i], o.dim, o.sizes, len(group))[place]
+        return Pending(LocalTensor(pieces, held))
+
+    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        received: list[Tensor] = [x] * held.volume
+        for group in table:
+            sent = [_split(shards[i], o.dim, o.sizes, len(group)) for i in group]
+            for place, i in enumerate(group):
+                received[i] = torch.cat([pieces[place] for pieces in sent], o.concat_dim)
+        return Pending(LocalTensor(received, held))
+
+    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        received: list[Tensor | None] = [None] * held.volume
+        for group in table:
+            for source, destination in o.perm:
+                received[group[destination]] = shards[group[source]].clone()
+        filled = [torch.zeros_like(s) if r is None else r for r, s in zip(received, shards, strict=True)]
+        return Pending(LocalTensor(filled, held))
+
+    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, rest, shards, table = _groups(x, mesh, axes, o)
+        return _one_per_group([shards[group[o.root]].clone() for group in table], held, rest, table, o)
+
+    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        results = [torch.zeros_like(shard) for shard in shards]
+        for group in table:
+            for i in group:
+                results[group[o.root]] += shards[i]
+        return Pending(LocalTensor(results, held))
+
+    def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
+        _, _, shards, table = _groups(x, mesh, axes, Options())
+        for group in table:
+            found = tuple(shards[i].shape[dim] for i in group)
+            if found != sizes:
+                return f"the blocks along {axes} are {found} long in dim {dim}"
+        return ""
+
+    def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:
+        return [(shard.dtype, tuple(shard.shape)) for shard in shards_of(x, frame(mesh, mesh.axis_names))]
+
+    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(LocalTensor(x.shards, x.frame, x.borrowed) if type(x) is LocalTensor else x.view_as(x))
+
+    def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(expand(x, frame(mesh, axes)))
+
+    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        if type(x) is not LocalTensor:
+            return Pending(x)
+        rest, table = groups(x.frame, tuple(axis for axis in x.frame.axes if axis in axes))
+        return Pending(local_tensor([x.shards[group[0]] for group in table], rest))
+
+    def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        held = frame(mesh, axes)
+        _, (order,) = groups(held, axes)
+        place = {i: position for position, i in enumerate(order)}
+        device = mesh.device
+        return local_tensor([torch.tensor(place[i], device=device) for i in range(held.volume)], held)
+
+
+def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[Frame, Frame, list[Tensor], Table]:
+    """The frame with ``axes`` in it, the frame without, the shards, and the groups of shard indices."""
+    held = union(frame_of(x, mesh), frame(mesh, axes))
+    rest, table = groups(held, axes)
+    if o.index_groups is not None:
+        table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
+    return held, rest, shards_of(x, held), table
+
+
+def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Pending:
+    """A value equal within each group: held once per group, unless the groups are parts of an axis."""
+    if o.index_groups is None:
+        return Pending(local_tensor(results, rest))
+    spread: list[Tensor] = [results[0]] * held.volume
+    for group, result in zip(table, results, strict=True):
+        for place, i in enumerate(group):
+            spread[i] = result if place == 0 else result.clone()
+    return Pending(LocalTensor(spread, held))
+
+
+def _split(x: Tensor, dim: int, sizes: tuple[int, ...] | None, n: int) -> tuple[Tensor, ...]:
+    return x.split(sizes, dim) if sizes is not None else x.split(x.shape[dim] // n, dim) if x.shape[dim] else (x,) * n

@@ -1,0 +1,131 @@
+"""The four types a value can have over a mesh axis, and how ops combine them.
+
+==============  =====================================================  ==========  ==================
+type            meaning over the axis                                  gradient    written in a spec
+==============  =====================================================  ==========  ==================
+invariant (I)   equal on all ranks                                     invariant   not mentioned
+varying (V)     differs from rank to rank                              varying     ``P("x")``
+unreduced (U)   the true value is the sum over the axis, pending       reduced     ``P(unreduced=…)``
+reduced (R)     equal on all ranks, its gradient is a pending sum      unreduced   ``P(reduced=…)``
+==============  =====================================================  ==========  ==================
+
+The type of a tensor is kept on the tensor itself; a tensor that carries none is invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.spec import P, describe
+
+ATTRIBUTE: Final = "_fspmd_variance"
+BORROWED: Final = "_fspmd_borrowed"  # set on what pcast returns, which aliases its argument
+_EMPTY: Final[frozenset[str]] = frozenset()
+
+
+class Variance:
+    """For each mesh axis the type of one value; axes not named are invariant. Interned: equal ones are one object."""
+
+    __slots__ = ("_dual", "reduced", "unreduced", "varying")
+    varying: frozenset[str]
+    unreduced: frozenset[str]
+    reduced: frozenset[str]
+
+    def __new__(
+        cls, varying: Iterable[str] = (), unreduced: Iterable[str] = (), reduced: Iterable[str] = ()
+    ) -> Variance:
+        key = (frozenset(varying), frozenset(unreduced), frozenset(reduced))
+        found = _INTERNED.get(key)
+        if found is None:
+            found = _INTERNED[key] = object.__new__(cls)
+            found.varying, found.unreduced, found.reduced = key
+            found._dual = None
+        return found
+
+    _dual: Variance | None
+
+    @property
+    def dual(self) -> Variance:
+        """The type of the gradient: unreduced and reduced change places."""
+        if self._dual is None:
+            self._dual = Variance(self.varying, self.reduced, self.unreduced)
+        return self._dual
+
+    def state(self, axis: str) -> str:
+        """The letter of an axis: I, V, U or R."""
+        if axis in self.varying:
+            return "V"
+        return "U" if axis in self.unreduced else "R" if axis in self.reduced else "I"
+
+    def moved(self, axes: Iterable[str], to: str) -> Variance:
+        """The same type with ``axes`` in the state ``to``."""
+        chosen = frozenset(axes)
+        sets = [
+            (group - chosen) | (chosen if letter == to else _EMPTY)
+            for letter, group in (("V", self.varying), ("U", self.unreduced), ("R", self.reduced))
+        ]
+        return Variance(*sets)
+
+    def __repr__(self) -> str:
+        named = (("V", self.varying), ("U", self.unreduced), ("R", self.reduced))
+        return "{" + " ".join(f"{letter}:{','.join(sorted(axes))}" for letter, axes in named if axes) + "}"
+
+
+_INTERNED: Final[dict[Any, Variance]] = {}
+INVARIANT: Final = Variance()
+
+
+def variance_of_spec(partition: P) -> Variance:
+    """The type, inside a body, of a value that enters or leaves with this partition."""
+    return Variance(partition.axes, partition.unreduced, partition.reduced)
+
+
+def get_variance(x: Tensor) -> Variance:
+    """The type a tensor carries; one wrapped by a ``torch.func`` transform has the type of what it wraps."""
+    found: Variance | None = getattr(x, ATTRIBUTE, None)
+    if found is None:
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+            found = getattr(x, ATTRIBUTE, None)
+            if found is not None:
+                return found
+        return INVARIANT
+    return found
+
+
+def set_variance(x: Tensor, variance: Variance) -> Tensor:
+    """Keep the type on the tensor, and on what it wraps, so that it outlives a ``torch.func`` transform."""
+    if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None:
+        return x
+    setattr(x, ATTRIBUTE, variance)
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+        setattr(x, ATTRIBUTE, variance)
+    return x
+
+
+_JOINS: dict[tuple[Variance, Variance], Variance] = {}
+
+
+def join(a: Variance, b: Variance) -> Variance:
+    """The type of a result of two operands without unreduced axes: varying wins over reduced, reduced over invariant."""
+    found = _JOINS.get((a, b))
+    if found is None:
+        varying = a.varying | b.varying
+        found = _JOINS[a, b] = Variance(varying, a.unreduced | b.unreduced, (a.reduced | b.reduced) - varying)
+    return found
+
+
+def show(x: Tensor) -> str:
+    """``f32[8,4]{V:x}``.
+
+    >>> show(set_variance(torch.zeros(8, 4), Variance(varying={"x"})))
+    'f32[8,4]{V:x}'
+    """
+    variance = get_variance(x)
+    text = describe(x.dtype, x.shape).replace(", ", ",")
+    return text if variance is INVARIANT else f"{text}{variance!r}"
