@@ -172,10 +172,24 @@ def ensure_initialised(device: str | None = None) -> None:
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return
-    module = torch.get_device_module(device_type)
-    local = _from_environment("LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK")
-    module.set_device(local % module.device_count())
+    torch.get_device_module(device_type).set_device(_own_index(device_type))
     dist.init_process_group(dist.get_default_backend_for_device(device_type))
+
+
+def _own_index(device_type: str) -> int:
+    """Which of the devices that this process sees is its own."""
+    count: int = torch.get_device_module(device_type).device_count()
+    if "LOCAL_RANK" not in os.environ:  # a launcher that tells no place on the host: hosts are taken to be alike
+        return _from_environment("RANK") % count
+    local = _from_environment("LOCAL_RANK")
+    if local < count:
+        return local
+    if count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:  # a launcher that shows each process its own device alone
+        return 0
+    raise MeshError(
+        f"this process has LOCAL_RANK={local}, but sees {count} device(s) of type {device_type!r}: start at most "
+        f'{count} processes on this host, or pass device="cpu"'
+    )
 
 
 def _available(device_type: str) -> bool:

@@ -147,6 +147,67 @@ def test_importing_costs_nothing_beyond_torch() -> None:
     assert done.stdout.decode().strip() == "[]"
 
 
+@pytest.fixture
+def two_gpus(no_launcher: pytest.MonkeyPatch) -> tuple[pytest.MonkeyPatch, list[tuple[str, object]]]:
+    """A process that sees two GPUs, of which only what is asked of them is noted down."""
+    asked: list[tuple[str, object]] = []
+    no_launcher.setattr(torch.cuda, "is_available", lambda: True)
+    no_launcher.setattr(torch.cuda, "device_count", lambda: 2)
+    no_launcher.setattr(torch.cuda, "current_device", lambda: 0)
+    no_launcher.setattr(torch.cuda, "set_device", lambda index: asked.append(("set_device", index)))
+    no_launcher.setattr(dist, "init_process_group", lambda backend: asked.append(("init", backend)))
+    no_launcher.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return no_launcher, asked
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"), [({"LOCAL_RANK": "1"}, 1), ({}, 1), ({"LOCAL_RANK": "0"}, 0)], ids=str
+)
+def test_gpus_get_nccl_and_each_rank_its_own(
+    two_gpus: tuple[pytest.MonkeyPatch, list[tuple[str, object]]], environment: dict[str, str], index: int
+) -> None:
+    patch, asked = two_gpus
+    base = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (base | environment).items():
+        patch.setenv(name, value)
+    mesh = make_mesh((4,), ("x",))
+    assert asked == [("set_device", index), ("init", "nccl")]
+    assert (mesh.device_type, mesh.transport) == ("cuda", "process_group")
+    if environment:
+        assert mesh.device == torch.device("cuda", index)
+
+
+def test_more_processes_than_gpus_is_an_error(
+    two_gpus: tuple[pytest.MonkeyPatch, list[tuple[str, object]]],
+) -> None:
+    patch, asked = two_gpus
+    for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4"}.items():
+        patch.setenv(name, value)
+    patch.setenv("MASTER_ADDR", "127.0.0.1")
+    patch.setenv("MASTER_PORT", "1")
+    with pytest.raises(MeshError) as caught:
+        make_mesh((4,), ("x",))
+    assert str(caught.value) == (
+        "this process has LOCAL_RANK=2, but sees 2 device(s) of type 'cuda': start at most 2 processes on this host, "
+        'or pass device="cpu"'
+    )
+    patch.setattr(torch.cuda, "device_count", lambda: 1)
+    patch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    make_mesh((4,), ("x",))
+    assert asked == [("set_device", 0), ("init", "nccl")]
+
+
+def test_a_simulated_mesh_of_gpus_uses_the_current_one(
+    two_gpus: tuple[pytest.MonkeyPatch, list[tuple[str, object]]],
+) -> None:
+    patch, asked = two_gpus
+    patch.setattr(torch.cuda, "current_device", lambda: 1)
+    patch.setenv("LOCAL_RANK", "0")  # without RANK and WORLD_SIZE, no launcher
+    mesh = make_mesh((4,), ("x",), device="cuda")
+    assert (mesh.transport, mesh.device) == ("simulation", torch.device("cuda", 1))
+    assert asked == []
+
+
 # ------------------------------------------------------------------------------------------- torch's fake process group
 
 
