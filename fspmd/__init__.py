@@ -1,5 +1,7 @@
 """JAX-style functional SPMD for PyTorch."""
 
+from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
+from fspmd.batching import vmap
 from fspmd.collectives import (
     all_gather,
     all_to_all,
@@ -28,6 +30,7 @@ from fspmd.errors import (
 )
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.placement import device_get, device_put, from_callback, from_local
+from fspmd.rank_map import rank_map
 from fspmd.shard_map import shard_map
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec

@@ -41,6 +41,9 @@ def complaint(leaf: Any, partition: Any, body: Body, nested: bool) -> str:
 
 def make_entry(leaf: Any, partition: P | None, body: Body, new_axes: frozenset[str], nested: bool, name: str) -> Entry:
     """The function that brings one leaf in; made once per plan."""
+    if partition is None and isinstance(leaf, Sharded):
+        spec = leaf.spec
+        return lambda local: Sharded(local, spec)
     if partition is None or leaf is None:
         return _static
     variance = variance_of_spec(partition)

@@ -13,6 +13,7 @@ from fspmd.body import Body
 from fspmd.entry import Entry, complaint, make_entry
 from fspmd.errors import AxisError, MeshError, SpecError, TreeError, join_failures
 from fspmd.exit import Exit, make_exit
+from fspmd.hooks import install
 from fspmd.mesh import Mesh, current_mesh
 from fspmd.sharded import Sharded
 from fspmd.spec import P
@@ -24,7 +25,7 @@ class Plan:
     """The body, how each leaf enters it, and how each output leaf leaves it (by the tree of outputs)."""
 
     body: Body
-    treedef: optree.PyTreeSpec
+    treedef: optree.PyTreeSpec  # of the arguments, with a block in place of each Sharded
     entries: list[Entry]
     out_specs: Any
     outer_axes: frozenset[str]
@@ -37,10 +38,21 @@ class Plan:
         specs = broadcast_prefix(
             self.out_specs, out, "out_specs", "the result", f"{name}: out_specs does not match what the function returned"
         )
-        failures = []
+        failures = [
+            f"result{key_path(path)} is {x!r}: a body returns blocks; mark a static result with None in out_specs"
+            for path, x, spec in zip(
+                optree.tree_paths(out, is_leaf=_is_sharded, none_is_leaf=True),
+                optree.tree_leaves(out, is_leaf=_is_sharded, none_is_leaf=True),
+                specs,
+                strict=True,
+            )
+            if isinstance(x, Sharded) and spec is not None
+        ]
         new_axes = self.body.axes - self.outer_axes
         for path, spec in zip(treedef.paths(), specs, strict=True):
-            if spec is not None and (wrong := _axes_complaint(spec, self.body, new_axes)):
+            if spec is None:
+                continue
+            if wrong := _axes_complaint(spec, self.body, new_axes):
                 failures.append(f"result{key_path(path)}: {wrong}")
         if failures:
             raise SpecError(join_failures(f"{name}: out_specs is wrong", failures))
@@ -53,7 +65,6 @@ class Plan:
 def make_plan(
     f: Callable[..., Any],
     args: tuple[Any, ...],
-    treedef: optree.PyTreeSpec,
     names: tuple[str, ...],
     mesh: Mesh | None,
     in_specs: Any,
@@ -63,6 +74,7 @@ def make_plan(
     outer: Body | None,
 ) -> Plan:
     """Check everything that can be checked before the body runs."""
+    install()
     function = getattr(f, "__name__", type(f).__name__)
     name = f"shard_map({function})"
     mesh = _resolve_mesh(mesh, outer, args, name)
@@ -89,7 +101,8 @@ def make_plan(
         make_entry(leaf, spec, body, new_axes, outer is not None, f"{name}: {path}")
         for leaf, spec, path in zip(leaves, specs, paths, strict=True)
     ]
-    return Plan(body, treedef, entries, out_specs, outer_axes, outer is not None)
+    blocks = optree.tree_structure(args, is_leaf=_is_sharded, none_is_leaf=True)
+    return Plan(body, blocks, entries, out_specs, outer_axes, outer is not None)
 
 
 def _is_sharded(x: Any) -> bool:

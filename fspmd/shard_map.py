@@ -105,7 +105,7 @@ def shard_map(
         plan = plans.get(key)
         if plan is None:
             plan = plans[key] = make_plan(
-                function, args, treedef, names, mesh, in_specs, out_specs, manual, check_vma, outer
+                function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer
             )
         return run(plan, function, leaves, names)
 

@@ -19,7 +19,7 @@ from fspmd.indexing import index_by_tensor
 from fspmd.op_kinds import Op, learn, written_operands
 from fspmd.pairs import apply, call
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, call_per_rank
 from fspmd.transport.randomness import draw_seed, one_stream, streams
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, join, set_variance, show
 
@@ -53,7 +53,7 @@ class Tracker(TorchFunctionMode):
             elif type(arg) is list or type(arg) is tuple:
                 return self._general(op, func, args, {})
         if common is None or common is INVARIANT:
-            return func(*args)
+            return self._by_rank(func, args, {}) if self.body.uneven else func(*args)
         if common.unreduced:
             return self._general(op, func, args, {})
         out = func(*args)
@@ -75,7 +75,7 @@ class Tracker(TorchFunctionMode):
             if variance is not result:
                 result = join(result, variance)
         if result is INVARIANT:
-            return func(*args, **kwargs)
+            return self._by_rank(func, args, kwargs) if self.body.uneven else func(*args, **kwargs)
         if op.python_value and result.varying:
             refuse_branch(op.name, tensors[0], result)
         if result.unreduced:
@@ -84,8 +84,8 @@ class Tracker(TorchFunctionMode):
             _check_writes(func, op, args, kwargs, result)
         if any(variance is not result for variance in variances):
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
-            args = self._cast_all(args, result)
-            kwargs = dict(zip(kwargs, self._cast_all(tuple(kwargs.values()), result), strict=True))
+            args = self.cast_all(args, result)
+            kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
         if op.draws and result.varying and kwargs.get("generator") is None and op.draws(*args, **kwargs):
             out = self._random(func, args, kwargs, result)
         elif op.indexes:
@@ -95,11 +95,19 @@ class Tracker(TorchFunctionMode):
         annotate(out, result.dual if op.dual else result)
         return out
 
-    def _cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
+    def _by_rank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Invariant operands and perhaps sizes of uneven blocks, which make the result vary."""
+        out = call_per_rank(func, args, kwargs) if self.body.mesh.transport == "simulation" else func(*args, **kwargs)
+        if type(out) is LocalTensor:
+            set_variance(out, Variance(varying=out.frame.axes))
+        return out
+
+    def cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
+        """Every tensor among the values, in lists and tuples too, cast to one type."""
         return tuple(
             self.cast(value, to)
             if isinstance(value, Tensor)
-            else type(value)(self._cast_all(tuple(value), to))
+            else type(value)(self.cast_all(tuple(value), to))
             if type(value) in (list, tuple)
             else value
             for value in values

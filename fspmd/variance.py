@@ -102,9 +102,10 @@ def set_variance(x: Tensor, variance: Variance) -> Tensor:
     if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None:
         return x
     setattr(x, ATTRIBUTE, variance)
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-        setattr(x, ATTRIBUTE, variance)
+    inner = x
+    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        inner = torch._C._functorch.get_unwrapped(inner)
+        setattr(inner, ATTRIBUTE, variance)
     return x
 
 

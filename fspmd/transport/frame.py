@@ -44,6 +44,11 @@ def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
     return _frame(mesh, tuple(axis for axis in mesh.axis_names if axis in chosen))
 
 
+#: meshes that hold, or held, blocks of unequal shape. On them a value cast to varying is held once per rank: autograd
+#: asks it for sizes that differ from rank to rank, which a plain tensor cannot answer.
+UNEVEN: set[Mesh] = set()
+
+
 @functools.lru_cache(maxsize=4096)
 def union(a: Frame, b: Frame) -> Frame:
     """The smallest frame that holds both; of one mesh, or of a mesh and its slice."""

@@ -145,8 +145,18 @@ def _operator(fn: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[
     return lambda self, other: _binary(fn, self, other)
 
 
+def _equality(same: bool) -> Callable[[LocalInt, Any], Any]:
+    """Sizes are equal when they are on every rank; that is one answer, and torch asks for it often."""
+
+    def compare(self: LocalInt, other: Any) -> Any:
+        equal = all(_binary(operator.eq, self, other).values)
+        return torch._C._get_constant_bool_symnode(equal is same)
+
+    return compare
+
+
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "lt", "le", "gt", "ge")},
     "floordiv": operator.floordiv,
     "int_floordiv": operator.floordiv,
     "truediv": operator.truediv,
@@ -163,3 +173,5 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 for _name, _fn in _ARITHMETIC.items():
     setattr(LocalInt, _name, _operator(_fn))
     setattr(LocalInt, f"r{_name}", _operator(_fn, swapped=True))
+setattr(LocalInt, "eq", _equality(True))  # noqa: B010
+setattr(LocalInt, "ne", _equality(False))  # noqa: B010

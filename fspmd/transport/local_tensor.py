@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fspmd.errors import VarianceError
 from fspmd.mesh import Mesh
-from fspmd.transport.frame import Frame, frame, spread, union
+from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
 from fspmd.transport.local_int import LocalInt, local_int
 from fspmd.transport.randomness import per_rank_generators
 
@@ -45,6 +45,7 @@ class LocalTensor(Tensor):
         strides: Any = first.stride()
         for other in shards:
             if other.shape != size:
+                UNEVEN.add(held.mesh)
                 size = tuple(local_int(held, [s.shape[d] for s in shards]) for d in range(first.ndim))
                 strides = tuple(local_int(held, [s.stride(d) for s in shards]) for d in range(first.ndim))
                 break
@@ -159,6 +160,17 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _gather_results(func, results, held)
 
 
+def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function of plain tensors and sizes that differ from rank to rank, such as ``torch.zeros(x.shape)``."""
+    held = _common_frame((*args, *kwargs.values()), None)
+    if held is None:
+        return func(*args, **kwargs)
+    columns = [_column(value, held) for value in (*args, *kwargs.values())]
+    rows = zip(*columns, strict=True)
+    results = [func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True))) for row in rows]
+    return _gather_results(func, results, held)
+
+
 class _Facts:
     """What an op's schema says, learnt once: does it write, which argument does each return alias, is it random."""
 
@@ -188,7 +200,7 @@ def _common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
         kind = type(value)
         if kind is LocalTensor:
             held = value.frame if held is None else held if value.frame is held else union(held, value.frame)
-        elif kind is list or kind is tuple:
+        elif kind is list or kind is tuple or kind is torch.Size:
             held = _common_frame(value, held)
         elif kind is torch.SymInt and isinstance(value.node, LocalInt):
             held = value.node.frame if held is None else union(held, value.node.frame)
@@ -200,7 +212,8 @@ def _column(value: Any, held: Frame) -> list[Any]:
     kind = type(value)
     if kind is LocalTensor:
         return value.shards if value.frame is held else value.at(held)
-    if kind is list or kind is tuple:
+    if kind is list or kind is tuple or kind is torch.Size:
+        kind = tuple if kind is torch.Size else kind
         if any(type(v) in (LocalTensor, list, tuple, torch.SymInt) for v in value):
             return [kind(row) for row in zip(*(_column(v, held) for v in value), strict=True)]
     elif kind is torch.SymInt and isinstance(value.node, LocalInt):

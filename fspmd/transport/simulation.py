@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Options, Pending, Sizes, Transport
-from fspmd.transport.frame import Frame, frame, groups, union
+from fspmd.transport.frame import UNEVEN, Frame, frame, groups, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
 
 Table = tuple[tuple[int, ...], ...]
@@ -96,7 +96,9 @@ class SimulationTransport(Transport):
         return [(shard.dtype, tuple(shard.shape)) for shard in shards_of(x, frame(mesh, mesh.axis_names))]
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(LocalTensor(x.shards, x.frame, x.borrowed) if type(x) is LocalTensor else x.view_as(x))
+        if type(x) is LocalTensor:
+            return Pending(LocalTensor(x.shards, x.frame, x.borrowed))
+        return Pending(expand(x, frame(mesh, axes)) if mesh in UNEVEN and axes else x.view_as(x))
 
     def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(expand(x, frame(mesh, axes)))

@@ -1,0 +1,84 @@
+"""Three places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
+
+* ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
+* The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
+* ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
+
+Outside a body each wrapper goes straight to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._functorch import vmap as torch_vmap
+from torch.autograd.function import BackwardCFunction
+
+from fspmd.body import Body, state, within
+from fspmd.tracking import annotate
+from fspmd.variance import INVARIANT, get_variance, join, set_variance
+
+_installed = False
+_BODY = "_fspmd_body"
+
+
+def install() -> None:
+    """Wrap them, once per process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _wrap_apply()
+    _wrap_backward()
+    _wrap_vmap_exit()
+
+
+def _wrap_apply() -> None:
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        body = state.body
+        if body is None or cls.__module__.startswith("fspmd."):
+            return original(cls, *args, **kwargs)
+        tracker = state.tracker
+        result = INVARIANT
+        if body.checked and tracker is not None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            for x in tensors:
+                result = join(result, get_variance(x))
+            if result is not INVARIANT:
+                args = tracker.cast_all(args, result)
+        out = original(cls, *args, **kwargs)
+        for one in out if isinstance(out, tuple) else (out,):
+            node = getattr(one, "grad_fn", None)
+            if node is not None:
+                setattr(node, _BODY, body)
+        if result is not INVARIANT:
+            annotate(out, result)
+        return out
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def _wrap_backward() -> None:
+    original = BackwardCFunction.apply
+
+    def apply(self: Any, *args: Any) -> Any:
+        body: Body | None = getattr(self, _BODY, None)
+        if body is None:
+            return original(self, *args)
+        with torch._C.DisableTorchFunction(), within(body.unchecked, None):
+            return original(self, *args)
+
+    BackwardCFunction.apply = apply  # type: ignore[method-assign]
+
+
+def _wrap_vmap_exit() -> None:
+    original = torch_vmap._remove_batch_dim
+
+    def remove_batch_dim(batched: torch.Tensor, *args: Any) -> torch.Tensor:
+        out: torch.Tensor = original(batched, *args)
+        return out if state.tracker is None else set_variance(out, get_variance(batched))
+
+    torch_vmap._remove_batch_dim = remove_batch_dim
