@@ -55,11 +55,13 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     body = state.body
     if body is not None and wait and axis_index_groups is None and isinstance(x, Tensor):
         known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
-        if known is not None and x.dtype is not torch.bool:
-            y = apply(x, known[0])
-            if known[1] is not None:
-                setattr(y, ATTRIBUTE, known[1])
-            return y
+        if known is not None:
+            with torch._C.DisableTorchFunction():
+                if x.dtype is not torch.bool and not torch._C._are_functorch_transforms_active():
+                    y = apply(x, known[0])
+                    if known[1] is not None:
+                        setattr(y, ATTRIBUTE, known[1])
+                    return y
     return _reduction(x, axis_name, axis_index_groups, wait, "psum")
 
 

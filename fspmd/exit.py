@@ -15,7 +15,6 @@ from fspmd.pairs import apply, call
 from fspmd.redistribute import from_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain, entry_axes
-from fspmd.tracking import convert
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, frame_of
@@ -69,7 +68,18 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
     inner_absent = tuple(
         a for a in body.mesh.axis_names if a in body.axes - outer_axes and a not in partition.mentioned
     )
-    plain = target is INVARIANT
+    share = None
+    if inner_absent and not body.checked:
+        share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
+
+    def leave_known(x: Any) -> Any:
+        """The common case: a plain tensor of the right type and of a shape seen before."""
+        if type(x) is Tensor and not body.uneven and (share is None or not x.requires_grad):
+            if getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked:
+                spec = specs.get((x.shape, x.dtype))
+                if spec is not None:
+                    return Sharded(x, spec)
+        return leave(x)
 
     def leave(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -82,25 +92,21 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
         if wrong := len(partition) > x.ndim and complain(partition, body.mesh, x.ndim):
             raise SpecError(f"{name} of shape {tuple(x.shape)}: {wrong}")
         if body.checked:
-            variance = getattr(x, ATTRIBUTE, INVARIANT)
-            if variance is not target:
+            if getattr(x, ATTRIBUTE, INVARIANT) is not target:
                 x = _typed(x, target, partition, body, outer_axes, name)
-        elif inner_absent and (x.requires_grad or simulated):
-            count = body.mesh.axis_size(inner_absent)
-            x = apply(x, call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / count)))
-        if simulated and not (plain and type(x) is Tensor):
+        elif share is not None and (x.requires_grad or simulated):
+            x = apply(x, share)
+        if simulated:
             x = _held(x, partition, body, outer_axes)
-        if body.uneven or (simulated and type(x) is LocalTensor):
-            spec = _measured_spec(x, partition, body, outer_axes, name)
+        if x.uneven if type(x) is LocalTensor else body.uneven and not simulated:
+            spec = spec_of_blocks(x, partition, body.mesh, name)
         else:
-            key = (x.shape, x.dtype)
-            found = specs.get(key)
-            if found is None:
-                found = specs[key] = _even_spec(x, partition, body)
-            spec = found
+            spec = _even_spec(x, partition, body)
+            if not nested and not simulated:
+                specs[x.shape, x.dtype] = spec
         return _whole(x, spec, body) if nested else Sharded(x, spec)
 
-    return leave
+    return leave if nested or simulated else leave_known
 
 
 def _typed(x: Tensor, target: Variance, partition: P, body: Body, outer_axes: frozenset[str], name: str) -> Tensor:
@@ -134,11 +140,6 @@ def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
     for dim, entry in enumerate(partition):
         shape[dim] *= math.prod(body.sizes(entry_axes(entry)))
     return TensorSpec(body.mesh, partition, shape, x.dtype)
-
-
-def _measured_spec(x: Tensor, partition: P, body: Body, outer_axes: frozenset[str], name: str) -> TensorSpec:
-    """The global shape from every rank's block; blocks must be as torch.chunk cuts them."""
-    return spec_of_blocks(x, partition, body.mesh, name)
 
 
 def spec_of_blocks(x: Tensor, partition: P, mesh: Any, name: str) -> TensorSpec:
@@ -185,6 +186,3 @@ def _whole(x: Tensor, spec: TensorSpec, body: Body) -> Tensor:
         inner = spec.partition.mentioned
         setattr(y, ATTRIBUTE, outer.moved(inner, "I"))
     return y
-
-
-__all__ = ["convert", "make_exit", "spec_of_blocks", "type_complaint"]

@@ -80,15 +80,13 @@ class Call:
 
     def start(self, x: Tensor) -> Pending:
         """Begin on a tensor below autograd."""
-        with torch._C.DisableTorchFunction():
-            pending: Pending = self.kernel(x, self.mesh, self.axes, self.options)
-            return pending
+        pending: Pending = self.kernel(x, self.mesh, self.axes, self.options)
+        return pending
 
     def run(self, x: Tensor) -> Tensor:
         """Begin and wait."""
-        with torch._C.DisableTorchFunction():
-            result: Tensor = self.kernel(x, self.mesh, self.axes, self.options).wait()
-            return result
+        result: Tensor = self.kernel(x, self.mesh, self.axes, self.options).wait()
+        return result
 
     @property
     def transposed(self) -> Call:
@@ -116,6 +114,7 @@ def call(name: str, mesh: Mesh, axes: tuple[str, ...], options: Options = Option
 
 # --- differentiable application -------------------------------------------------------------------------------------
 
+_untracked = torch._C.DisableTorchFunction  # a tracker is for the user's torch calls, not for ours
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
@@ -123,11 +122,12 @@ _forward_ad = torch.autograd.forward_ad
 
 def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
-    if _transforms_active() or _forward_ad._current_level >= 0:
-        return _Transformable.apply(x, call)  # type: ignore[no-any-return]
-    if x.requires_grad and _grad_enabled():
-        return _apply_plain(x, call)  # type: ignore[no-any-return]
-    return call.run(x)
+    with _untracked():
+        if _transforms_active() or _forward_ad._current_level >= 0:
+            return _Transformable.apply(x, call)  # type: ignore[no-any-return]
+        if x.requires_grad and _grad_enabled():
+            return _apply_plain(x, call)  # type: ignore[no-any-return]
+        return call.run(x)
 
 
 class _Plain(torch.autograd.Function):
@@ -188,21 +188,22 @@ class Flight:
 def depart(x: Tensor, call: Call) -> Flight:
     """Start without waiting. In backward the roles change: `land`'s gradient starts, `depart`'s waits."""
     flight = Flight(call)
-    if _transforms_active() or _forward_ad._current_level >= 0:
-        flight.pending = Pending(_Transformable.apply(x, call))
-    elif x.requires_grad and _grad_enabled():
-        flight.token = _Depart.apply(x, flight)
-    else:
-        flight.pending = call.start(x)
+    with _untracked():
+        if _transforms_active() or _forward_ad._current_level >= 0:
+            flight.pending = Pending(_Transformable.apply(x, call))
+        elif x.requires_grad and _grad_enabled():
+            flight.token = _Depart.apply(x, flight)
+        else:
+            flight.pending = call.start(x)
     return flight
 
 
 def land(flight: Flight) -> Tensor:
     """Wait for the result."""
-    if flight.token is not None:
-        return _Land.apply(flight.token, flight)  # type: ignore[no-any-return]
-    assert flight.pending is not None
-    with torch._C.DisableTorchFunction():
+    with _untracked():
+        if flight.token is not None:
+            return _Land.apply(flight.token, flight)  # type: ignore[no-any-return]
+        assert flight.pending is not None
         return flight.pending.wait()
 
 
@@ -226,12 +227,12 @@ class _Land(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:  # type: ignore[override]
         ctx.flight = flight
         assert flight.pending is not None
-        with torch._C.DisableTorchFunction():
-            return flight.pending.wait()
+        return flight.pending.wait()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         flight: Flight = ctx.flight
-        flight.back = depart(g, flight.call.transposed)
-        token = flight.back.token
-        return (g.new_empty(0) if token is None else token), None
+        with _untracked():
+            flight.back = depart(g, flight.call.transposed)
+            token = flight.back.token
+            return (g.new_empty(0) if token is None else token), None

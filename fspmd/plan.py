@@ -30,6 +30,7 @@ class Plan:
     out_specs: Any
     outer_axes: frozenset[str]
     nested: bool
+    simulated: bool
     exits: dict[optree.PyTreeSpec, list[Exit]] = field(default_factory=dict)
 
     def make_exits(self, out: Any, treedef: optree.PyTreeSpec) -> list[Exit]:
@@ -102,7 +103,7 @@ def make_plan(
         for leaf, spec, path in zip(leaves, specs, paths, strict=True)
     ]
     blocks = optree.tree_structure(args, is_leaf=_is_sharded, none_is_leaf=True)
-    return Plan(body, blocks, entries, out_specs, outer_axes, outer is not None)
+    return Plan(body, blocks, entries, out_specs, outer_axes, outer is not None, mesh.transport == "simulation")
 
 
 def _is_sharded(x: Any) -> bool:

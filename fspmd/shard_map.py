@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any, overload
+
+import torch
 
 from fspmd.body import state
-from fspmd.entry import Entry
 from fspmd.errors import ArgumentError
 from fspmd.exit import Exit
 from fspmd.indexing import IndexMode
@@ -16,9 +17,6 @@ from fspmd.mesh import Mesh
 from fspmd.plan import Plan, make_plan
 from fspmd.tracking import Tracker
 from fspmd.trees import flatten
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 @overload
 def shard_map(
@@ -114,24 +112,22 @@ def shard_map(
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...]) -> Any:
     """Blocks in, the body, `Sharded` out."""
-    entries: list[Entry] = plan.entries
-    for i, entry in enumerate(entries):
-        leaves[i] = entry(leaves[i])
-    args = plan.treedef.unflatten(leaves)
-    body, outer, outer_tracker = plan.body, state.body, state.tracker
-    state.body = body
+    outer, outer_tracker = state.body, state.tracker
+    blocks = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
+    args = plan.treedef.unflatten(blocks)
+    state.body = plan.body
+    state.tracker = mode = Tracker(plan.body) if plan.body.checked else None
+    if mode is None and plan.simulated:
+        mode = IndexMode()
     try:
-        if body.checked:
-            state.tracker = tracker = Tracker(body)
-            with tracker:
-                out = _call(function, args, names)
-        elif body.mesh.transport == "simulation":
-            state.tracker = None
-            with IndexMode():
-                out = _call(function, args, names)
+        if mode is None:
+            out = function(*args) if not names else _call_by_name(function, args, names)
         else:
-            state.tracker = None
-            out = _call(function, args, names)
+            _push_mode(mode)
+            try:
+                out = function(*args) if not names else _call_by_name(function, args, names)
+            finally:
+                _pop_mode()
         out_leaves, out_treedef = flatten(out)
         exits: list[Exit] | None = plan.exits.get(out_treedef)
         if exits is None:
@@ -141,9 +137,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         state.body, state.tracker = outer, outer_tracker
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], names: tuple[str, ...]) -> Any:
-    if not names:
-        return function(*args)
+_push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+
+
+def _call_by_name(function: Callable[..., Any], args: tuple[Any, ...], names: tuple[str, ...]) -> Any:
     positional = len(args) - len(names)
     return function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 

@@ -32,10 +32,11 @@ class LocalTensor(Tensor):
     ``borrowed`` marks shards that alias another value (``pcast``); writing in place into them is refused.
     """
 
-    __slots__ = ("borrowed", "frame", "shards")
+    __slots__ = ("borrowed", "frame", "shards", "uneven")
     frame: Frame
     shards: list[Tensor]
     borrowed: bool
+    uneven: bool  # the shards have different shapes
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -43,9 +44,11 @@ class LocalTensor(Tensor):
         first = shards[0]
         size: Any = first.shape
         strides: Any = first.stride()
+        uneven = False
         for other in shards:
             if other.shape != size:
                 UNEVEN.add(held.mesh)
+                uneven = True
                 size = tuple(local_int(held, [s.shape[d] for s in shards]) for d in range(first.ndim))
                 strides = tuple(local_int(held, [s.stride(d) for s in shards]) for d in range(first.ndim))
                 break
@@ -53,6 +56,7 @@ class LocalTensor(Tensor):
         self.shards = shards
         self.frame = held
         self.borrowed = borrowed
+        self.uneven = uneven
         return self
 
     @classmethod
