@@ -138,7 +138,9 @@ def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple
     aux = None
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2:
-            raise TreeError(f"with has_aux=True the function must return (out, aux), but it returned {type(out).__name__}")
+            raise TreeError(
+                f"with has_aux=True the function must return (out, aux), but it returned {type(out).__name__}"
+            )
         out, aux = out
         aux = _detached(aux) if not create else aux
     return inputs, out, aux, create
@@ -166,10 +168,10 @@ def _fresh(x: Tensor, connected: bool) -> Tensor:
 def _cotangents(cotangent: Any, outputs: list[Any], out_tree: Any) -> list[Tensor]:
     given, tree = _flatten(cotangent)
     if tree != out_tree:
-        raise TreeError(f"vjp got a cotangent of the tree {tree}, but the function returned {out_tree}; give one of that tree")
-    return [
-        _cotangent(c, out, path) for c, out, path in zip(given, outputs, out_tree.paths(), strict=True)
-    ]
+        raise TreeError(
+            f"vjp got a cotangent of the tree {tree}, but the function returned {out_tree}; give one of that tree"
+        )
+    return [_cotangent(c, out, path) for c, out, path in zip(given, outputs, out_tree.paths(), strict=True)]
 
 
 def _cotangent(c: Any, out: Any, path: tuple[Any, ...]) -> Tensor:
@@ -184,11 +186,15 @@ def _cotangent(c: Any, out: Any, path: tuple[Any, ...]) -> Tensor:
             raise TreeError(f"vjp: {where} is {_show(c)}, but the result is {out!r}; give a tensor of its global shape")
         return to_blocks(c, spec)
     if not isinstance(c, Tensor) or c.shape != out.shape or c.dtype != out.dtype:
-        raise TreeError(f"vjp: {where} is {_show(c)}, but the result is {_show(out)}; give a tensor of that shape and dtype")
+        raise TreeError(
+            f"vjp: {where} is {_show(c)}, but the result is {_show(out)}; give a tensor of that shape and dtype"
+        )
     if state.body is not None and state.body.checked:
         have, want = get_variance(c), get_variance(out).dual
         if have.varying - want.varying or have.unreduced != want.unreduced:
-            raise VarianceError(f"vjp: {where} is {show(c)}, but the result is {show(out)}; psum or pcast the cotangent")
+            raise VarianceError(
+                f"vjp: {where} is {show(c)}, but the result is {show(out)}; psum or pcast the cotangent"
+            )
     return c
 
 
@@ -340,7 +346,9 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
     leaves, treedef = _flatten(primals)
     given, tree = _flatten(tangents)
     if tree != treedef:
-        raise TreeError(f"jvp got tangents of the tree {tree}, but the primals have {treedef}; give tangents of that tree")
+        raise TreeError(
+            f"jvp got tangents of the tree {tree}, but the primals have {treedef}; give tangents of that tree"
+        )
     locals_: list[Tensor] = []
     for path, leaf, t in zip(treedef.paths(), leaves, given, strict=True):
         _check_leaf(leaf, path[1:], "jvp", f"primals[{path[0]}]")
@@ -349,7 +357,9 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
 
     def flat(*xs: Tensor) -> tuple[Tensor, ...]:
         xs = tuple(_typed(x, _local(leaf)) for x, leaf in zip(xs, leaves, strict=True))
-        kept["outs"], kept["tree"] = _flatten(f(*treedef.unflatten([_like(o, x) for o, x in zip(leaves, xs, strict=True)])))
+        kept["outs"], kept["tree"] = _flatten(
+            f(*treedef.unflatten([_like(o, x) for o, x in zip(leaves, xs, strict=True)]))
+        )
         kept["variances"] = [get_variance(_local(o)) for o in kept["outs"]]
         return tuple(_local(o) for o in kept["outs"])
 
@@ -370,10 +380,18 @@ def _tangent(leaf: Any, t: Any, path: tuple[Any, ...]) -> Tensor:
             return t.local
         if isinstance(t, Tensor) and tuple(t.shape) == leaf.shape and t.dtype == leaf.dtype:
             return to_blocks(t, leaf.spec)
-        raise TreeError(f"{where} is {_show(t)}, but the primal is {leaf!r}; give a Sharded of that spec or a global tensor")
+        raise TreeError(
+            f"{where} is {_show(t)}, but the primal is {leaf!r}; give a Sharded of that spec or a global tensor"
+        )
     if not isinstance(t, Tensor) or t.shape != leaf.shape or t.dtype != leaf.dtype:
-        raise TreeError(f"{where} is {_show(t)}, but the primal is {_show(leaf)}; give a tensor of that shape and dtype")
-    if state.body is not None and state.body.checked and (extra := get_variance(t).varying - get_variance(leaf).varying):
+        raise TreeError(
+            f"{where} is {_show(t)}, but the primal is {_show(leaf)}; give a tensor of that shape and dtype"
+        )
+    if (
+        state.body is not None
+        and state.body.checked
+        and (extra := get_variance(t).varying - get_variance(leaf).varying)
+    ):
         raise VarianceError(
             f"{where} is {show(t)}, but the primal is {show(leaf)}: a tangent cannot vary over more axes than its primal "
             f"({', '.join(sorted(extra))}); pcast the primal to varying first"
@@ -412,6 +430,3 @@ def checkpoint(f: Function) -> Function:
         return run_checkpointed(f, args, kwargs)
 
     return recomputed
-
-
-

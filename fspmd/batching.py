@@ -37,7 +37,7 @@ def vmap(
     >>> from fspmd import P, device_get, make_mesh, psum
     >>> f = shard_map(lambda x: psum(x, "x"), mesh=make_mesh((2,), ("x",)), in_specs=P("x"), out_specs=P())
     >>> device_get(vmap(f)(torch.arange(8).view(2, 4)))
-    tensor([[2, 4],
+    tensor([[ 2,  4],
             [10, 12]])
     """
 

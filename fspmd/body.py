@@ -79,7 +79,9 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
             hint = ""
             if axis in body.mesh.axis_names:
                 hint = f"; {axis!r} is an axis of {body.mesh!r} but not manual here: add it to axis_names of shard_map"
-            raise AxisError(f"{what} got the axis {axis!r}, which is not bound in {body.name}; bound axes: {known}{hint}")
+            raise AxisError(
+                f"{what} got the axis {axis!r}, which is not bound in {body.name}; bound axes: {known}{hint}"
+            )
     if len(set(axes)) < len(axes):
         raise AxisError(f"{what} got the axes {axes}, which repeat an axis; name each axis once")
     return axes

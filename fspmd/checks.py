@@ -87,7 +87,9 @@ def check_size(size: Any, what: str) -> int:
 def check_divides(x: Tensor, dim: int, n: int, what: str, remedy: str) -> None:
     """The dim must be a multiple of the number of ranks."""
     if x.shape[dim] % n:
-        raise ShapeError(f"{what} of {show(x)}: dim {dim} of size {x.shape[dim]} does not divide by {n} ranks; {remedy}")
+        raise ShapeError(
+            f"{what} of {show(x)}: dim {dim} of size {x.shape[dim]} does not divide by {n} ranks; {remedy}"
+        )
 
 
 def check_blocks(

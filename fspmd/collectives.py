@@ -163,7 +163,9 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
             steps.append(None)
             continue
         if leaf.dtype.is_complex:
-            raise ArgumentError(f"{what} of {show(leaf)}: complex numbers have no order; take the real part or abs first")
+            raise ArgumentError(
+                f"{what} of {show(leaf)}: complex numbers have no order; take the real part or abs first"
+            )
         variance = _varying_operand(body, leaf, axes, what)
         after = variance.moved(axes, "V" if index_groups else "I") if body.checked else INVARIANT
         o = Options(op=op, index_groups=index_groups)
@@ -355,7 +357,9 @@ def psum_scatter(
                 f"the number of ranks, {count}; pass tiled=True to split the dim into {count} blocks"
             )
         elif tiled:
-            check_divides(leaf, dim, count, what, f"pass size={leaf.shape[dim]} for uneven blocks as torch.chunk cuts them")
+            check_divides(
+                leaf, dim, count, what, f"pass size={leaf.shape[dim]} for uneven blocks as torch.chunk cuts them"
+            )
         name = "psum_scatter_unreduced" if letter == "U" else "psum_scatter"
         after = variance.moved(axes, "V") if body.checked else INVARIANT
         if letter == "I" and body.checked:
@@ -450,7 +454,9 @@ def all_to_all(
             before = lambda leaf, new=new: leaf.unsqueeze(new)  # noqa: E731
             back = lambda y, gone=gone: y.squeeze(gone)  # noqa: E731
             o = Options(dim=gone, concat_dim=new, index_groups=index_groups)
-        steps.append(Step(call(what, body.mesh, axes, o), after, before, back, _exchange_rows(body, leaf, axes, o, back)))
+        steps.append(
+            Step(call(what, body.mesh, axes, o), after, before, back, _exchange_rows(body, leaf, axes, o, back))
+        )
     return run(body, leaves, steps, treedef, wait)
 
 
@@ -474,9 +480,7 @@ def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squ
     return Rows(call("all_to_all", body.mesh, axes, Options(index_groups=o.index_groups)), into, back)
 
 
-def pswapaxes(
-    x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: bool = True
-) -> Any:
+def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
     """Swap a mesh axis with a dim of its size: ``all_to_all(x, axis_name, axis, axis)``."""
     return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, wait=wait)
 

@@ -103,7 +103,14 @@ def _plain_entry(
         if variance is None:
             return y
         if nested:
-            return set_variance(y, Variance(inherited.varying | variance.varying, inherited.unreduced | variance.unreduced, inherited.reduced | variance.reduced))
+            return set_variance(
+                y,
+                Variance(
+                    inherited.varying | variance.varying,
+                    inherited.unreduced | variance.unreduced,
+                    inherited.reduced | variance.reduced,
+                ),
+            )
         return set_variance(y, variance) if cut else y
 
     return enter

@@ -37,7 +37,11 @@ class Plan:
         """The exits for one structure of outputs."""
         name = self.body.name
         specs = broadcast_prefix(
-            self.out_specs, out, "out_specs", "the result", f"{name}: out_specs does not match what the function returned"
+            self.out_specs,
+            out,
+            "out_specs",
+            "the result",
+            f"{name}: out_specs does not match what the function returned",
         )
         failures = [
             f"result{key_path(path)} is {x!r}: a body returns blocks; mark a static result with None in out_specs"
@@ -148,7 +152,9 @@ def _resolve_axes(mesh: Mesh, wanted: frozenset[str] | None, bound: frozenset[st
     if unknown := sorted(wanted - set(mesh.axis_names)):
         raise AxisError(f"{name}: axis_names has {unknown}, but {mesh!r} has the axes {known}; use some of those")
     if again := sorted(wanted & bound):
-        raise AxisError(f"{name}: axis_names has {again}, bound by the enclosing body already; name free axes: {sorted(free)}")
+        raise AxisError(
+            f"{name}: axis_names has {again}, bound by the enclosing body already; name free axes: {sorted(free)}"
+        )
     return wanted
 
 
@@ -187,7 +193,9 @@ def _specs_of(f: Any, args: tuple[Any, ...], names: tuple[str, ...], in_specs: A
     return broadcast_prefix(specs, args, "in_specs", "the arguments", f"{name}: in_specs does not match the arguments")
 
 
-def _specs_by_name(f: Any, positional: int, names: tuple[str, ...], specs: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+def _specs_by_name(
+    f: Any, positional: int, names: tuple[str, ...], specs: tuple[Any, ...], name: str
+) -> tuple[Any, ...]:
     order = list(inspect.signature(f).parameters)
     places = [*range(positional), *(order.index(n) if n in order else len(order) for n in names)]
     if beyond := [i for i in places if i >= len(specs)]:

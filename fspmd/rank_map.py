@@ -26,7 +26,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     >>> collatz = lambda n: n * 3 + 1 if n % 2 else n // 2
     >>> mesh = make_mesh((4,), ("x",))
     >>> device_get(shard_map(lambda n: rank_map(collatz, n), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
-    tensor([0, 4, 1, 10])
+    tensor([ 0,  4,  1, 10])
     """
     body = bound_body("rank_map", "rank_map(fn, x)")
     axes = tuple(axis for axis in body.mesh.axis_names if axis in body.axes)
@@ -92,4 +92,3 @@ class _Bind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return None, *_Unbind.apply(g, ctx.held)
-

@@ -18,6 +18,7 @@ from fspmd.plan import Plan, make_plan
 from fspmd.tracking import Tracker
 from fspmd.trees import flatten
 
+
 @overload
 def shard_map(
     f: Callable[..., Any],
@@ -102,9 +103,7 @@ def shard_map(
         key = treedef if mesh is not None and outer is None and not names else (treedef, names, outer, _ambient(mesh))
         plan = plans.get(key)
         if plan is None:
-            plan = plans[key] = make_plan(
-                function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer
-            )
+            plan = plans[key] = make_plan(function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer)
         return run(plan, function, leaves, names)
 
     return mapped
@@ -145,12 +144,16 @@ def _call_by_name(function: Callable[..., Any], args: tuple[Any, ...], names: tu
     return function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
 
-def _bind(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+def _bind(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Keyword arguments after the positional ones, in the order of the parameters, and their names."""
     try:
         inspect.signature(f).bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentError(f"{getattr(f, '__name__', f)} was called with arguments that do not fit it: {error}") from None
+        raise ArgumentError(
+            f"{getattr(f, '__name__', f)} was called with arguments that do not fit it: {error}"
+        ) from None
     order = {name: i for i, name in enumerate(inspect.signature(f).parameters)}
     names = tuple(sorted(kwargs, key=lambda name: order.get(name, len(order))))
     return (*args, *(kwargs[name] for name in names)), names

@@ -37,9 +37,7 @@ class P:
     reduced: frozenset[str]
     axes: frozenset[str]  # the axes that shard some dim
 
-    def __new__(
-        cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()
-    ) -> P:
+    def __new__(cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
         normal = tuple(_entry(entry) for entry in entries)
         pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
         key = (normal, pending, dual)

@@ -35,7 +35,9 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str, where: str, header: str)
     failures: list[str] = []
     _walk(prefix, tree, (), result, failures, what, where)
     if failures:
-        raise TreeError(join_failures(header, failures, f"write one spec per leaf, or one spec for a whole subtree of {where}"))
+        raise TreeError(
+            join_failures(header, failures, f"write one spec per leaf, or one spec for a whole subtree of {where}")
+        )
     return result
 
 
@@ -48,7 +50,9 @@ def _walk(
     at = key_path(path)
     one, two = optree.tree_structure(prefix, none_is_leaf=True), optree.tree_structure(tree, none_is_leaf=True)
     if one.is_leaf():
-        failures.append(f"{what}{at} is {prefix!r} of type {type(prefix).__name__}; expected a P, or None for a static value")
+        failures.append(
+            f"{what}{at} is {prefix!r} of type {type(prefix).__name__}; expected a P, or None for a static value"
+        )
         return
     if two.is_leaf():
         failures.append(f"{what}{at} is a {type(prefix).__name__}, but {where}{at} is a leaf: {_brief(tree)}")

@@ -71,6 +71,14 @@ class Transport:
         """``[A0, A1] [B0, B1] => [A0+B0] [A1+B1]`` along ``dim``."""
         raise NotImplementedError
 
+    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+        """`gather` along dim 0 into a contiguous tensor."""
+        raise NotImplementedError
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+        """`reduce_scatter` along dim 0 into a contiguous tensor."""
+        raise NotImplementedError
+
     def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A, B, C]`` on every rank ``=> [A] [B] [C]`` along ``dim``; moves nothing."""
         raise NotImplementedError
@@ -92,7 +100,7 @@ class Transport:
         raise NotImplementedError
 
     def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
-        """"" where every rank's block has its size of ``sizes`` along ``dim``, else what is wrong, on all ranks alike."""
+        """ "" where every rank's block has its size of ``sizes`` along ``dim``, else what is wrong, on all ranks alike."""
         raise NotImplementedError
 
     def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fspmd import world
+from fspmd.errors import ShapeError
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Options, Pending, Sizes, Transport
 
@@ -82,6 +83,16 @@ def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
     return _group(mesh, axes, o.index_groups, id(c10d.GroupMember.WORLD))
 
 
+def _in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
+    group = group_of(mesh, axes, Options())
+    if group.order is not None:
+        raise ShapeError(
+            f"{what} over {axes} of {mesh!r}: the mesh orders these ranks otherwise than the process group does, so blocks "
+            f"would have to be copied into place; use {what[:-5]}, or a mesh with ascending ranks"
+        )
+    return group
+
+
 class ProcessGroupTransport(Transport):
     """One rank per process."""
 
@@ -146,6 +157,23 @@ class ProcessGroupTransport(Transport):
         work = group.pg._reduce_scatter_base(out, stacked.flatten(0, 1) if out.ndim else stacked, _SCATTER_SUM)
         length = None if o.sizes is None else o.sizes[group.index]
         return Pending(out, (work,), None if length is None else lambda block: block.narrow(o.dim, 0, length))
+
+    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+        group = _in_c10d_order(mesh, axes, "all_gather_into")
+        if group.size == 1:
+            return Pending(out.view(-1).copy_(x.view(-1)))
+        received, sent = _movable(out.view(-1))[0], _movable(x.view(-1))[0]
+        return Pending(out, (group.pg._allgather_base(received, sent),) if out.numel() else ())
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+        group = _in_c10d_order(mesh, axes, "psum_scatter_into")
+        if group.size == 1:
+            return Pending(out.view(-1).copy_(x.view(-1)))
+        if out.dtype in _REDUCE_AS:
+            raise ShapeError(f"psum_scatter_into cannot add {out.dtype} in place; use psum_scatter")
+        received, sent = (torch.view_as_real(t) if t.dtype.is_complex else t for t in (out.view(-1), x.view(-1)))
+        work = group.pg._reduce_scatter_base(received.view(-1), sent.view(-1), _SCATTER_SUM)
+        return Pending(out, (work,) if out.numel() else ())
 
     def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)

@@ -46,6 +46,14 @@ class SimulationTransport(Transport):
                 pieces[i] = piece.clone() if len(group) == 1 else piece
         return Pending(LocalTensor(pieces, held))
 
+    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+        whole = self.gather(x.unsqueeze(0), mesh, axes, Options()).wait()
+        return Pending(out.copy_(whole.view(out.shape)))
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+        block = self.reduce_scatter(x, mesh, axes, Options()).wait()
+        return Pending(out.copy_(block.view(out.shape)))
+
     def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
         pieces: list[Tensor] = [x] * held.volume

@@ -1,0 +1,40 @@
+# `make demo` and `make test` make their own virtual environment; nothing else is needed but Python 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-full lint doctest bench clean
+
+demo: $(VENV)/examples.stamp
+	$(BIN)/python examples/train_lm.py
+
+test: lint
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --doctest-modules fspmd tests
+
+# every generated case, not a sample
+test-full: $(VENV)/dev.stamp
+	FSPMD_FULL=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/local.py
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fspmd needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/examples.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[examples]'
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/examples.stamp
+
+clean:
+	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,106 @@
+"""Gathers and scatters straight into a tensor the caller owns: no allocation, no copy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.body import Body, bound_body, resolve_axes, state
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.steps import Handle
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
+
+
+def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
+    """Write every rank's block into ``out``, one after the other along dim 0: ``[A] [B] => out = [A,B]``.
+
+    ``x`` is ``[b, ...]`` and ``out`` ``[n * b, ...]``, or ``[n, b, ...]``; both contiguous. ``out`` varies over the axes
+    afterwards. Not differentiable. Returns ``out``, or a handle with ``wait=False``.
+
+    Raises:
+        ShapeError: shapes, dtypes or layouts of which a copy would be needed.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> def body(x):
+    ...     return all_gather_into(torch.empty(4), x, "x")
+    >>> f = shard_map(body, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))
+    >>> device_get(f(torch.arange(4.0)))[:4]
+    tensor([0., 1., 2., 3.])
+    """
+    return _into("all_gather_into", out, x, axis_name, wait, gather=True)
+
+
+def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
+    """Write this rank's block of the sum over ranks into ``out``: ``[A0,A1] [B0,B1] => out = [A0+B0] [A1+B1]``.
+
+    ``x`` is ``[n * b, ...]``, or ``[n, b, ...]``, and ``out`` ``[b, ...]``, both contiguous; ``out`` must vary over the
+    axes already (make it with ``x.new_empty(...)``). Not differentiable.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> def body(x):
+    ...     return psum_scatter_into(x.new_empty(1), x, "x")
+    >>> f = shard_map(body, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))
+    >>> device_get(f(torch.ones(16)))
+    tensor([4., 4., 4., 4.])
+    """
+    return _into("psum_scatter_into", out, x, axis_name, wait, gather=False)
+
+
+def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather: bool) -> Any:
+    body = bound_body(what, f"{what}(out, x, 'x')")
+    axes = resolve_axes(body, axis_name, what)
+    with torch._C.DisableTorchFunction():
+        _check(what, body, axes, out, x, gather)
+        kernel = body.transport.gather_into if gather else body.transport.reduce_scatter_into
+        pending = kernel(out.detach(), x.detach(), body.mesh, axes)
+        if body.checked:
+            before = get_variance(x)
+            set_variance(out, Variance(before.varying | frozenset(axes), before.unreduced, before.reduced))
+
+    def finish() -> Tensor:
+        with torch._C.DisableTorchFunction():
+            pending.wait()
+        return out
+
+    return finish() if wait else Handle(finish)
+
+
+def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gather: bool) -> None:
+    for name, value in (("out", out), ("x", x)):
+        if not isinstance(value, Tensor):
+            raise ArgumentError(f"{what} got {name} of type {type(value).__name__}; expected a torch.Tensor")
+        if not value.is_contiguous():
+            raise ShapeError(
+                f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous, so writing it in "
+                f"one piece would need a copy; pass a contiguous {name}"
+            )
+    n = math.prod(body.sizes(axes))
+    block, whole = (x, out) if gather else (out, x)
+    tiled = (n * block.shape[0], *block.shape[1:]) if block.ndim else None
+    stacked = (n, *block.shape)
+    if tuple(whole.shape) not in (tiled, stacked) or out.dtype != x.dtype:
+        names = ("x", "out") if gather else ("out", "x")
+        raise ShapeError(
+            f"{what} over {n} ranks: {names[0]} is {show(block)}, so {names[1]} must be {block.dtype} of shape "
+            f"{' or '.join(map(str, filter(None, (tiled, stacked))))}, but it is {show(whole)}"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{what} writes in place and has no gradient; pass out.detach(), or use {what[:-5]}")
+    if getattr(out, BORROWED, False):
+        raise VarianceError(
+            f"{what}: out is the result of a pcast, which aliases its argument; pass a tensor of its own"
+        )
+    if not gather and body.mesh.transport == "simulation" and _axes_of(out).isdisjoint(axes):
+        raise VarianceError(
+            f"{what}: out, {show(out)}, is equal along {axes}, and the result is not; make it with x.new_empty(shape)"
+        )
+    if state.body is not None and body.checked and (extra := get_variance(x).unreduced | get_variance(x).reduced):
+        raise VarianceError(f"{what} of {show(x)}: unreduced or reduced over {sorted(extra)}; use {what[:-5]}")
+
+
+def _axes_of(x: Tensor) -> frozenset[str]:
+    return frozenset(x.frame.axes) if type(x) is LocalTensor else frozenset()
