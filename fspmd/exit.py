@@ -82,6 +82,8 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
         return leave(x)
 
     def leave(x: Any) -> Any:
+        if x is None:
+            return None
         if not isinstance(x, Tensor):
             if not isinstance(x, (int, float, complex, bool)) or partition.mentioned:
                 raise ArgumentError(

@@ -16,8 +16,7 @@ from torch._functorch import vmap as torch_vmap
 from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state, within
-from fspmd.tracking import annotate
-from fspmd.variance import INVARIANT, get_variance, join, set_variance
+from fspmd.variance import ATTRIBUTE, INVARIANT, get_variance, join, set_variance
 
 _installed = False
 _BODY = "_fspmd_body"
@@ -49,16 +48,28 @@ def _wrap_apply() -> None:
                 result = join(result, get_variance(x))
             if result is not INVARIANT:
                 args = tracker.cast_all(args, result)
-        out = original(cls, *args, **kwargs)
+        if result is INVARIANT:
+            return _bind_body(original(cls, *args, **kwargs), body)
+        before, tracker.marks_invariant = tracker.marks_invariant, True
+        try:
+            out = original(cls, *args, **kwargs)
+        finally:
+            tracker.marks_invariant = before
         for one in out if isinstance(out, tuple) else (out,):
-            node = getattr(one, "grad_fn", None)
-            if node is not None:
-                setattr(node, _BODY, body)
-        if result is not INVARIANT:
-            annotate(out, result)
-        return out
+            if isinstance(one, torch.Tensor) and getattr(one, ATTRIBUTE, None) is None:
+                set_variance(one, result)  # made where no tracker sees, or an argument handed back
+        return _bind_body(out, body)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def _bind_body(out: Any, body: Body) -> Any:
+    """Backward of these outputs' Function runs with the body's axes bound."""
+    for one in out if isinstance(out, tuple) else (out,):
+        node = getattr(one, "grad_fn", None)
+        if isinstance(node, BackwardCFunction):
+            setattr(node, _BODY, body)
+    return out
 
 
 def _wrap_backward() -> None:

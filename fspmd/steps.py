@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.pairs import Call, Flight, apply, depart, land
-from fspmd.variance import Variance, set_variance
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, set_variance
 
 Reshape = Callable[[Tensor], Tensor]
 
@@ -71,6 +71,8 @@ def run(body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree
             for i, step in enumerate(steps):
                 if step is not None:
                     set_variance(results[i], step.variance)
+                    if step.variance is INVARIANT and body.checked and type(results[i]) is Tensor:
+                        setattr(results[i], ATTRIBUTE, INVARIANT)  # seen, and invariant
         return optree.tree_unflatten(treedef, results)
 
     return finish() if wait else Handle(finish)

@@ -34,6 +34,7 @@ class Tracker(TorchFunctionMode):
 
     def __init__(self, body: Body) -> None:
         self.body = body
+        self.marks_invariant = False  # inside a custom Function: results must be told from tensors never seen
         self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -53,7 +54,7 @@ class Tracker(TorchFunctionMode):
             elif type(arg) is list or type(arg) is tuple:
                 return self._general(op, func, args, {})
         if common is None or common is INVARIANT:
-            return self._by_rank(func, args, {}) if self.body.uneven else func(*args)
+            return self._invariant(func, args, {})
         if common.unreduced:
             return self._general(op, func, args, {})
         out = func(*args)
@@ -75,7 +76,7 @@ class Tracker(TorchFunctionMode):
             if variance is not result:
                 result = join(result, variance)
         if result is INVARIANT:
-            return self._by_rank(func, args, kwargs) if self.body.uneven else func(*args, **kwargs)
+            return self._invariant(func, args, kwargs)
         if op.python_value and result.varying:
             refuse_branch(op.name, tensors[0], result)
         if result.unreduced:
@@ -95,11 +96,16 @@ class Tracker(TorchFunctionMode):
         annotate(out, result.dual if op.dual else result)
         return out
 
-    def _by_rank(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Invariant operands and perhaps sizes of uneven blocks, which make the result vary."""
-        out = call_per_rank(func, args, kwargs) if self.body.mesh.transport == "simulation" else func(*args, **kwargs)
-        if type(out) is LocalTensor:
-            set_variance(out, Variance(varying=out.frame.axes))
+    def _invariant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Invariant operands give an invariant result, unless sizes of uneven blocks are among the arguments."""
+        if self.body.uneven and self.body.mesh.transport == "simulation":
+            out = call_per_rank(func, args, kwargs)
+            if type(out) is LocalTensor:
+                return set_variance(out, Variance(varying=out.frame.axes))
+        else:
+            out = func(*args, **kwargs)
+        if self.marks_invariant:
+            mark_invariant(out)
         return out
 
     def cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
@@ -231,6 +237,12 @@ def annotate(out: Any, variance: Variance) -> None:
     elif isinstance(out, (tuple, list)):
         for one in out:
             annotate(one, variance)
+
+
+def mark_invariant(out: Any) -> None:
+    """Say of a result that it was seen, and is invariant."""
+    for x in _tensors((out,)):
+        setattr(x, ATTRIBUTE, INVARIANT)
 
 
 def refuse_branch(name: str, x: Tensor, variance: Variance) -> NoReturn:

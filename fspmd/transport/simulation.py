@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Options, Pending, Sizes, Transport
@@ -118,11 +121,16 @@ class SimulationTransport(Transport):
         return Pending(local_tensor([x.shards[group[0]] for group in table], rest))
 
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        held = frame(mesh, axes)
-        _, (order,) = groups(held, axes)
-        place = {i: position for position, i in enumerate(order)}
-        device = mesh.device
-        return local_tensor([torch.tensor(place[i], device=device) for i in range(held.volume)], held)
+        return _index(mesh, axes).clone()
+
+
+@functools.lru_cache(maxsize=1024)
+def _index(mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    held = frame(mesh, axes)
+    _, (order,) = groups(held, axes)
+    place = {i: position for position, i in enumerate(order)}
+    with temporarily_clear_interpreter_stack():  # or a torch.func transform would wrap each rank's number
+        return local_tensor([torch.tensor(place[i], device=mesh.device) for i in range(held.volume)], held)
 
 
 def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[Frame, Frame, list[Tensor], Table]:
