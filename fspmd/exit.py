@@ -98,8 +98,8 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
                 x = _typed(x, target, partition, body, outer_axes, name)
         elif share is not None and (x.requires_grad or simulated):
             x = apply(x, share)
-        if simulated:
-            x = _held(x, partition, body, outer_axes)
+        if simulated and not nested:
+            x = _held(x, partition, body)
         if x.uneven if type(x) is LocalTensor else body.uneven and not simulated:
             spec = spec_of_blocks(x, partition, body.mesh, name)
         else:
@@ -127,11 +127,10 @@ def _typed(x: Tensor, target: Variance, partition: P, body: Body, outer_axes: fr
     return x
 
 
-def _held(x: Tensor, partition: P, body: Body, outer_axes: frozenset[str]) -> Tensor:
+def _held(x: Tensor, partition: P, body: Body) -> Tensor:
     """A simulated result is held apart over exactly the axes its spec names, in memory of its own."""
-    have = frame_of(x, body.mesh)
-    want = frame(body.mesh, partition.axes | partition.unreduced | (frozenset(have.axes) & outer_axes))
-    if have is want:
+    want = frame(body.mesh, partition.axes | partition.unreduced)
+    if frame_of(x, body.mesh) is want:
         return x
     with torch._C.DisableTorchFunction():
         return apply(x, call("apart", body.mesh, want.axes)).clone()
