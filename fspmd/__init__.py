@@ -3,7 +3,9 @@
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
 from fspmd.batching import vmap
 from fspmd.collectives import (
+    Handle,
     all_gather,
+    all_gather_into,
     all_to_all,
     axis_index,
     axis_size,
@@ -16,6 +18,7 @@ from fspmd.collectives import (
     pshuffle,
     psum,
     psum_scatter,
+    psum_scatter_into,
     pswapaxes,
 )
 from fspmd.errors import (
@@ -28,7 +31,6 @@ from fspmd.errors import (
     TreeError,
     VarianceError,
 )
-from fspmd.in_place import all_gather_into, psum_scatter_into
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.placement import device_get, device_put, from_callback, from_local
 from fspmd.rank_map import rank_map

@@ -30,29 +30,214 @@ class Op:
 
 _ALWAYS: Final = lambda *args, **kwargs: True  # noqa: E731
 _PYTHON_VALUE: Final = frozenset(
-    ["__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__", "item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__contains__", "nonzero", "unique", "unique_consecutive", "masked_select"]
+    [
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "__array__",
+        "item",
+        "tolist",
+        "numpy",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__contains__",
+        "nonzero",
+        "unique",
+        "unique_consecutive",
+        "masked_select",
+    ]
 )
 _NOT_WRITES: Final = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_", "coalesce_", "is_shared_"])
 _IN_PLACE_DUNDERS: Final = frozenset(
-    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"]
+    [
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+        "__idiv__",
+    ]
 )
 _RANDOM: Final = frozenset(
-    ["bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "poisson", "binomial", "rand_like", "randn_like", "randint_like", "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "rrelu", "rrelu_", "gumbel_softmax", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "orthogonal_", "sparse_", "fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"]
+    [
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+        "poisson",
+        "binomial",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "dropout",
+        "dropout_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "alpha_dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "native_dropout",
+        "rrelu",
+        "rrelu_",
+        "gumbel_softmax",
+        "trunc_normal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "orthogonal_",
+        "sparse_",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "multi_head_attention_forward",
+    ]
 )
 #: a sum of unreduced values is unreduced
-_SUMS: Final = frozenset(["add", "sub", "subtract", "__add__", "__sub__", "__radd__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"])
+_SUMS: Final = frozenset(
+    ["add", "sub", "subtract", "__add__", "__sub__", "__radd__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"]
+)
 _COLLECTS: Final = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
 #: linear in each tensor operand; one of them may be unreduced
 _PRODUCTS: Final = frozenset(
-    ["mul", "multiply", "__mul__", "__rmul__", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "tensordot", "einsum", "kron", "linear"]
+    [
+        "mul",
+        "multiply",
+        "__mul__",
+        "__rmul__",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "mv",
+        "dot",
+        "vdot",
+        "inner",
+        "outer",
+        "tensordot",
+        "einsum",
+        "kron",
+        "linear",
+    ]
 )
 #: linear in the first operand
 _FIRST: Final = frozenset(
-    ["neg", "negative", "__neg__", "positive", "__pos__", "sum", "mean", "reshape", "view", "view_as", "reshape_as", "transpose", "permute", "t", "T", "mT", "squeeze", "unsqueeze", "__getitem__", "div", "divide", "true_divide", "__truediv__", "clone", "contiguous", "to", "float", "double", "half", "bfloat16", "expand", "expand_as", "flatten", "unflatten", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "split", "chunk", "unbind", "select", "index_select", "roll", "flip", "trace", "diagonal", "cumsum", "detach", "real", "imag", "conj", "tile", "repeat", "nan_to_num_", "zeros_like", "new_zeros"]
+    [
+        "neg",
+        "negative",
+        "__neg__",
+        "positive",
+        "__pos__",
+        "sum",
+        "mean",
+        "reshape",
+        "view",
+        "view_as",
+        "reshape_as",
+        "transpose",
+        "permute",
+        "t",
+        "T",
+        "mT",
+        "squeeze",
+        "unsqueeze",
+        "__getitem__",
+        "div",
+        "divide",
+        "true_divide",
+        "__truediv__",
+        "clone",
+        "contiguous",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "expand",
+        "expand_as",
+        "flatten",
+        "unflatten",
+        "movedim",
+        "moveaxis",
+        "swapaxes",
+        "swapdims",
+        "narrow",
+        "split",
+        "chunk",
+        "unbind",
+        "select",
+        "index_select",
+        "roll",
+        "flip",
+        "trace",
+        "diagonal",
+        "cumsum",
+        "detach",
+        "real",
+        "imag",
+        "conj",
+        "tile",
+        "repeat",
+        "nan_to_num_",
+        "zeros_like",
+        "new_zeros",
+    ]
 )
 #: read no values, so every type passes
 _METADATA: Final = frozenset(
-    ["size", "dim", "stride", "numel", "nelement", "ndimension", "element_size", "storage_offset", "data_ptr", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "retain_grad", "backward", "__len__", "__repr__", "__format__", "__hash__", "get_device", "type_as", "empty_like", "new_empty", "is_same_size", "is_pinned", "__deepcopy__", "untyped_storage"]
+    [
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "ndimension",
+        "element_size",
+        "storage_offset",
+        "data_ptr",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "requires_grad_",
+        "register_hook",
+        "retain_grad",
+        "backward",
+        "__len__",
+        "__repr__",
+        "__format__",
+        "__hash__",
+        "get_device",
+        "type_as",
+        "empty_like",
+        "new_empty",
+        "is_same_size",
+        "is_pinned",
+        "__deepcopy__",
+        "untyped_storage",
+    ]
 )
 
 

@@ -110,7 +110,36 @@ def _operator(name: str) -> Any:
     return refuse
 
 
-for _name in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "matmul", "rmatmul", "pow", "rpow", "mod", "neg", "abs", "getitem", "setitem", "bool", "float", "int", "index", "lt", "le", "gt", "ge", "len", "iter"]:
+for _name in [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "matmul",
+    "rmatmul",
+    "pow",
+    "rpow",
+    "mod",
+    "neg",
+    "abs",
+    "getitem",
+    "setitem",
+    "bool",
+    "float",
+    "int",
+    "index",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "len",
+    "iter",
+]:
     setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
 
 

@@ -1,11 +1,12 @@
-"""An integer that differs from rank to rank: the size of an uneven simulated block.
+"""A Python number that differs from rank to rank: the size of an uneven simulated block, and what is computed from it.
 
-It is the node of a ``torch.SymInt``, so ``x.shape[0]`` of an uneven block can be used in further shapes. Python cannot
-branch on it: that raises unless all ranks agree.
+It is the node of a ``torch.SymInt`` (``SymFloat``, ``SymBool``), so ``x.shape[0]`` of an uneven block can be used in
+further shapes and in arithmetic. Python cannot branch on it: that raises unless all ranks agree.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 
 from fspmd.errors import VarianceError
 from fspmd.transport.frame import Frame, spread, union
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def local_int(held: Frame, values: Sequence[int]) -> Any:
@@ -25,11 +28,18 @@ def local_int(held: Frame, values: Sequence[int]) -> Any:
 
 
 class LocalInt:
-    """One integer (or bool) per coordinate of ``frame``; speaks the protocol of a SymInt node."""
+    """One int (or float, or bool) per coordinate of ``frame``; speaks the protocol of a SymInt node.
 
-    def __init__(self, held: Frame, values: list[Any]) -> None:
+    Torch's own code asks whether two sizes are equal and goes a general way where they are not. It is answered for all
+    ranks at once: ``verdict`` is that answer where ranks differ. Python code that asks gets an error instead.
+    """
+
+    __slots__ = ("frame", "values", "verdict")
+
+    def __init__(self, held: Frame, values: list[Any], verdict: bool | None = None) -> None:
         self.frame = held
         self.values = values
+        self.verdict = verdict
 
     def at(self, held: Frame) -> list[Any]:
         """The values in the order of a frame that includes this one's."""
@@ -40,34 +50,39 @@ class LocalInt:
 
     str = _str = _graph_repr = __str__ = __repr__
 
-    def maybe_as_int(self) -> int | None:
-        return self.values[0] if self._agreed() and not self.is_bool() else None
-
-    def maybe_as_bool(self) -> bool | None:
-        return self.values[0] if self._agreed() and self.is_bool() else None
-
-    def maybe_as_float(self) -> None:
-        return None
+    # --- what kind of number, and is it the same on all ranks -----------------------------------------------------
 
     def _agreed(self) -> bool:
         return all(value == self.values[0] for value in self.values)
 
     def is_int(self) -> bool:
-        return not self.is_bool()
+        return type(self.values[0]) is int
 
     def is_float(self) -> bool:
-        return isinstance(self.values[0], float)
+        return type(self.values[0]) is float
 
     def is_bool(self) -> bool:
-        return isinstance(self.values[0], bool)
+        return type(self.values[0]) is bool
+
+    def maybe_as_int(self) -> int | None:
+        return self.values[0] if self.is_int() and self._agreed() else None
+
+    def maybe_as_bool(self) -> bool | None:
+        return self.values[0] if self.is_bool() and self._agreed() else None
+
+    def maybe_as_float(self) -> float | None:
+        return self.values[0] if self.is_float() and self._agreed() else None
+
+    def is_constant(self) -> bool:
+        return self._agreed()
 
     def is_nested_int(self) -> bool:
         return False
 
-    def is_symbolic(self) -> bool:
-        return False
+    def nested_int(self) -> None:
+        return None
 
-    def is_constant(self) -> bool:
+    def is_symbolic(self) -> bool:
         return False
 
     def has_hint(self) -> bool:
@@ -81,22 +96,32 @@ class LocalInt:
 
     wrap_bool = wrap_float = wrap_int
 
-    def is_contiguous(self, *args: Any) -> bool:
-        return True
+    # --- one Python number ----------------------------------------------------------------------------------------
 
-    def is_non_overlapping_and_dense(self, *args: Any) -> LocalInt:
-        return self.wrap_int(True)
+    def int_(self) -> int:
+        return int(self._one())
+
+    def bool_(self) -> bool:
+        return bool(self._one())
 
     def guard_int(self, file: str = "", line: int = 0) -> int:
         return int(self._one())
 
-    def guard_bool(self, file: str = "", line: int = 0) -> bool:
-        return bool(self._one())
-
     def guard_float(self, file: str = "", line: int = 0) -> float:
         return float(self._one())
 
-    guard_size_oblivious = guard_or_false = guard_or_true = expect_true = expect_size = guard_bool
+    def guard_bool(self, file: str = "", line: int = 0) -> bool:
+        return self._one() if self.verdict is None or self._agreed() else self.verdict
+
+    guard_size_oblivious = expect_true = expect_size = guard_bool
+
+    def guard_or_false(self, file: str = "", line: int = 0) -> bool:
+        return bool(self._agreed() and self.values[0])
+
+    statically_known_true = guard_or_false
+
+    def guard_or_true(self, file: str = "", line: int = 0) -> bool:
+        return bool(not self._agreed() or self.values[0])
 
     def _one(self) -> Any:
         if self._agreed():
@@ -106,72 +131,84 @@ class LocalInt:
             "as one Python number; the blocks are uneven: use the global size, torch ops on axis_index, or rank_map"
         )
 
-    def sym_max(self, other: Any) -> LocalInt:
-        return _binary(max, self, other)
-
-    def sym_min(self, other: Any) -> LocalInt:
-        return _binary(min, self, other)
-
-    def neg(self) -> LocalInt:
-        return LocalInt(self.frame, [-value for value in self.values])
-
-    def sym_not(self) -> LocalInt:
-        return LocalInt(self.frame, [not value for value in self.values])
-
-    def sym_float(self) -> LocalInt:
-        return LocalInt(self.frame, [float(value) for value in self.values])
+    # --- arithmetic -----------------------------------------------------------------------------------------------
 
     def sym_ite(self, then: Any, otherwise: Any) -> LocalInt:
         rows = zip(self.values, _values(then, self.frame), _values(otherwise, self.frame), strict=True)
         return LocalInt(self.frame, [a if c else b for c, a, b in rows])
+
+    def sym_not(self) -> LocalInt:
+        return LocalInt(self.frame, [not v for v in self.values], None if self.verdict is None else not self.verdict)
+
+    def eq(self, other: Any) -> LocalInt:
+        return LocalInt(*_zipped(operator.eq, self, other), verdict=False)
+
+    def ne(self, other: Any) -> LocalInt:
+        return LocalInt(*_zipped(operator.ne, self, other), verdict=True)
+
+    def sym_and(self, other: Any) -> LocalInt:
+        return _connect(lambda a, b: a and b, self, other)
+
+    def sym_or(self, other: Any) -> LocalInt:
+        return _connect(lambda a, b: a or b, self, other)
+
+    and_, or_ = sym_and, sym_or
 
 
 def _values(x: Any, held: Frame) -> list[Any]:
     if isinstance(x, LocalInt):
         return x.at(held)
     if not isinstance(x, (int, float)):  # a C++ constant node
-        x = x.guard_int("", 0) if x.is_int() else x.guard_bool("", 0)
+        x = x.guard_bool("", 0) if x.is_bool() else x.guard_float("", 0) if x.is_float() else x.guard_int("", 0)
     return [x] * held.volume
 
 
-def _binary(fn: Callable[[Any, Any], Any], a: LocalInt, b: Any) -> LocalInt:
+def _zipped(fn: Callable[[Any, Any], Any], a: LocalInt, b: Any) -> tuple[Frame, list[Any]]:
     held = union(a.frame, b.frame) if isinstance(b, LocalInt) else a.frame
-    return LocalInt(held, [fn(x, y) for x, y in zip(a.at(held), _values(b, held), strict=True)])
+    return held, [fn(x, y) for x, y in zip(a.at(held), _values(b, held), strict=True)]
 
 
-def _operator(fn: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[LocalInt, Any], LocalInt]:
-    if swapped:
-        return lambda self, other: _binary(lambda a, b: fn(b, a), self, other)
-    return lambda self, other: _binary(fn, self, other)
+def _connect(fn: Callable[[Any, Any], Any], a: LocalInt, b: Any) -> LocalInt:
+    """and, or: where all ranks agree on an operand it has no say in the verdict."""
+    verdicts = {x.verdict for x in (a, b) if isinstance(x, LocalInt) and not x._agreed()}
+    return LocalInt(*_zipped(fn, a, b), verdict=verdicts.pop() if len(verdicts) == 1 else None)
 
 
-def _equality(same: bool) -> Callable[[LocalInt, Any], Any]:
-    """Sizes are equal when they are on every rank; that is one answer, and torch asks for it often."""
-
-    def compare(self: LocalInt, other: Any) -> Any:
-        equal = all(_binary(operator.eq, self, other).values)
-        return torch._C._get_constant_bool_symnode(equal is same)
-
-    return compare
+def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[LocalInt, Any], LocalInt]:
+    return lambda self, other: LocalInt(*_zipped(fn, self, other))
 
 
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "lt", "le", "gt", "ge")},
-    "floordiv": operator.floordiv,
-    "int_floordiv": operator.floordiv,
-    "truediv": operator.truediv,
-    "int_truediv": operator.truediv,
-    "pow": operator.pow,
-    "pow_by_natural": operator.pow,
-    "and_": lambda a, b: a and b,
-    "or_": lambda a, b: a or b,
-    "sym_and": lambda a, b: a and b,
-    "sym_or": lambda a, b: a or b,
+def _unary(fn: Callable[[Any], Any]) -> Callable[[LocalInt], LocalInt]:
+    return lambda self: LocalInt(self.frame, [fn(value) for value in self.values])
+
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "lt", "le", "gt", "ge", "pow")},
+    **dict.fromkeys(("floordiv", "int_floordiv"), operator.floordiv),
+    **dict.fromkeys(("truediv", "int_truediv", "float_truediv"), operator.truediv),
+    **dict.fromkeys(("pow_by_natural", "float_pow"), operator.pow),
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "sym_max": max,
+    "sym_min": min,
 }
-for _name, _fn in _ARITHMETIC.items():
-    setattr(LocalInt, _name, _operator(_fn))
-    setattr(LocalInt, f"r{_name}", _operator(_fn, swapped=True))
-setattr(LocalInt, "eq", _equality(True))  # noqa: B010
-setattr(LocalInt, "ne", _equality(False))  # noqa: B010
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "sym_float": float,
+    "sym_int": int,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "trunc": math.trunc,
+    "round": round,
+    "is_integer": lambda value: float(value).is_integer(),
+    **{f"_sym_{f}": getattr(math, f) for f in "sqrt cos cosh sin sinh tan tanh asin acos atan log2".split()},
+}
+for _name, _fn in _BINARY.items():
+    setattr(LocalInt, _name, _binary(_fn))
+for _name, _function in _UNARY.items():
+    setattr(LocalInt, _name, _unary(_function))

@@ -19,16 +19,9 @@ from fspmd import world
 from fspmd.errors import ShapeError
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Options, Pending, Sizes, Transport
+from fspmd.transport.carriers import carried, check_adds, moves_bits
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-#: dtypes that every backend can add; others travel in the dtype beside them
-_REDUCE_AS = {
-    torch.bool: torch.uint8,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
 #: dtypes that every backend can move as they are; others travel as bytes
 _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 
@@ -100,20 +93,16 @@ class ProcessGroupTransport(Transport):
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
-        if x.dtype.is_complex:
-            out = torch.view_as_real(x.clone(memory_format=torch.contiguous_format))
-            work = group.pg.allreduce([out], _ALLREDUCE[o.op])
-            return Pending(out, (work,), torch.view_as_complex)
-        carrier = _REDUCE_AS.get(x.dtype)
-        if carrier is not None:
-            dtype, out = x.dtype, x.to(carrier)
-            work = group.pg.allreduce([out], _ALLREDUCE[o.op])
-            return Pending(out, (work,), lambda total: total.to(dtype))
-        out = x.clone(memory_format=torch.contiguous_format)
         if group.size == 1:
-            return Pending(out)
-        return Pending(out, (group.pg.allreduce([out], _ALLREDUCE[o.op]),))
+            check_adds(x.dtype, "psum" if o.op == "sum" else f"p{o.op}", o.op)
+            return Pending(x.clone(memory_format=torch.contiguous_format))
+        out, back = carried(x, o.op)
+        if out is x:
+            out = x.clone(memory_format=torch.contiguous_format)
+        works = (group.pg.allreduce([out], _ALLREDUCE[o.op]),) if out.numel() else ()
+        return Pending(out, works, back)
 
+    @moves_bits
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
         sizes, dim = o.sizes, o.dim
@@ -139,24 +128,22 @@ class ProcessGroupTransport(Transport):
 
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
+        check_adds(x.dtype, "psum_scatter")
         if group.size == 1:
             return Pending(x.clone())
-        dtype = x.dtype
-        if dtype.is_complex or dtype in _REDUCE_AS:  # rare: reduce as reals, or in a wider dtype
-            wide = torch.view_as_real(x.resolve_conj()) if dtype.is_complex else x.to(_REDUCE_AS[dtype])
-            pending = self.reduce_scatter(wide, mesh, axes, o)
-            back: Callable[[Tensor], Tensor] = (
-                (lambda out: torch.view_as_complex(out.contiguous())) if dtype.is_complex else lambda out: out.to(dtype)
-            )
-            return Pending(pending, (), lambda inner: back(inner.wait()))
+        length = None if o.sizes is None else o.sizes[group.index]
         stacked = _stack(x, o.dim, o.sizes, group.size)
         if group.back is not None:
             stacked = stacked[group.back]
-        stacked = stacked.contiguous()
-        out = stacked.new_empty(stacked.shape[1:])
-        work = group.pg._reduce_scatter_base(out, stacked.flatten(0, 1) if out.ndim else stacked, _SCATTER_SUM)
-        length = None if o.sizes is None else o.sizes[group.index]
-        return Pending(out, (work,), None if length is None else lambda block: block.narrow(o.dim, 0, length))
+        send, back = carried(stacked.contiguous().resolve_neg(), "sum")
+        out = send.new_empty(send.shape[1:])
+        works = (group.pg._reduce_scatter_base(out.view(-1), send.view(-1), _SCATTER_SUM),) if out.numel() else ()
+
+        def finish(total: Tensor) -> Tensor:
+            block = total if back is None else back(total)
+            return block if length is None else block.narrow(o.dim, 0, length)
+
+        return Pending(out, works, finish)
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
         group = _in_c10d_order(mesh, axes, "all_gather_into")
@@ -169,9 +156,10 @@ class ProcessGroupTransport(Transport):
         group = _in_c10d_order(mesh, axes, "psum_scatter_into")
         if group.size == 1:
             return Pending(out.view(-1).copy_(x.view(-1)))
-        if out.dtype in _REDUCE_AS:
-            raise ShapeError(f"psum_scatter_into cannot add {out.dtype} in place; use psum_scatter")
+        check_adds(x.dtype, "psum_scatter_into")
         received, sent = (torch.view_as_real(t) if t.dtype.is_complex else t for t in (out.view(-1), x.view(-1)))
+        if not x.dtype.is_complex and carried(sent, "sum")[0] is not sent:
+            raise ShapeError(f"psum_scatter_into cannot add {out.dtype} in place; use psum_scatter")
         work = group.pg._reduce_scatter_base(received.view(-1), sent.view(-1), _SCATTER_SUM)
         return Pending(out, (work,) if out.numel() else ())
 
@@ -182,6 +170,7 @@ class ProcessGroupTransport(Transport):
             return Pending(x.narrow(o.dim, group.index * length, length))
         return Pending(x.narrow(o.dim, sum(o.sizes[: group.index]), o.sizes[group.index]))
 
+    @moves_bits
     def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
         n = group.size
@@ -278,12 +267,14 @@ class ProcessGroupTransport(Transport):
 
 def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """A contiguous tensor as a backend can move it (flat bytes if need be), and how to read the result back."""
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
     if x.dtype in _MOVABLE and x.ndim:
         return x, None
     dtype = x.dtype
     if dtype in _MOVABLE:
         return x.reshape(1), lambda flat: flat
-    return x.resolve_conj().resolve_neg().view(-1).view(torch.uint8), lambda flat: flat.view(dtype)
+    return x.view(-1).view(torch.uint8), lambda flat: flat.view(dtype)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

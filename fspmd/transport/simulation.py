@@ -10,6 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Options, Pending, Sizes, Transport
+from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import UNEVEN, Frame, frame, groups, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
 
@@ -24,15 +25,20 @@ class SimulationTransport(Transport):
         held, rest, shards, table = _groups(x, mesh, axes, o)
         fn = _REDUCE[o.op]
         totals = []
-        for group in table:
-            total = shards[group[0]]
-            if len(group) == 1:
-                total = total.clone()
-            for i in group[1:]:
-                total = fn(total, shards[i])
-            totals.append(total)
+        try:
+            for group in table:
+                total = shards[group[0]]
+                if len(group) == 1:
+                    total = total.clone()
+                for i in group[1:]:
+                    total = fn(total, shards[i])
+                totals.append(total)
+        except NotImplementedError:
+            wide, back = _carried(x, o.op)
+            return Pending(self.reduce(wide, mesh, axes, o), (), lambda pending: back(pending.wait()))
         return _one_per_group(totals, held, rest, table, o)
 
+    @moves_bits
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, rest, shards, table = _groups(x, mesh, axes, o)
         wholes = [torch.cat([shards[i] for i in group], o.dim) for group in table]
@@ -41,12 +47,16 @@ class SimulationTransport(Transport):
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
         pieces: list[Tensor] = [x] * held.volume
-        for group in table:
-            total = shards[group[0]]
-            for i in group[1:]:
-                total = total + shards[i]
-            for i, piece in zip(group, _split(total, o.dim, o.sizes, len(group)), strict=True):
-                pieces[i] = piece.clone() if len(group) == 1 else piece
+        try:
+            for group in table:
+                total = shards[group[0]]
+                for i in group[1:]:
+                    total = total + shards[i]
+                for i, piece in zip(group, _split(total, o.dim, o.sizes, len(group)), strict=True):
+                    pieces[i] = piece.clone() if len(group) == 1 else piece
+        except NotImplementedError:
+            wide, back = _carried(x, "sum")
+            return Pending(self.reduce_scatter(wide, mesh, axes, o), (), lambda pending: back(pending.wait()))
         return Pending(LocalTensor(pieces, held))
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
@@ -65,6 +75,7 @@ class SimulationTransport(Transport):
                 pieces[i] = _split(shards[i], o.dim, o.sizes, len(group))[place]
         return Pending(LocalTensor(pieces, held))
 
+    @moves_bits
     def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
         received: list[Tensor] = [x] * held.volume
@@ -140,6 +151,14 @@ def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[F
     if o.index_groups is not None:
         table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
     return held, rest, shards_of(x, held), table
+
+
+def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
+    """A value of a dtype that torch cannot reduce, in a dtype that it can; raises `ArgumentError` where none will do."""
+    wide, back = carried(x, op)
+    if back is None:
+        raise NotImplementedError(f"torch has no {op} of {x.dtype} on {x.device.type}")
+    return wide, back
 
 
 def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Pending:

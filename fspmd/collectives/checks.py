@@ -106,3 +106,10 @@ def check_blocks(
         return
     if complaint := body.transport.check_blocks(x, body.mesh, axes, dim, tuple(lengths)):
         raise ShapeError(f"{what} got size={size}, whose blocks are {tuple(lengths)}, but {complaint}")
+
+
+def check_size_use(size: int | None, tiled: bool, index_groups: Any, what: str) -> None:
+    if size is not None and not tiled:
+        raise ArgumentError(f"{what} got size={size} without tiled=True; uneven blocks have no common shape to stack")
+    if size is not None and index_groups is not None:
+        raise ArgumentError(f"{what} got both size={size} and axis_index_groups; uneven blocks follow the mesh axes")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes, state
+from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
-from fspmd.steps import Handle
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 

@@ -1,0 +1,132 @@
+"""Blocks transposed between ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.collectives.checks import (
+    block_lengths,
+    check_blocks,
+    check_dim,
+    check_divides,
+    check_index_groups,
+    check_size,
+    check_size_use,
+)
+from fspmd.collectives.operands import (
+    AxisName,
+    Groups,
+    as_varying,
+    done,
+    tensor_leaves,
+    varying_operand,
+)
+from fspmd.collectives.steps import Rows, Step, run
+from fspmd.errors import ShapeError
+from fspmd.pairs import call
+from fspmd.transport import Options
+from fspmd.variance import INVARIANT, show
+
+
+def all_to_all(
+    x: Any,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    size: int | None = None,
+    wait: bool = True,
+) -> Any:
+    """Transpose blocks between ranks: ``[A0,A1] [B0,B1] => [A0,B0] [A1,B1]``.
+
+    ``tiled`` splits the dim ``split_axis`` into one block per rank and joins what arrives along ``concat_axis``;
+    otherwise ``split_axis`` must equal the number of ranks, is dropped, and a new dim stands at ``concat_axis``.
+    ``size``, with ``tiled``, is the global size of ``concat_axis`` where its blocks are uneven; then ``split_axis``
+    may be uneven too. Backward is the inverse all-to-all.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((2,), ("x",))
+    >>> f = lambda x: all_to_all(x, "x", 1, 0, tiled=True)  # from sharded rows to sharded columns
+    >>> device_get(shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P(None, "x"))(torch.arange(4).view(2, 2)))
+    tensor([[0, 1],
+            [2, 3]])
+    """
+    what = "all_to_all"
+    body = bound_body(what, "all_to_all(x, 'x', 1, 0, tiled=True)")
+    axes = resolve_axes(body, axis_name, what)
+    leaves, treedef = tensor_leaves(x, what)
+    n = math.prod(body.sizes(axes))
+    index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
+    if not axes:
+        return x if wait else done(x)
+    check_size_use(size, tiled, index_groups, what)
+    count = len(index_groups[0]) if index_groups else n
+    steps: list[Step | None] = []
+    for i, leaf in enumerate(leaves):
+        variance = varying_operand(body, leaf, axes, what)
+        split = check_dim(split_axis, leaf.ndim, what, "split_axis")
+        concat = check_dim(concat_axis, leaf.ndim, what, "concat_axis")
+        o = Options(index_groups=index_groups)
+        if size is None and not tiled and leaf.shape[split] != count:
+            raise ShapeError(
+                f"all_to_all of {show(leaf)} without tiled=True: dim {split} is {leaf.shape[split]}, but it must equal "
+                f"the number of ranks, {count}; pass tiled=True to split the dim into {count} blocks"
+            )
+        if size is None and tiled:
+            check_divides(leaf, split, count, what, "pass size= (the global size of concat_axis) for uneven blocks")
+        leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
+        after = variance.moved(axes, "V") if body.checked else INVARIANT
+        before = back = None
+        if size is not None:
+            joined = tuple(block_lengths(body, axes, check_size(size, what)) or (size // n,) * n)
+            check_blocks(body, leaf, axes, concat, size, joined, what)
+            pieces = block_lengths(body, axes, leaf.shape[split]) or (leaf.shape[split] // n,) * n
+            if len(set(pieces)) > 1 or len(set(joined)) > 1:
+                if split == concat:
+                    raise ShapeError("all_to_all with uneven blocks needs different split_axis and concat_axis")
+                o = Options(dim=split, sizes=pieces, concat_dim=concat, concat_sizes=joined)
+            else:
+                o = Options(dim=split, concat_dim=concat)
+        elif tiled:
+            o = Options(dim=split, concat_dim=concat, index_groups=index_groups)
+        else:  # a new dim of one stands where the ranks will be joined; the split dim becomes one
+            new = concat if concat <= split else concat + 1
+            gone = split + 1 if concat <= split else split
+            before = lambda leaf, new=new: leaf.unsqueeze(new)  # noqa: E731
+            back = lambda y, gone=gone: y.squeeze(gone)  # noqa: E731
+            o = Options(dim=gone, concat_dim=new, index_groups=index_groups)
+        steps.append(
+            Step(call(what, body.mesh, axes, o), after, before, back, _exchange_rows(body, leaf, axes, o, back))
+        )
+    return run(body, leaves, steps, treedef, wait)
+
+
+def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squeeze: Any) -> Rows | None:
+    if o.sizes is not None:
+        return None
+    n = len(o.index_groups[0]) if o.index_groups else math.prod(body.sizes(axes))
+    shape = list(x.shape)
+    if squeeze is not None:
+        shape.insert(o.concat_dim, 1)
+    piece = list(shape)
+    piece[o.dim] //= n
+
+    def into(leaf: Tensor) -> Tensor:
+        return leaf.reshape(shape).unflatten(o.dim, (n, -1)).movedim(o.dim, 0).reshape(n, -1)
+
+    def back(rows: Tensor) -> Tensor:
+        y = rows.reshape(n, *piece).movedim(0, o.concat_dim).flatten(o.concat_dim, o.concat_dim + 1)
+        return squeeze(y) if squeeze is not None else y
+
+    return Rows(call("all_to_all", body.mesh, axes, Options(index_groups=o.index_groups)), into, back)
+
+
+def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
+    """Swap a mesh axis with a dim of its size: ``all_to_all(x, axis_name, axis, axis)``."""
+    return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, wait=wait)

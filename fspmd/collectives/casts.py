@@ -1,0 +1,93 @@
+"""The type of a value changed by hand, and where a rank stands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.collectives.operands import (
+    WORDS,
+    AxisName,
+    one_state,
+    tensor_leaves,
+)
+from fspmd.errors import ArgumentError, VarianceError
+from fspmd.pairs import apply, call
+from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
+
+_PCASTS = {
+    ("I", "varying"): ("invariant_to_varying", "V"),
+    ("I", "reduced"): ("invariant_to_reduced", "R"),
+    ("R", "varying"): ("reduced_to_varying", "V"),
+    ("V", "unreduced"): ("varying_to_unreduced", "U"),
+}
+
+
+def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
+    """The same value under another type; moves nothing forward.
+
+    Invariant to varying or reduced: backward an all-reduce is no longer done for you (the gradient is each rank's own,
+    or a pending sum). Reduced to varying and varying to unreduced are free both ways. The result aliases ``x``.
+
+    >>> from fspmd import P, make_mesh, shard_map, typeof
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> def f(w):
+    ...     print(typeof(w), typeof(pcast(w, "x", to="varying")))
+    ...     return w
+    >>> _ = shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(2))
+    f32[2] f32[2]{V:x}
+    """
+    body = bound_body("pcast", "psum(pcast(x, 'y', to='varying'), ('x', 'y'))")
+    axes = resolve_axes(body, axis_name, "pcast")
+    targets = sorted({target for _, target in _PCASTS})
+    if to not in targets:
+        raise ArgumentError(f"pcast got to={to!r}; expected one of {', '.join(map(repr, targets))}")
+    leaves, treedef = tensor_leaves(x, "pcast")
+    if not axes or not body.checked:
+        return x
+    return optree.tree_unflatten(treedef, [_pcast_one(body, leaf, axes, to) for leaf in leaves])
+
+
+def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
+    variance = get_variance(x)
+    letter = one_state(x, variance, axes, "pcast")
+    row = _PCASTS.get((letter, to))
+    if row is None:
+        possible = [target for source, target in _PCASTS if source == letter] or ["none; psum it first"]
+        raise VarianceError(
+            f"pcast of {show(x)} over {axes} to {to!r}: the value is {WORDS[letter]} there; possible: "
+            f"{', '.join(possible)}"
+        )
+    with torch._C.DisableTorchFunction():
+        y = apply(x, call(row[0], body.mesh, axes))
+        if letter == "I":
+            y = apply(y, call("apart", body.mesh, axes))
+    setattr(y, BORROWED, True)
+    return set_variance(y, variance.moved(axes, row[1]))
+
+
+def axis_index(axis_name: AxisName) -> Tensor:
+    """This rank's position along the axis (a tuple: major first), a 0-d int64 tensor that varies over it.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> f = shard_map(lambda x: x + axis_index("x"), mesh=mesh, in_specs=P(), out_specs=P("x"))
+    >>> device_get(f(torch.zeros(1)))
+    tensor([0., 1., 2., 3.])
+    """
+    body = bound_body("axis_index", "x * axis_index('x')")
+    axes = resolve_axes(body, axis_name, "axis_index")
+    with torch._C.DisableTorchFunction():
+        index = body.transport.index(body.mesh, axes)
+    return set_variance(index, Variance(varying=axes)) if body.checked else index
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """The number of ranks along the axis, or along all of a tuple of axes: a Python int."""
+    body = bound_body("axis_size", "x / axis_size('x')")
+    return math.prod(body.sizes(resolve_axes(body, axis_name, "axis_size")))

@@ -1,0 +1,202 @@
+"""Blocks gathered onto every rank, and sums scattered over them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.collectives.checks import (
+    block_lengths,
+    check_blocks,
+    check_dim,
+    check_divides,
+    check_index_groups,
+    check_size,
+    check_size_use,
+)
+from fspmd.collectives.operands import (
+    AxisName,
+    Groups,
+    as_varying,
+    done,
+    one_state,
+    tensor_leaves,
+    varying_operand,
+)
+from fspmd.collectives.steps import Rows, Step, run
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.pairs import call
+from fspmd.transport import Options
+from fspmd.variance import INVARIANT, Variance, get_variance, show
+
+
+def all_gather(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    size: int | None = None,
+    wait: bool = True,
+) -> Any:
+    """Every rank's block on every rank: ``[A] [B] => [A,B] [A,B]``.
+
+    ``tiled`` joins the blocks along the existing dim ``axis``, otherwise they are stacked along a new one. ``to`` is
+    the type of the result over the axes: "varying" (backward a reduce-scatter), "invarying" (backward a slice) or
+    "reduced" (backward a reduce-scatter of pending sums). ``size`` is the global size of ``axis`` where blocks are
+    uneven, as torch.chunk cuts them; it needs ``tiled``. Nothing is copied when the gathered dim is leading.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> f = lambda x: all_gather(x, "x", tiled=True, to="invarying", size=5)
+    >>> device_get(shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(5)))
+    tensor([0, 1, 2, 3, 4])
+    """
+    what = "all_gather"
+    body = bound_body(what, "all_gather(x, 'x', tiled=True, to='invarying')")
+    axes = resolve_axes(body, axis_name, what)
+    if to not in _GATHER_ROWS:
+        raise ArgumentError(f"all_gather got to={to!r}; expected one of {', '.join(map(repr, _GATHER_ROWS))}")
+    leaves, treedef = tensor_leaves(x, what)
+    n = math.prod(body.sizes(axes))
+    index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
+    if index_groups and to != "varying":
+        raise ArgumentError(f"all_gather with axis_index_groups differs from group to group; to={to!r} is not possible")
+    if not axes:
+        return x if wait else done(x)
+    check_size_use(size, tiled, index_groups, what)
+    name, letter = _GATHER_ROWS[to] if body.checked else _GATHER_ROWS["varying"]
+    steps: list[Step | None] = []
+    for i, leaf in enumerate(leaves):
+        variance = varying_operand(body, leaf, axes, what)
+        if letter == "R" and body.checked and not variance.varying.intersection(axes):
+            raise VarianceError(
+                f"all_gather(to='reduced') of {show(leaf)} over {axes}: the value does not vary there, so its gradient "
+                "would not be a pending sum of different blocks; use pcast(x, axis, to='reduced')"
+            )
+        dim = check_dim(axis, leaf.ndim + (not tiled), what, "axis")
+        lengths = None
+        if size is not None:
+            lengths = block_lengths(body, axes, check_size(size, what))
+            check_blocks(body, leaf, axes, dim, size, lengths, what)
+        after = variance.moved(axes, letter) if body.checked else INVARIANT
+        leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
+        steps.append(_gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after))
+    return run(body, leaves, steps, treedef, wait)
+
+
+_GATHER_ROWS = {
+    "varying": ("all_gather", "V"),
+    "invarying": ("all_gather_invariant", "I"),
+    "reduced": ("all_gather_reduced", "R"),
+}
+
+
+def _gather_step(
+    body: Body,
+    x: Tensor,
+    axes: tuple[str, ...],
+    name: str,
+    dim: int,
+    tiled: bool,
+    lengths: tuple[int, ...] | None,
+    index_groups: Any,
+    after: Variance,
+) -> Step:
+    o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
+    rows = None
+    if lengths is None:
+        shape = tuple(x.shape)
+
+        def back(gathered: Tensor) -> Tensor:
+            stacked = gathered.unflatten(1, shape) if shape else gathered.squeeze(1)
+            stacked = stacked.movedim(0, dim)
+            return stacked.flatten(dim, dim + 1) if tiled else stacked
+
+        on_rows = call(name, body.mesh, axes, Options(index_groups=index_groups))
+        rows = Rows(on_rows, lambda leaf: leaf.reshape(1, -1), back)
+    before = None if tiled else (lambda leaf: leaf.unsqueeze(dim))
+    return Step(call(name, body.mesh, axes, o), after, before, rows=rows)
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    size: int | None = None,
+    wait: bool = True,
+) -> Any:
+    """Sum over ranks, each keeping its block: ``[A0,A1] [B0,B1] => [A0+B0] [A1+B1]``.
+
+    A reduce-scatter; backward an all-gather. ``tiled`` keeps the scattered dim (its size divided), otherwise the dim
+    must equal the number of ranks and is dropped. ``size`` allows a dim that does not divide: blocks as torch.chunk
+    cuts them.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> f = lambda x: psum_scatter(x, "x", tiled=True, size=5)
+    >>> device_get(shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("x"))(torch.arange(5)))
+    tensor([ 0,  4,  8, 12, 16])
+    """
+    what = "psum_scatter"
+    body = bound_body(what, "psum_scatter(x, 'x', tiled=True)")
+    axes = resolve_axes(body, axis_name, what)
+    leaves, treedef = tensor_leaves(x, what)
+    n = math.prod(body.sizes(axes))
+    index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
+    if not axes:
+        return x if wait else done(x)
+    check_size_use(size, tiled, index_groups, what)
+    count = len(index_groups[0]) if index_groups else n
+    steps: list[Step | None] = []
+    for i, leaf in enumerate(leaves):
+        variance = get_variance(leaf)
+        letter = one_state(leaf, variance, axes, what) if body.checked else "V"
+        if letter == "R":
+            raise VarianceError(f"psum_scatter of {show(leaf)}: the value is reduced over {axes}, not a sum to be made")
+        dim = check_dim(scatter_dimension, leaf.ndim, what, "scatter_dimension")
+        lengths = None
+        if size is not None:
+            lengths = block_lengths(body, axes, check_size(size, what))
+            if leaf.shape[dim] != size:
+                raise ShapeError(f"psum_scatter of {show(leaf)} got size={size}, but dim {dim} is {leaf.shape[dim]}")
+        elif not tiled and leaf.shape[dim] != count:
+            raise ShapeError(
+                f"psum_scatter of {show(leaf)} without tiled=True: dim {dim} is {leaf.shape[dim]}, but it must equal "
+                f"the number of ranks, {count}; pass tiled=True to split the dim into {count} blocks"
+            )
+        elif tiled:
+            check_divides(
+                leaf, dim, count, what, f"pass size={leaf.shape[dim]} for uneven blocks as torch.chunk cuts them"
+            )
+        name = "psum_scatter_unreduced" if letter == "U" else "psum_scatter"
+        after = variance.moved(axes, "V") if body.checked else INVARIANT
+        if letter == "I" and body.checked:
+            leaves[i] = as_varying(body, leaf, after)
+        o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
+        squeeze = None if tiled else (lambda y, dim=dim: y.squeeze(dim))
+        rows = None if lengths else _scatter_rows(body, leaf, axes, name, dim, tiled, count, index_groups)
+        steps.append(Step(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows))
+    return run(body, leaves, steps, treedef, wait)
+
+
+def _scatter_rows(
+    body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: int, tiled: bool, n: int, index_groups: Any
+) -> Rows:
+    shape = list(x.shape)
+    shape[dim] //= n
+
+    def back(row: Tensor) -> Tensor:
+        block = row.reshape(shape)
+        return block if tiled else block.squeeze(dim)
+
+    on_rows = call(name, body.mesh, axes, Options(index_groups=index_groups))
+    return Rows(on_rows, lambda leaf: leaf.unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1), back)

@@ -1,0 +1,88 @@
+"""Blocks sent from rank to rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.collectives.checks import (
+    check_permutation,
+)
+from fspmd.collectives.operands import (
+    AxisName,
+    as_varying,
+    done,
+    elementwise_step,
+    tensor_leaves,
+    varying_operand,
+)
+from fspmd.collectives.steps import Step, run
+from fspmd.errors import ShapeError
+from fspmd.pairs import Call, call
+from fspmd.transport import Options
+from fspmd.variance import INVARIANT
+
+
+def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: bool = True) -> Any:
+    """Send blocks along (source, destination) pairs; a rank nobody sends to gets zeros. Backward: the inverse pairs.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> ring = [(i, (i + 1) % 4) for i in range(4)]
+    >>> f = shard_map(lambda x: ppermute(x, "x", ring), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    >>> device_get(f(torch.arange(4)))
+    tensor([3, 0, 1, 2])
+    """
+    return _permute(x, axis_name, lambda size: check_permutation(perm, size, "ppermute"), wait, "ppermute")
+
+
+def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = True) -> Any:
+    """`ppermute` by a full permutation: position ``i`` receives from ``perm[i]``."""
+
+    def pairs(size: int) -> tuple[tuple[int, int], ...]:
+        if sorted(perm) != list(range(size)):
+            raise ShapeError(
+                f"pshuffle got perm={list(perm)}; expected a permutation of all positions, such as {list(range(size))}"
+            )
+        return tuple((source, i) for i, source in enumerate(perm))
+
+    return _permute(x, axis_name, pairs, wait, "pshuffle")
+
+
+def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: bool, what: str) -> Any:
+    body = bound_body(what, f"{what}(x, 'x', perm)")
+    axes = resolve_axes(body, axis_name, what)
+    leaves, treedef = tensor_leaves(x, what)
+    if not axes:
+        return x if wait else done(x)
+    the_call = call("ppermute", body.mesh, axes, Options(perm=pairs(math.prod(body.sizes(axes)))))
+    return _moved(body, leaves, treedef, axes, the_call, wait, what)
+
+
+def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -> Any:
+    """The block of position ``source`` on every rank. Backward: the sum of all cotangents goes to the source."""
+    what = "pbroadcast"
+    body = bound_body(what, "pbroadcast(x, 'x', 0)")
+    axes = resolve_axes(body, axis_name, what)
+    leaves, treedef = tensor_leaves(x, what)
+    n = math.prod(body.sizes(axes))
+    if not isinstance(source, int) or not 0 <= source < n:
+        raise ShapeError(f"pbroadcast got source={source!r}; expected a position from 0 to {n - 1} along {axes}")
+    if not axes:
+        return x if wait else done(x)
+    return _moved(body, leaves, treedef, axes, call(what, body.mesh, axes, Options(root=source)), wait, what)
+
+
+def _moved(
+    body: Body, leaves: list[Tensor], treedef: Any, axes: tuple[str, ...], the_call: Call, wait: bool, what: str
+) -> Any:
+    steps: list[Step | None] = []
+    for i, leaf in enumerate(leaves):
+        after = varying_operand(body, leaf, axes, what).moved(axes, "V") if body.checked else INVARIANT
+        leaves[i] = as_varying(body, leaf, after)
+        steps.append(elementwise_step(the_call, after, leaf))
+    return run(body, leaves, steps, treedef, wait)

@@ -1,0 +1,212 @@
+"""Sums, means and extrema over mesh axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.body import Body, bound_body, resolve_axes, state
+from fspmd.collectives.checks import (
+    check_index_groups,
+)
+from fspmd.collectives.operands import (
+    AxisName,
+    Groups,
+    as_varying,
+    done,
+    elementwise_step,
+    flatten_operand,
+    one_state,
+    then,
+    varying_operand,
+)
+from fspmd.collectives.steps import Step, run
+from fspmd.errors import ArgumentError, VarianceError
+from fspmd.pairs import Call, apply, call
+from fspmd.transport import Options
+from fspmd.variance import ATTRIBUTE, INVARIANT, get_variance, set_variance, show
+
+
+def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
+    """Sum over mesh axes: ``[A] [B] => A+B``, invariant over them.
+
+    Forward an all-reduce, backward nothing. The sum of an unreduced value is the pending one; of an invariant value,
+    the value times the number of ranks; of a Python number, that without any communication. Booleans are counted.
+
+    Raises:
+        AxisError: outside a body, or an axis that is not bound.
+        VarianceError: axes of different types in one call, or a reduced value.
+
+    >>> from fspmd import P, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> shard_map(lambda x: psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
+    Sharded f32[1] on mesh(x=4)
+    """
+    body = state.body
+    if body is not None and wait and axis_index_groups is None and isinstance(x, Tensor):
+        known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
+        if known is not None:
+            with torch._C.DisableTorchFunction():
+                if x.dtype is not torch.bool and not torch._C._are_functorch_transforms_active():
+                    y = apply(x, known[0])
+                    if known[1] is not None:
+                        setattr(y, ATTRIBUTE, known[1])
+                    return y
+    return _reduction(x, axis_name, axis_index_groups, wait, "psum")
+
+
+def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
+    """Mean over mesh axes: `psum` divided by the number of ranks. Integers give floats.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> device_get(shard_map(lambda x: pmean(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
+    tensor([1.5000])
+    """
+    return _reduction(x, axis_name, axis_index_groups, wait, "pmean")
+
+
+def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: str) -> Any:
+    body = bound_body(what, f"{what}(x, 'x')")
+    axes = resolve_axes(body, axis_name, what)
+    leaves, treedef = flatten_operand(x, what)
+    n = math.prod(body.sizes(axes))
+    index_groups = check_index_groups(groups, n, what, equal=what == "pmean")
+    if not axes:
+        return x if wait else done(x)
+    count = n if index_groups is None else len(index_groups[0])
+    mean = what == "pmean"
+    steps: list[Step | None] = []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):  # a Python number: no communication
+            leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
+            steps.append(None)
+            continue
+        if leaf.dtype is torch.bool:
+            with torch._C.DisableTorchFunction():
+                leaves[i] = leaf = set_variance(leaf.to(torch.int64), get_variance(leaf))
+        step = _psum_step(body, leaf, axes, index_groups, what)
+        if mean:
+            step = then(step, lambda y: y / count)
+        elif type(axis_name) is str and index_groups is None:
+            _remember_psum(body, axis_name, leaf, step)
+        leaves[i] = _operand(body, leaf, axes, step)
+        steps.append(step)
+    return run(body, leaves, steps, treedef, wait)
+
+
+def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, what: str) -> Step:
+    variance = get_variance(x)
+    letter = one_state(x, variance, axes, what) if body.checked else "V"
+    if letter == "R":
+        raise VarianceError(
+            f"{what} of {show(x)} over {axes}: the value is reduced there, so it is equal on all ranks already; use it "
+            "as it is, or pcast(x, axis, to='varying') if a sum of equal copies is meant"
+        )
+    if index_groups is not None:
+        name, after = "psum_varying", variance.moved(axes, "V") if body.checked else INVARIANT
+    elif not body.checked:
+        name, after = "psum_varying", INVARIANT
+    else:
+        name, after = ("psum_unreduced" if letter == "U" else "psum"), variance.moved(axes, "I")
+    return elementwise_step(call(name, body.mesh, axes, Options(index_groups=index_groups)), after, x)
+
+
+def _remember_psum(body: Body, axis_name: str, x: Tensor, step: Step) -> None:
+    """The fast path of `psum`: known types need no more checks."""
+    variance = getattr(x, ATTRIBUTE, None)
+    if not body.checked or (variance is not None and axis_name in variance.varying):
+        body.calls[axis_name, variance] = step.call, step.variance if body.checked else None
+
+
+def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
+    """Maximum over mesh axes, element by element; invariant over them.
+
+    Forward an all-reduce. The gradient goes to the elements that attain the maximum, in equal parts, as torch.amax's
+    does; finding out how many they are costs an all-reduce in backward.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> device_get(shard_map(lambda x: pmax(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
+    tensor([3.])
+    """
+    return _extremum(x, axis_name, axis_index_groups, wait, "max")
+
+
+def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
+    """Minimum over mesh axes; see `pmax`."""
+    return _extremum(x, axis_name, axis_index_groups, wait, "min")
+
+
+def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) -> Any:
+    what = f"p{op}"
+    body = bound_body(what, f"{what}(x, 'x')")
+    axes = resolve_axes(body, axis_name, what)
+    leaves, treedef = flatten_operand(x, what)
+    index_groups = check_index_groups(groups, math.prod(body.sizes(axes)), what, equal=False)
+    if not axes:
+        return x if wait else done(x)
+    steps: list[Step | None] = []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            steps.append(None)
+            continue
+        if leaf.dtype.is_complex:
+            raise ArgumentError(
+                f"{what} of {show(leaf)}: complex numbers have no order; take the real part or abs first"
+            )
+        variance = varying_operand(body, leaf, axes, what)
+        after = variance.moved(axes, "V" if index_groups else "I") if body.checked else INVARIANT
+        o = Options(op=op, index_groups=index_groups)
+        sums = "psum_varying" if index_groups is not None or not body.checked else "psum"
+        find = call("psum_varying", body.mesh, axes, o)
+        leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
+        if leaf.requires_grad or torch._C._are_functorch_transforms_active():
+            count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
+            steps.append(Step(None, after, after=lambda x, find=find, count=count: _Extremum.apply(x, find, count)))
+        else:
+            steps.append(elementwise_step(find, after, leaf))
+    return run(body, leaves, steps, treedef, wait)
+
+
+class _Extremum(torch.autograd.Function):
+    """``find`` the extremum; the gradient is shared by the elements that attain it, ``count`` of them."""
+
+    @staticmethod
+    def forward(x: Tensor, find: Call, count: Call) -> Tensor:  # type: ignore[override]
+        return find.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Call, Call], output: Tensor) -> None:
+        x, ctx.find, ctx.count = inputs
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        with torch._C.DisableTorchFunction():
+            return apply(g, ctx.count.transposed) * _shares(*ctx.saved_tensors, ctx.count), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+        with torch._C.DisableTorchFunction():
+            return apply(tangent * _shares(*ctx.saved_tensors, ctx.count), ctx.count)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, find: Call, count: Call) -> tuple[Tensor, int]:  # type: ignore[override]
+        return _Extremum.apply(x, find, count), in_dims[0]
+
+
+def _shares(x: Tensor, best: Tensor, count: Call) -> Tensor:
+    hit = (x == best).to(x.dtype)
+    return hit / apply(hit, count)
+
+
+def _operand(body: Body, x: Tensor, axes: tuple[str, ...], step: Step) -> Tensor:
+    variance = get_variance(x)
+    if step.call is not None and step.call.pair.source == "V":
+        return as_varying(body, x, variance.moved(axes, "V"))
+    return x

@@ -1,0 +1,103 @@
+"""Dtypes that torch or a backend cannot add, compare or move as they are, and how others carry them.
+
+Sums wrap around as integers of the dtype do. Maxima and minima of floats propagate nan on every backend: Gloo's and
+NCCL's own drop it, or not, by the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.spec import short_dtype
+from fspmd.transport.call import Pending
+
+Reshape = Callable[[Tensor], Tensor]
+
+#: dtypes that torch only copies: their bits are moved as those of another dtype of their width
+BITS: Final = {
+    getattr(torch, name): as_dtype
+    for name, as_dtype in (
+        ("float4_e2m1fn_x2", torch.uint8),
+        ("bits1x8", torch.uint8),
+        ("bits2x4", torch.uint8),
+        ("bits4x2", torch.uint8),
+        ("bits8", torch.uint8),
+        ("bits16", torch.int16),
+    )
+    if hasattr(torch, name)
+}
+_FLOAT8: Final = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and "float8" in str(d))
+_WIDER: Final = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+#: dtypes that every backend adds and compares
+_PLAIN: Final = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+_FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_SIGN: Final = -(1 << 63)
+
+
+def check_adds(dtype: torch.dtype, what: str, op: str = "sum") -> None:
+    """Raise `ArgumentError` for a dtype without this operation, on all ranks alike."""
+    if dtype in _FLOAT8 or dtype in BITS:
+        raise ArgumentError(
+            f"{what} of {short_dtype(dtype)}: torch does not {'add' if op == 'sum' else 'compare'} values of this dtype; "
+            f"convert them and the result: {what}(x.to(torch.float32), ...).to({dtype})"
+        )
+    if op != "sum" and dtype.is_complex:
+        raise ArgumentError(f"{what} of {short_dtype(dtype)}: complex numbers have no order; take the real part or abs")
+
+
+def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:
+    """``x`` itself where every backend can reduce it, else a fresh contiguous carrier, and the way back."""
+    dtype = x.dtype
+    if dtype in _PLAIN or (op == "sum" and dtype in _FLOATS):
+        return x, None
+    check_adds(dtype, "psum" if op == "sum" else f"p{op}", op)
+    if dtype in _FLOATS:
+        return _sortable(x, op)
+    if dtype.is_complex:
+        return torch.view_as_real(x.clone(memory_format=torch.contiguous_format)), torch.view_as_complex
+    if dtype is torch.uint64:
+        bits = x.clone(memory_format=torch.contiguous_format).view(torch.int64)
+        if op == "sum":
+            return bits, lambda y: y.view(torch.uint64)
+        return bits ^ _SIGN, lambda y: (y ^ _SIGN).view(torch.uint64)
+    wide = x.to(_WIDER[dtype], memory_format=torch.contiguous_format)
+    return wide, lambda y: y.to(dtype)
+
+
+def _sortable(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
+    """Floats as integers of the same order, nan beyond all of them on the side that ``op`` looks for."""
+    dtype = x.dtype
+    wide = x.to(torch.float64 if dtype is torch.float64 else torch.float32).resolve_neg().contiguous()
+    kind = torch.int64 if dtype is torch.float64 else torch.int32
+    limits = torch.iinfo(kind)
+
+    def flip(bits: Tensor) -> Tensor:  # its own inverse: negative floats descend as their bits ascend
+        return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+    keys = flip(wide.view(kind)).masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
+    return keys, lambda best: flip(best).view(wide.dtype).to(dtype)
+
+
+def moves_bits(kernel: Callable[..., Pending]) -> Callable[..., Pending]:
+    """A kernel that only moves data, for the dtypes of `BITS` too."""
+
+    @functools.wraps(kernel)
+    def wrapped(self: Any, x: Tensor, mesh: Any, axes: Any, o: Any) -> Pending:
+        bits = BITS.get(x.dtype)
+        if bits is None:
+            return kernel(self, x, mesh, axes, o)
+        dtype = x.dtype
+        return Pending(kernel(self, x.view(bits), mesh, axes, o), (), lambda moved: moved.wait().view(dtype))
+
+    return wrapped
