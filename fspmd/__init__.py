@@ -1,7 +1,6 @@
 """JAX-style functional SPMD for PyTorch."""
 
-from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
-from fspmd.batching import vmap
+from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.collectives import (
     Handle,
     all_gather,
@@ -42,6 +41,7 @@ __all__ = [
     "ArgumentError",
     "AxisError",
     "FspmdError",
+    "Handle",
     "Mesh",
     "MeshError",
     "P",

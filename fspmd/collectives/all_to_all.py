@@ -50,6 +50,7 @@ def all_to_all(
     ``size``, with ``tiled``, is the global size of ``concat_axis`` where its blocks are uneven; then ``split_axis``
     may be uneven too. Backward is the inverse all-to-all.
 
+    >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((2,), ("x",))
     >>> f = lambda x: all_to_all(x, "x", 1, 0, tiled=True)  # from sharded rows to sharded columns

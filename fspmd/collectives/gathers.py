@@ -51,6 +51,7 @@ def all_gather(
     "reduced" (backward a reduce-scatter of pending sums). ``size`` is the global size of ``axis`` where blocks are
     uneven, as torch.chunk cuts them; it needs ``tiled``. Nothing is copied when the gathered dim is leading.
 
+    >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
     >>> f = lambda x: all_gather(x, "x", tiled=True, to="invarying", size=5)
@@ -140,6 +141,7 @@ def psum_scatter(
     must equal the number of ranks and is dropped. ``size`` allows a dim that does not divide: blocks as torch.chunk
     cuts them.
 
+    >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
     >>> f = lambda x: psum_scatter(x, "x", tiled=True, size=5)

@@ -30,6 +30,7 @@ from fspmd.variance import INVARIANT
 def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: bool = True) -> Any:
     """Send blocks along (source, destination) pairs; a rank nobody sends to gets zeros. Backward: the inverse pairs.
 
+    >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
     >>> ring = [(i, (i + 1) % 4) for i in range(4)]

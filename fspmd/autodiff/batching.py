@@ -133,8 +133,8 @@ def _over_axis(
     mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None) or current_mesh()
     if mesh is None or axis not in mesh.shape:
         raise AxisError(
-            f"vmap got spmd_axis_name={axis!r}, but {'no mesh is set' if mesh is None else f'{mesh!r} has no such axis'}; "
-            "set the mesh with set_mesh(mesh)"
+            f"vmap got spmd_axis_name={axis!r}, but "
+            f"{'no mesh is set' if mesh is None else f'{mesh!r} has no such axis'}; set the mesh with set_mesh(mesh)"
         )
     in_specs = tuple(
         None if not isinstance(leaf, (Tensor, Sharded)) else P() if dim is None else P(*(None,) * dim, axis)

@@ -1,0 +1,46 @@
+"""Checkpointing that recomputes inside the body it came from: axes bound, types tracked, random draws repeated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fspmd.autodiff.leaves import Function, transforms_active
+from fspmd.body import state, within
+from fspmd.tracking import Tracker
+
+
+def checkpoint(f: Function) -> Function:
+    """``f``, recomputed in backward instead of keeping its intermediates, collectives included.
+
+    >>> from fspmd import grad
+    >>> def layer(w, x):
+    ...     return torch.tanh(x @ w).sum()
+    >>> grad(checkpoint(layer))(torch.zeros(2, 1), torch.ones(3, 2))
+    tensor([[3.],
+            [3.]])
+    """
+
+    @functools.wraps(f)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if transforms_active() or not torch.is_grad_enabled():
+            return f(*args, **kwargs)
+        return _run_checkpointed(f, args, kwargs)
+
+    return recomputed
+
+
+def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``f(*args, **kwargs)`` keeping only its inputs; each run has casts of its own, freed with it."""
+    body = state.body
+
+    def run(*inputs: Any) -> Any:
+        tracker = Tracker(body) if body is not None and body.checked else None
+        with within(body, tracker):
+            return f(*inputs, **kwargs)
+
+    return torch_checkpoint(run, *args, use_reentrant=False)

@@ -1,0 +1,249 @@
+"""Gradients: `vjp`, `grad` and `value_and_grad`, on plain autograd; under a ``torch.func`` transform, through it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.autodiff.leaves import (
+    DEPTH,
+    Function,
+    check_argnums,
+    check_leaf,
+    detached,
+    differentiable,
+    differentiating,
+    flatten,
+    gradient_like,
+    like,
+    local_of,
+    show_leaf,
+    transforms_active,
+    typed,
+)
+from fspmd.body import state
+from fspmd.errors import ArgumentError, TreeError, VarianceError
+from fspmd.redistribute import to_blocks
+from fspmd.sharded import Sharded, dual
+from fspmd.trees import key_path
+from fspmd.variance import get_variance, set_variance, show
+
+
+def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
+    """``f(*primals)`` and the function that maps a cotangent of the result to cotangents of the primals.
+
+    Cotangents are trees like the result; a `Sharded` result takes a `Sharded` or a plain global tensor. Returns
+    ``(out, vjp_fn)``, or ``(out, vjp_fn, aux)``.
+
+    >>> from fspmd import P, make_mesh, psum, shard_map
+    >>> f = shard_map(lambda x: x * x, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))
+    >>> out, pull = vjp(f, torch.arange(4.0))
+    >>> pull(torch.ones(4))
+    (tensor([0., 2., 4., 6.]),)
+    """
+    leaves, treedef = flatten(primals)
+    for path, leaf in zip(treedef.paths(), leaves, strict=True):
+        check_leaf(leaf, path[1:], "vjp", f"primals[{path[0]}]")
+    if transforms_active():
+        return _vjp_by_transform(f, leaves, treedef, has_aux)
+    inputs, out, aux, create = _trace(f, leaves, treedef, has_aux)
+
+    def pull(cotangent: Any) -> Any:
+        outputs, out_tree = flatten(out)
+        cotangents = _cotangents(cotangent, outputs, out_tree)
+        used = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
+        grads = _autograd(used, inputs, create or any(c.requires_grad for _, c in used), retain=True)
+        return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, grads, strict=True)])
+
+    return (out, pull, aux) if has_aux else (out, pull)
+
+
+def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple[list[Tensor], Any, Any, bool]:
+    """Run ``f`` on fresh autograd leaves (connected to what the primals came from) and give its result."""
+    create = torch.is_grad_enabled() and (DEPTH.value > 0 or any(local_of(leaf).requires_grad for leaf in leaves))
+    with torch.enable_grad(), differentiating():
+        inputs = [_fresh(local_of(leaf), create) for leaf in leaves]
+        args = treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, inputs, strict=True)])
+        out = f(*args)
+    aux = None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TreeError(
+                f"with has_aux=True the function must return (out, aux), but it returned {type(out).__name__}"
+            )
+        out, aux = out
+        aux = detached(aux) if not create else aux
+    return inputs, out, aux, create
+
+
+def _fresh(x: Tensor, connected: bool) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        y = x.view_as(x) if connected and x.requires_grad else x.detach().requires_grad_()
+    return typed(y, x)
+
+
+def _cotangents(cotangent: Any, outputs: list[Any], out_tree: Any) -> list[Tensor]:
+    given, tree = flatten(cotangent)
+    if tree != out_tree:
+        raise TreeError(
+            f"vjp got a cotangent of the tree {tree}, but the function returned {out_tree}; give one of that tree"
+        )
+    return [_cotangent(c, out, path) for c, out, path in zip(given, outputs, out_tree.paths(), strict=True)]
+
+
+def _cotangent(c: Any, out: Any, path: tuple[Any, ...]) -> Tensor:
+    where = f"the cotangent{key_path(path)}"
+    if isinstance(out, Sharded):
+        spec = dual(out.spec)
+        if isinstance(c, Sharded):
+            if c.spec is not spec:
+                raise TreeError(f"vjp: {where} is {c!r}, but the result is {out!r}, whose cotangent lies as {spec!r}")
+            return c.local
+        if not isinstance(c, Tensor) or tuple(c.shape) != out.shape or c.dtype != out.dtype:
+            raise TreeError(
+                f"vjp: {where} is {show_leaf(c)}, but the result is {out!r}; give a tensor of its global shape"
+            )
+        return to_blocks(c, spec)
+    if not isinstance(c, Tensor) or c.shape != out.shape or c.dtype != out.dtype:
+        raise TreeError(
+            f"vjp: {where} is {show_leaf(c)}, but the result is {show_leaf(out)}; give a tensor of that shape and dtype"
+        )
+    if state.body is not None and state.body.checked:
+        have, want = get_variance(c), get_variance(out).dual
+        if have.varying - want.varying or have.unreduced != want.unreduced:
+            raise VarianceError(
+                f"vjp: {where} is {show(c)}, but the result is {show(out)}; psum or pcast the cotangent"
+            )
+    return c
+
+
+def _autograd(used: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create: bool, retain: bool) -> list[Tensor]:
+    if not used:
+        return [typed(torch.zeros_like(x), x) for x in inputs]
+    with torch._C.DisableTorchFunction(), differentiating():
+        found = torch.autograd.grad(
+            [o for o, _ in used],
+            inputs,
+            [c for _, c in used],
+            create_graph=create,
+            retain_graph=create or retain,
+            allow_unused=True,
+        )
+        grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    return [set_variance(g, get_variance(x).dual) for g, x in zip(grads, inputs, strict=True)]
+
+
+def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
+    """A function that gives ``(f(*args), gradient)``, the gradient a tree like ``args[argnums]``.
+
+    ``f`` returns a scalar, a plain tensor or a `Sharded`; with ``has_aux`` it returns ``(scalar, aux)`` and the result
+    is ``((scalar, aux), gradient)``. Inside a checked body the gradient of an invariant value is summed over ranks.
+
+    >>> from fspmd import P, make_mesh, psum, shard_map
+    >>> loss = shard_map(
+    ...     lambda w, x: psum((w * x).sum(), "x"), mesh=make_mesh((4,), ("x",)), in_specs=(P(), P("x")), out_specs=P()
+    ... )
+    >>> value_and_grad(loss)(torch.tensor(2.0), torch.arange(4.0))
+    (Sharded f32[] on mesh(x=4), tensor(6.))
+    """
+
+    @functools.wraps(f)
+    def with_gradient(*args: Any, **kwargs: Any) -> Any:
+        return _value_and_grad(f, argnums, has_aux, args, kwargs)
+
+    return with_gradient
+
+
+def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
+    """A function that gives the gradient of a scalar function; see `value_and_grad`. With ``has_aux``: (gradient, aux).
+
+    >>> grad(lambda x: (x**3).sum())(torch.tensor([1.0, 2.0]))
+    tensor([ 3., 12.])
+    >>> grad(grad(lambda x: x**3))(torch.tensor(2.0))
+    tensor(12.)
+    """
+
+    @functools.wraps(f)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, grads = _value_and_grad(f, argnums, has_aux, args, kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
+
+
+def _value_and_grad(f: Function, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    numbers = check_argnums(argnums, len(args), "grad")
+    chosen = tuple(args[i] for i in numbers)
+    leaves, treedef = flatten(chosen)
+    for path, leaf in zip(treedef.paths(), leaves, strict=True):
+        check_leaf(leaf, path[1:], "grad", f"argument {numbers[path[0]]}")
+
+    def of_chosen(*values: Any) -> Any:
+        full = list(args)
+        for i, value in zip(numbers, values, strict=True):
+            full[i] = value
+        return f(*full, **kwargs)
+
+    if transforms_active():
+        result = _vjp_by_transform(of_chosen, leaves, treedef, has_aux)
+        out, pull, aux = result if has_aux else (*result, None)
+        _scalar(out)
+        grads = pull(_like_ones(out))
+    else:
+        inputs, out, aux, create = _trace(of_chosen, leaves, treedef, has_aux)
+        loss = _scalar(out)
+        used = [(loss, typed(torch.ones_like(loss), loss))] if loss.requires_grad else []
+        found = _autograd(used, inputs, create, retain=False)
+        grads = treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, found, strict=True)])
+        out = out if create else detached(out)
+    value = (out, aux) if has_aux else out
+    return value, (grads[0] if isinstance(argnums, int) else grads)
+
+
+def _like_ones(out: Any) -> Any:
+    return like(out, typed(torch.ones_like(local_of(out)), local_of(out)))
+
+
+def _scalar(out: Any) -> Tensor:
+    x = local_of(out)
+    if not isinstance(x, Tensor) or x.ndim or not differentiable(x):
+        raise ArgumentError(
+            f"grad needs a function with a real scalar result, but it returned {show_leaf(out)}; reduce it to a 0-d "
+            "floating-point tensor (.sum(), .mean()), return (scalar, aux) with has_aux=True, or use vjp"
+        )
+    if isinstance(out, Sharded) and out.spec.partition.mentioned:
+        raise VarianceError(f"grad needs a scalar equal on all ranks, but the function returned {out!r}; psum it first")
+    return x
+
+
+def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> Any:
+    """The same through ``torch.func``, where one of its transforms is active already."""
+    kept: dict[str, Any] = {}
+
+    def flat(*xs: Tensor) -> tuple[Tensor, ...]:
+        xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
+        out = f(*treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
+        if has_aux:
+            out, kept["aux"] = out
+        kept["outs"], kept["tree"] = flatten(out)
+        kept["variances"] = [get_variance(local_of(o)) for o in kept["outs"]]
+        return tuple(local_of(o) for o in kept["outs"])
+
+    with differentiating():
+        values, pull_flat = torch.func.vjp(flat, *(local_of(leaf) for leaf in leaves))
+    for value, variance in zip(values, kept["variances"], strict=True):
+        set_variance(value, variance)
+    outs = [like(o, value) for o, value in zip(kept["outs"], values, strict=True)]
+    out = kept["tree"].unflatten(outs)
+
+    def pull(cotangent: Any) -> Any:
+        cotangents = _cotangents(cotangent, outs, kept["tree"])
+        grads = pull_flat(tuple(cotangents))
+        typed = [set_variance(g, get_variance(local_of(leaf)).dual) for g, leaf in zip(grads, leaves, strict=True)]
+        return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, typed, strict=True)])
+
+    return (out, pull, kept["aux"]) if has_aux else (out, pull)
