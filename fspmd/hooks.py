@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._functorch import vmap as torch_vmap
+import torch._functorch.vmap
 from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state, within
@@ -86,6 +86,7 @@ def _wrap_backward() -> None:
 
 
 def _wrap_vmap_exit() -> None:
+    torch_vmap: Any = torch._functorch.vmap
     original = torch_vmap._remove_batch_dim
 
     def remove_batch_dim(batched: torch.Tensor, *args: Any) -> torch.Tensor:

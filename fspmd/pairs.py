@@ -141,12 +141,12 @@ class _Plain(torch.autograd.Function):
     """The fast path: autograd alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
         ctx.call = call
         return call.run(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return apply(g, ctx.call.transposed), None
 
 
@@ -157,7 +157,7 @@ class _Transformable(torch.autograd.Function):
     """The same under vmap, jvp and the other transforms."""
 
     @staticmethod
-    def forward(x: Tensor, call: Call) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, call: Call) -> Tensor:
         return call.run(x)
 
     @staticmethod
@@ -165,15 +165,15 @@ class _Transformable(torch.autograd.Function):
         ctx.call = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return apply(g, ctx.call.transposed), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return apply(tangent, ctx.call)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, call: Call) -> tuple[Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, call: Call) -> tuple[Tensor, int]:
         return apply(x.movedim(in_dims[0], 0), call.batched()), 0
 
 
@@ -216,13 +216,13 @@ def land(flight: Flight) -> Tensor:
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         flight.pending = flight.call.start(x)
         return x.new_empty(0)  # carries the graph; the data travels in the flight
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         back: Flight = ctx.flight.back
         if back.token is not None:
             back.token = g
@@ -231,13 +231,13 @@ class _Depart(torch.autograd.Function):
 
 class _Land(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         assert flight.pending is not None
         return flight.pending.wait()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         flight: Flight = ctx.flight
         with _untracked():
             flight.back = depart(g, flight.call.transposed)

@@ -72,12 +72,12 @@ class _Unbind(torch.autograd.Function):
     """A simulated value to the tensors of its ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Frame) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, held: Frame) -> tuple[Tensor, ...]:
         ctx.held = held
         return tuple(shard.view_as(shard) for shard in shards_of(x, held))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _Bind.apply(ctx.held, *grads), None
 
 
@@ -85,10 +85,10 @@ class _Bind(torch.autograd.Function):
     """The tensors of all ranks to one simulated value."""
 
     @staticmethod
-    def forward(ctx: Any, held: Frame, *shards: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, held: Frame, *shards: Tensor) -> Tensor:
         ctx.held = held
         return LocalTensor(list(shards), held)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         return None, *_Unbind.apply(g, ctx.held)

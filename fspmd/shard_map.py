@@ -115,7 +115,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     blocks = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     args = plan.treedef.unflatten(blocks)
     state.body = plan.body
-    state.tracker = mode = Tracker(plan.body) if plan.body.checked else None
+    state.tracker = Tracker(plan.body) if plan.body.checked else None
+    mode: Tracker | IndexMode | None = state.tracker
     if mode is None and plan.simulated:
         mode = IndexMode()
     try:

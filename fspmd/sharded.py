@@ -69,7 +69,7 @@ class Sharded:
 
     @property
     def grad(self) -> Sharded | None:
-        """The gradient that `backward` left on the local tensor: of the same layout, unreduced where self is reduced."""
+        """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced."""
         if self.local.grad is None:
             return None
         return Sharded(self.local.grad, dual(self.spec))
@@ -162,7 +162,7 @@ def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
     return Sharded(local, spec)
 
 
-optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[attr-defined]
+optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
 torch.utils._pytree.register_pytree_node(  # so that torch.func transforms take trees of Sharded
     Sharded, lambda x: ([x.local], x.spec), lambda children, spec: _unflatten(spec, children)
 )

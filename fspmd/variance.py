@@ -92,9 +92,8 @@ def get_variance(x: Tensor) -> Variance:
             x = torch._C._functorch.get_unwrapped(x)
             found = getattr(x, ATTRIBUTE, None)
             if found is not None:
-                return found
-        return INVARIANT
-    return found
+                break
+    return INVARIANT if found is None else found
 
 
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
@@ -113,7 +112,7 @@ _JOINS: dict[tuple[Variance, Variance], Variance] = {}
 
 
 def join(a: Variance, b: Variance) -> Variance:
-    """The type of a result of two operands without unreduced axes: varying wins over reduced, reduced over invariant."""
+    """The type of a result of two operands, none unreduced: varying wins over reduced, reduced over invariant."""
     found = _JOINS.get((a, b))
     if found is None:
         varying = a.varying | b.varying

@@ -80,7 +80,7 @@ def _dims_of(in_dims: Dims, args: Any, treedef: Any, leaves: list[Any]) -> list[
 
 
 def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, randomness: str) -> Any:
-    specs = [
+    specs: list[Any] = [
         _without(leaf.spec, dim) if isinstance(leaf, Sharded) and dim is not None else getattr(leaf, "spec", None)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]

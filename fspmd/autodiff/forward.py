@@ -57,7 +57,8 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
         return tuple(local_of(o) for o in kept["outs"])
 
     with differentiating():
-        values, derivatives = torch.func.jvp(flat, tuple(local_of(leaf) for leaf in leaves), tuple(locals_))
+        both: Any = torch.func.jvp(flat, tuple(local_of(leaf) for leaf in leaves), tuple(locals_))
+    values, derivatives = both
     sides = []
     for side in (values, derivatives):
         for value, variance in zip(side, kept["variances"], strict=True):
@@ -86,7 +87,7 @@ def _tangent(leaf: Any, t: Any, path: tuple[Any, ...]) -> Tensor:
         and (extra := get_variance(t).varying - get_variance(leaf).varying)
     ):
         raise VarianceError(
-            f"{where} is {show(t)}, but the primal is {show(leaf)}: a tangent varies over no more axes than its primal, "
+            f"{where} is {show(t)}, but the primal is {show(leaf)}: a tangent may vary only where its primal does, "
             f"and this one does over {', '.join(sorted(extra))}; pcast the primal to varying first"
         )
     return t

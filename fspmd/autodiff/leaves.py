@@ -41,7 +41,8 @@ def is_sharded(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    return optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[return-value]
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return leaves, treedef
 
 
 def local_of(leaf: Any) -> Any:

@@ -104,9 +104,7 @@ def _cotangent(c: Any, out: Any, path: tuple[Any, ...]) -> Tensor:
                 raise TreeError(f"vjp: {where} is {c!r}, but the result is {out!r}, whose cotangent lies as {spec!r}")
             return c.local
         if not isinstance(c, Tensor) or tuple(c.shape) != out.shape or c.dtype != out.dtype:
-            raise TreeError(
-                f"vjp: {where} is {show_leaf(c)}, but the result is {out!r}; give a tensor of its global shape"
-            )
+            raise TreeError(f"vjp: {where} is {show_leaf(c)}, but the result is {out!r}; give one of its global shape")
         return to_blocks(c, spec)
     if not isinstance(c, Tensor) or c.shape != out.shape or c.dtype != out.dtype:
         raise TreeError(
@@ -234,7 +232,8 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         return tuple(local_of(o) for o in kept["outs"])
 
     with differentiating():
-        values, pull_flat = torch.func.vjp(flat, *(local_of(leaf) for leaf in leaves))
+        traced: Any = torch.func.vjp(flat, *(local_of(leaf) for leaf in leaves))
+    values, pull_flat = traced
     for value, variance in zip(values, kept["variances"], strict=True):
         set_variance(value, variance)
     outs = [like(o, value) for o, value in zip(kept["outs"], values, strict=True)]

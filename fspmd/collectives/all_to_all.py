@@ -123,7 +123,7 @@ def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squ
 
     def back(rows: Tensor) -> Tensor:
         y = rows.reshape(n, *piece).movedim(0, o.concat_dim).flatten(o.concat_dim, o.concat_dim + 1)
-        return squeeze(y) if squeeze is not None else y
+        return y if squeeze is None else squeeze(y)
 
     return Rows(call("all_to_all", body.mesh, axes, Options(index_groups=o.index_groups)), into, back)
 

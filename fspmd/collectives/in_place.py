@@ -16,10 +16,10 @@ from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
 
 def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
-    """Write every rank's block into ``out``, one after the other along dim 0: ``[A] [B] => out = [A,B]``.
+    """Write every rank's block into ``out``, along dim 0: ``[A] [B] => out = [A,B]``.
 
-    ``x`` is ``[b, ...]`` and ``out`` ``[n * b, ...]``, or ``[n, b, ...]``; both contiguous. ``out`` varies over the axes
-    afterwards. Not differentiable. Returns ``out``, or a handle with ``wait=False``.
+    ``x`` is ``[b, ...]`` and ``out`` ``[n * b, ...]``, or ``[n, b, ...]``; both contiguous. Afterwards ``out`` varies
+    over the axes. Not differentiable. Returns ``out``, or a handle with ``wait=False``.
 
     Raises:
         ShapeError: shapes, dtypes or layouts of which a copy would be needed.
@@ -75,8 +75,8 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
             raise ArgumentError(f"{what} got {name} of type {type(value).__name__}; expected a torch.Tensor")
         if not value.is_contiguous():
             raise ShapeError(
-                f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous, so writing it in "
-                f"one piece would need a copy; pass a contiguous {name}"
+                f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous: moving it in "
+                f"one piece would take a copy; pass a contiguous {name}"
             )
     n = math.prod(body.sizes(axes))
     block, whole = (x, out) if gather else (out, x)

@@ -72,7 +72,8 @@ def varying_operand(body: Body, x: Tensor, axes: tuple[str, ...], what: str) -> 
     variance = get_variance(x)
     if body.checked and (pending := [a for a in axes if variance.state(a) in "UR"]):
         raise VarianceError(
-            f"{what} of {show(x)}: the value is {WORDS[variance.state(pending[0])]} over {', '.join(map(repr, pending))}; "
+            f"{what} of {show(x)}: the value is {WORDS[variance.state(pending[0])]} over "
+            + f"{', '.join(map(repr, pending))}; "
             + ("psum or psum_scatter it first" if variance.state(pending[0]) == "U" else "pcast it to varying first")
         )
     return variance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -87,13 +88,13 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
             continue
         if leaf.dtype is torch.bool:
             with torch._C.DisableTorchFunction():
-                leaves[i] = leaf = set_variance(leaf.to(torch.int64), get_variance(leaf))
-        step = _psum_step(body, leaf, axes, index_groups, what)
+                leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
+        step = _psum_step(body, leaves[i], axes, index_groups, what)
         if mean:
             step = then(step, lambda y: y / count)
-        elif type(axis_name) is str and index_groups is None:
+        elif leaves[i] is leaf and type(axis_name) is str and index_groups is None:
             _remember_psum(body, axis_name, leaf, step)
-        leaves[i] = _operand(body, leaf, axes, step)
+        leaves[i] = _operand(body, leaves[i], axes, step)
         steps.append(step)
     return run(body, leaves, steps, treedef, wait)
 
@@ -166,17 +167,22 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         if leaf.requires_grad or torch._C._are_functorch_transforms_active():
             count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
-            steps.append(Step(None, after, after=lambda x, find=find, count=count: _Extremum.apply(x, find, count)))
+            steps.append(Step(None, after, after=functools.partial(_extremum_of, find, count)))
         else:
             steps.append(elementwise_step(find, after, leaf))
     return run(body, leaves, steps, treedef, wait)
+
+
+def _extremum_of(find: Call, count: Call, x: Tensor) -> Tensor:
+    result: Tensor = _Extremum.apply(x, find, count)
+    return result
 
 
 class _Extremum(torch.autograd.Function):
     """``find`` the extremum; the gradient is shared by the elements that attain it, ``count`` of them."""
 
     @staticmethod
-    def forward(x: Tensor, find: Call, count: Call) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, find: Call, count: Call) -> Tensor:
         return find.run(x)
 
     @staticmethod
@@ -186,21 +192,22 @@ class _Extremum(torch.autograd.Function):
         ctx.save_for_forward(x, output)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         with torch._C.DisableTorchFunction():
-            return apply(g, ctx.count.transposed) * _shares(*ctx.saved_tensors, ctx.count), None, None
+            return apply(g, ctx.count.transposed) * _shares(ctx.saved_tensors, ctx.count), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         with torch._C.DisableTorchFunction():
-            return apply(tangent * _shares(*ctx.saved_tensors, ctx.count), ctx.count)
+            return apply(tangent * _shares(ctx.saved_tensors, ctx.count), ctx.count)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, find: Call, count: Call) -> tuple[Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, x: Tensor, find: Call, count: Call) -> tuple[Tensor, int]:
         return _Extremum.apply(x, find, count), in_dims[0]
 
 
-def _shares(x: Tensor, best: Tensor, count: Call) -> Tensor:
+def _shares(saved: tuple[Tensor, Tensor], count: Call) -> Tensor:
+    x, best = saved
     hit = (x == best).to(x.dtype)
     return hit / apply(hit, count)
 
