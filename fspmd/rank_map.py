@@ -12,7 +12,7 @@ from torch import Tensor
 from fspmd import world
 from fspmd.body import Body, bound_body, state, within
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import LocalTensor, shards_of
+from fspmd.transport.local_tensor import LocalTensor, resolved, shards_of
 from fspmd.variance import Variance, set_variance
 
 
@@ -87,7 +87,7 @@ class _Bind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Frame, *shards: Tensor) -> Tensor:
         ctx.held = held
-        return LocalTensor(list(shards), held)
+        return LocalTensor([resolved(shard) for shard in shards], held)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:

@@ -194,22 +194,23 @@ class _Extremum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         with torch._C.DisableTorchFunction():
-            return apply(g, ctx.count.transposed) * _shares(ctx.saved_tensors, ctx.count), None, None
+            return _shared(apply(g, ctx.count.transposed), ctx.saved_tensors, ctx.count), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         with torch._C.DisableTorchFunction():
-            return apply(tangent * _shares(ctx.saved_tensors, ctx.count), ctx.count)
+            return apply(_shared(tangent, ctx.saved_tensors, ctx.count), ctx.count)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, find: Call, count: Call) -> tuple[Tensor, int]:
         return _Extremum.apply(x, find, count), in_dims[0]
 
 
-def _shares(saved: tuple[Tensor, Tensor], count: Call) -> Tensor:
+def _shared(g: Tensor, saved: tuple[Tensor, Tensor], count: Call) -> Tensor:
+    """``g`` in equal parts for the elements that attain the extremum."""
     x, best = saved
     hit = (x == best).to(x.dtype)
-    return hit / apply(hit, count)
+    return g * hit / apply(hit, count)
 
 
 def _operand(body: Body, x: Tensor, axes: tuple[str, ...], step: Step) -> Tensor:

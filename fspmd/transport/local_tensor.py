@@ -104,7 +104,12 @@ def _refuse_python_value(x: LocalTensor, call: str) -> NoReturn:
 
 def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
     """The block of each coordinate of ``held``; a plain tensor is equal on all."""
-    return x.at(held) if type(x) is LocalTensor else [x] * held.volume
+    return x.at(held) if type(x) is LocalTensor else [resolved(x)] * held.volume
+
+
+def resolved(x: Tensor) -> Tensor:
+    """``x`` without lazy conjugation or negation, which torch resolves above the dispatch to a `LocalTensor` only."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def local_tensor(shards: Sequence[Tensor], held: Frame) -> Tensor:
@@ -122,7 +127,7 @@ def expand(x: Tensor, held: Frame) -> LocalTensor:
     if type(x) is LocalTensor:
         whole = union(x.frame, held)
         return x if whole is x.frame else LocalTensor(x.at(whole), whole, borrowed=True)
-    return LocalTensor([x] * held.volume, held, borrowed=True)
+    return LocalTensor([resolved(x)] * held.volume, held, borrowed=True)
 
 
 # --- one op on every rank -------------------------------------------------------------------------------------------
@@ -134,6 +139,7 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if kwargs:
         held = _common_frame(kwargs.values(), held)
     assert held is not None  # torch dispatches here only with a LocalTensor among the arguments
+    func = _EAGER.get(func, func)
     facts = _FACTS.get(func) or _learn(func)
     if facts.returns_value:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -162,6 +168,13 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return return_and_correct_aliasing(func, args, kwargs, args[0])
         return _written(func, facts, args, kwargs, results, held)
     return _gather_results(func, results, held)
+
+
+#: shards are never lazily conjugated or negated
+_EAGER = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
 
 
 def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -209,6 +209,7 @@ class ProcessGroupTransport(Transport):
 
         return Pending(out, (work,), arrange)
 
+    @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
         send, restore = _movable(x.contiguous())

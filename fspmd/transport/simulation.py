@@ -85,6 +85,7 @@ class SimulationTransport(Transport):
                 received[i] = torch.cat([pieces[place] for pieces in sent], o.concat_dim)
         return Pending(LocalTensor(received, held))
 
+    @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
         received: list[Tensor | None] = [None] * held.volume
