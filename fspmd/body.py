@@ -15,7 +15,7 @@ from fspmd.transport import Transport, transport_of
 class Body:
     """What holds inside a body. One object serves every call of the same plan."""
 
-    __slots__ = ("_unchecked", "axes", "calls", "checked", "mesh", "name", "transport", "uneven")
+    __slots__ = ("axes", "calls", "checked", "mesh", "name", "transport", "uneven")
     mesh: Mesh
     axes: frozenset[str]  # bound axes, those of enclosing bodies too
 
@@ -27,16 +27,6 @@ class Body:
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.uneven = False  # a block's shape may differ from rank to rank
-        self._unchecked: Body | None = None
-
-    @property
-    def unchecked(self) -> Body:
-        """The same axes without types: where a custom Function's backward runs."""
-        if not self.checked:
-            return self
-        if self._unchecked is None:
-            self._unchecked = Body(self.mesh, self.axes, False, self.name)
-        return self._unchecked
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The sizes of mesh axes."""

@@ -16,7 +16,8 @@ import torch._functorch.vmap
 from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state, within
-from fspmd.variance import ATTRIBUTE, INVARIANT, get_variance, join, set_variance
+from fspmd.tracking import Tracker
+from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _installed = False
 _BODY = "_fspmd_body"
@@ -64,11 +65,14 @@ def _wrap_apply() -> None:
 
 
 def _bind_body(out: Any, body: Body) -> Any:
-    """Backward of these outputs' Function runs with the body's axes bound."""
-    for one in out if isinstance(out, tuple) else (out,):
-        node = getattr(one, "grad_fn", None)
+    """Backward of these outputs' Function runs in the body, and knows their types."""
+    outs = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, torch.Tensor)]
+    types = {one.output_nr: get_variance(one) for one in outs}
+    for one in outs:
+        node = one.grad_fn
         if isinstance(node, BackwardCFunction):
             setattr(node, _BODY, body)
+            setattr(node, OUTPUT_TYPES, types)
     return out
 
 
@@ -79,7 +83,14 @@ def _wrap_backward() -> None:
         body: Body | None = getattr(self, _BODY, None)
         if body is None:
             return original(self, *args)
-        with torch._C.DisableTorchFunction(), within(body.unchecked, None):
+        if not body.checked:
+            with torch._C.DisableTorchFunction(), within(body, None):
+                return original(self, *args)
+        types = getattr(self, OUTPUT_TYPES)
+        for i, gradient in enumerate(args):
+            if gradient is not None:
+                set_variance(gradient, types.get(i, INVARIANT).dual)
+        with within(body, Tracker(body)):
             return original(self, *args)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]

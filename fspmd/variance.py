@@ -23,6 +23,7 @@ from torch import Tensor
 from fspmd.spec import P, describe
 
 ATTRIBUTE: Final = "_fspmd_variance"
+OUTPUT_TYPES: Final = "_fspmd_output_types"  # on the graph node of a custom autograd.Function: types by output
 BORROWED: Final = "_fspmd_borrowed"  # set on what pcast returns, which aliases its argument
 _EMPTY: Final[frozenset[str]] = frozenset()
 
@@ -93,7 +94,15 @@ def get_variance(x: Tensor) -> Variance:
             found = getattr(x, ATTRIBUTE, None)
             if found is not None:
                 break
-    return INVARIANT if found is None else found
+        if found is None:
+            return _saved_output(x)
+    return found
+
+
+def _saved_output(x: Tensor) -> Variance:
+    """The output of a custom Function, saved for its backward, comes back as a new tensor of the same graph node."""
+    types = getattr(x.grad_fn, OUTPUT_TYPES, None) if x.requires_grad else None
+    return INVARIANT if types is None else types.get(x.output_nr, INVARIANT)
 
 
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
