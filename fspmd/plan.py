@@ -31,6 +31,7 @@ class Plan:
     outer_axes: frozenset[str]
     nested: bool
     simulated: bool
+    searched: bool  # no closed-over tensor has a gradient that types would have summed
     exits: dict[optree.PyTreeSpec, list[Exit]] = field(default_factory=dict)
 
     def make_exits(self, out: Any, treedef: optree.PyTreeSpec) -> list[Exit]:
@@ -107,7 +108,7 @@ def make_plan(
         for leaf, spec, path in zip(leaves, specs, paths, strict=True)
     ]
     blocks = optree.tree_structure(args, is_leaf=_is_sharded, none_is_leaf=True)
-    return Plan(body, blocks, entries, out_specs, outer_axes, outer is not None, mesh.transport == "simulation")
+    return Plan(body, blocks, entries, out_specs, outer_axes, outer is not None, mesh.transport == "simulation", checked)
 
 
 def _is_sharded(x: Any) -> bool:

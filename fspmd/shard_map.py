@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 
 from fspmd.body import state
+from fspmd.closures import check_no_closures, now
 from fspmd.errors import ArgumentError
 from fspmd.exit import Exit
 from fspmd.indexing import IndexMode
@@ -114,6 +115,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     outer, outer_tracker = state.body, state.tracker
     blocks = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     args = plan.treedef.unflatten(blocks)
+    start = 0 if plan.searched else now()
     state.body = plan.body
     state.tracker = Tracker(plan.body) if plan.body.checked else None
     mode: Tracker | IndexMode | None = state.tracker
@@ -129,6 +131,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             finally:
                 _pop_mode()
         out_leaves, out_treedef = flatten(out)
+        if not plan.searched:
+            plan.searched = check_no_closures(out_leaves, blocks, start, plan.body.name)
         exits: list[Exit] | None = plan.exits.get(out_treedef)
         if exits is None:
             exits = plan.exits[out_treedef] = plan.make_exits(out, out_treedef)
