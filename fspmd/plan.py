@@ -32,10 +32,11 @@ class Plan:
     nested: bool
     simulated: bool
     searched: bool  # no closed-over tensor has a gradient that types would have summed
-    exits: dict[optree.PyTreeSpec, list[Exit]] = field(default_factory=dict)
+    exits: dict[Any, list[Exit]] = field(default_factory=dict)  # by the structure of the result
 
-    def make_exits(self, out: Any, treedef: optree.PyTreeSpec) -> list[Exit]:
+    def make_exits(self, out: Any) -> list[Exit]:
         """The exits for one structure of outputs."""
+        treedef = optree.tree_structure(out, none_is_leaf=True)
         name = self.body.name
         specs = broadcast_prefix(
             self.out_specs,
@@ -108,7 +109,9 @@ def make_plan(
         for leaf, spec, path in zip(leaves, specs, paths, strict=True)
     ]
     blocks = optree.tree_structure(args, is_leaf=_is_sharded, none_is_leaf=True)
-    return Plan(body, blocks, entries, out_specs, outer_axes, outer is not None, mesh.transport == "simulation", checked)
+    return Plan(
+        body, blocks, entries, out_specs, outer_axes, outer is not None, mesh.transport == "simulation", checked
+    )
 
 
 def _is_sharded(x: Any) -> bool:

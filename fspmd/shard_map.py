@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from fspmd.body import state
 from fspmd.closures import check_no_closures, now
 from fspmd.errors import ArgumentError
-from fspmd.exit import Exit
 from fspmd.indexing import IndexMode
 from fspmd.mesh import Mesh
 from fspmd.plan import Plan, make_plan
+from fspmd.sharded import Sharded
 from fspmd.tracking import Tracker
 from fspmd.trees import flatten
 
@@ -99,54 +100,92 @@ def shard_map(
         names: tuple[str, ...] = ()
         if kwargs:
             args, names = _bind(function, args, kwargs)
-        leaves, treedef = flatten(args)
+        leaves, structure = _flatten_args(args)
         outer = state.body
-        key = treedef if mesh is not None and outer is None and not names else (treedef, names, outer, _ambient(mesh))
+        key = structure
+        if mesh is None or outer is not None or names:
+            key = structure, names, outer, _ambient(mesh)
         plan = plans.get(key)
         if plan is None:
             plan = plans[key] = make_plan(function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer)
-        return run(plan, function, leaves, names)
+        return run(plan, function, leaves, names, type(structure) is tuple)
 
     return mapped
 
 
-def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...]) -> Any:
+def _flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their specs."""
+    leaves: list[Any] = []
+    specs: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Sharded:
+            leaves.append(arg.local)
+            specs.append(arg.spec)
+        elif kind is Tensor:
+            leaves.append(arg)
+            specs.append(None)
+        else:
+            return flatten(args)
+    return leaves, tuple(specs)
+
+
+def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Blocks in, the body, `Sharded` out."""
-    outer, outer_tracker = state.body, state.tracker
-    blocks = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
-    args = plan.treedef.unflatten(blocks)
+    body, outer, outer_tracker = plan.body, state.body, state.tracker
+    args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     start = 0 if plan.searched else now()
-    state.body = plan.body
-    state.tracker = Tracker(plan.body) if plan.body.checked else None
-    mode: Tracker | IndexMode | None = state.tracker
-    if mode is None and plan.simulated:
-        mode = IndexMode()
+    blocks = args
+    if not flat:
+        args = plan.treedef.unflatten(args)
+    if names:
+        function = _by_name(function, len(args) - len(names), names)
+    state.body = body
+    mode: Tracker | IndexMode | None = None
+    if body.checked:
+        state.tracker = mode = Tracker(body)
+    else:
+        state.tracker = None
+        if plan.simulated:
+            mode = IndexMode()
     try:
         if mode is None:
-            out = function(*args) if not names else _call_by_name(function, args, names)
+            out = function(*args)
         else:
             _push_mode(mode)
             try:
-                out = function(*args) if not names else _call_by_name(function, args, names)
+                out = function(*args)
             finally:
                 _pop_mode()
-        out_leaves, out_treedef = flatten(out)
+        leaves, tree = _flatten_result(out)
         if not plan.searched:
-            plan.searched = check_no_closures(out_leaves, blocks, start, plan.body.name)
-        exits: list[Exit] | None = plan.exits.get(out_treedef)
+            plan.searched = check_no_closures(leaves, blocks, start, body.name)
+        exits = plan.exits.get(tree)
         if exits is None:
-            exits = plan.exits[out_treedef] = plan.make_exits(out, out_treedef)
-        return out_treedef.unflatten([leave(x) for leave, x in zip(exits, out_leaves, strict=True)])
+            exits = plan.exits[tree] = plan.make_exits(out)
+        results = [leave(x) for leave, x in zip(exits, leaves, strict=True)]
+        return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     finally:
         state.body, state.tracker = outer, outer_tracker
 
 
+def _flatten_result(out: Any) -> tuple[list[Any], Any]:
+    """Leaves and a hashable structure: the treedef, or Tensor for a single one, or the length of a tuple of them."""
+    kind = type(out)
+    if kind is Tensor:
+        return [out], Tensor
+    if kind is tuple and set(map(type, out)) == _TENSORS:
+        return out, len(out)
+    return flatten(out)
+
+
+_TENSORS = {Tensor}
 _push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
 
-def _call_by_name(function: Callable[..., Any], args: tuple[Any, ...], names: tuple[str, ...]) -> Any:
-    positional = len(args) - len(names)
-    return function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The function with its last arguments given by name."""
+    return lambda *args: function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
 
 def _bind(
