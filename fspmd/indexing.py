@@ -1,7 +1,7 @@
-"""Indexing by a 0-d integer tensor that differs from rank to rank, such as ``x[axis_index("x")]``.
+"""Indexing by integers that differ from rank to rank: ``x[axis_index("x")]``, ``x[i : i + 2]``, ``x.narrow(0, i, 2)``.
 
-Torch would ask such an index for a Python int. Here the plain parts of the index are applied first, then the tensors
-through ``aten.index``, which takes 0-d tensors as they are.
+Torch would ask such a 0-d tensor for one Python int. Where it stands alone it goes through ``aten.index``, which takes
+0-d tensors as they are; as the bound of a slice, or beside other index tensors, it becomes a number per rank.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.uneven import call_with_numbers, hold_apart, numbers_frame, numbers_to_tensors, rank_number
 from fspmd.variance import get_variance
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, Tensor.narrow, torch.narrow))
 
 
 def _differs(entry: Any) -> bool:
@@ -27,14 +30,42 @@ def _differs(entry: Any) -> bool:
     )
 
 
-def index_by_tensor(func: Any, args: tuple[Any, ...]) -> Any:
-    """``x[...]`` or ``x[...] = value``."""
+def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[...]``, ``x[...] = value`` or ``x.narrow(dim, start, length)``."""
+    if func is Tensor.narrow or func is torch.narrow:
+        args = tuple(rank_number(a) if _differs(a) else a for a in args)
+        kwargs = {key: rank_number(a) if _differs(a) else a for key, a in kwargs.items()}
+        return _with_numbers(func, args, kwargs)
     x, index, *value = args
-    entries = index if isinstance(index, tuple) else (index,)
-    if not any(_differs(entry) for entry in entries):
-        return func(*args)
+    entries = tuple(map(_bounds, index)) if isinstance(index, tuple) else (_bounds(index),)
+    alone = [_differs(entry) for entry in entries]
+    if any(alone) and not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
+        return _by_aten(x, entries, value)
+    entries = tuple(rank_number(e) if differs else e for e, differs in zip(entries, alone, strict=True))
+    return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
+
+
+def _bounds(entry: Any) -> Any:
+    if type(entry) is not slice:
+        return entry
+    return slice(*(rank_number(bound) if _differs(bound) else bound for bound in (entry.start, entry.stop, entry.step)))
+
+
+def _advanced(entry: Any) -> bool:
+    return not (entry is None or entry is Ellipsis or isinstance(entry, (int, slice, torch.SymInt)))
+
+
+def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    held = numbers_frame((*args, *kwargs.values()))
+    if held is not None:
+        args, kwargs = hold_apart(args, kwargs, held)
+    return func(*args, **kwargs)
+
+
+def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
     plain = tuple(slice(None) if isinstance(entry, Tensor) else entry for entry in entries)
-    view = x[plain]
+    (view,) = hold_apart((x,), {}, numbers_frame(plain))[0]
+    view = view[plain]
     tensors: list[Tensor | None] = []
     dim = 0
     for place, entry in enumerate(entries):
@@ -42,21 +73,32 @@ def index_by_tensor(func: Any, args: tuple[Any, ...]) -> Any:
             dim = view.ndim - sum(e is None or isinstance(e, (slice, Tensor)) for e in entries[place + 1 :])
         elif isinstance(entry, Tensor):
             tensors += [None] * (dim - len(tensors))
-            tensors.append(entry.long() if entry.dtype in _INTEGERS else entry)
+            tensors.append(entry.long())
             dim += 1
-        elif not isinstance(entry, int):
+        elif not isinstance(entry, (int, torch.SymInt)) or isinstance(entry, bool):
             dim += 1
-    if value:
-        source = value[0] if isinstance(value[0], Tensor) else torch.tensor(value[0], dtype=x.dtype, device=x.device)
-        torch.ops.aten.index_put_(view, tensors, source)
-        return None
-    return torch.ops.aten.index.Tensor(view, tensors)
+    if not value:
+        return torch.ops.aten.index.Tensor(view, tensors)
+    source = value[0] if isinstance(value[0], Tensor) else torch.tensor(value[0], device=x.device)
+    source = source.to(x.dtype)
+    while source.ndim > view.ndim - sum(t is not None for t in tensors) and source.shape[0] == 1:
+        source = source.squeeze(0)
+    torch.ops.aten.index_put_(view, tensors, source)
+    return None
 
 
 class IndexMode(TorchFunctionMode):
     """In an unchecked simulated body, where no tracker sees the torch calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__ or func is Tensor.__setitem__:
-            return index_by_tensor(func, args)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in INDEXING:
+            return index_by_tensor(func, args, kwargs)
+        if UNEVEN:
+            held = numbers_frame((*args, *kwargs.values()))
+            if held is not None:
+                if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+                    return call_with_numbers(func, args, kwargs, held)
+                args, kwargs = numbers_to_tensors(func.__name__, args, kwargs, held)
+            args, kwargs = hold_apart(args, kwargs, held)
+        return func(*args, **kwargs)

@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+Predicate = Callable[..., bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -21,266 +23,139 @@ class Op:
     special: bool = False
     python_value: bool = False  # gives Python one value: a branch
     writes: bool = False  # writes into an operand
-    draws: Callable[..., bool] | None = None  # draws random numbers, given these arguments
-    indexes: bool = False
+    draws: Predicate | None = None  # draws random numbers, given these arguments
+    ragged: Predicate | None = None  # the sizes of its result depend on values, given these arguments
+    indexes: bool = False  # takes indices that may be 0-d tensors
+    elementwise: bool = False  # takes lists of tensors and treats the i-th of each together
     gradient: bool = False  # torch.autograd.grad
+    hook: bool = False  # registers a function of the gradient
     dual: bool = False  # gives the gradient of its operand
-    linear: str = ""  # sum, collect, product, or first: see the tables below
+    linear: str = ""  # sum, collect, product, first or metadata: see the tables below
 
 
-_ALWAYS: Final = lambda *args, **kwargs: True  # noqa: E731
-_PYTHON_VALUE: Final = frozenset(
-    [
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__complex__",
-        "__index__",
-        "__array__",
-        "item",
-        "tolist",
-        "numpy",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "__contains__",
-        "nonzero",
-        "unique",
-        "unique_consecutive",
-        "masked_select",
-    ]
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PYTHON_VALUE: Final = _names(
+    "__bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ item tolist numpy is_nonzero equal "
+    "allclose"
 )
-_NOT_WRITES: Final = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_", "coalesce_", "is_shared_"])
-_IN_PLACE_DUNDERS: Final = frozenset(
-    [
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__iand__",
-        "__ior__",
-        "__ixor__",
-        "__ilshift__",
-        "__irshift__",
-        "__idiv__",
-    ]
+_NOT_WRITES: Final = _names("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
+_IN_PLACE_DUNDERS: Final = _names(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
+    "__ilshift__ __irshift__ __idiv__"
 )
-_RANDOM: Final = frozenset(
-    [
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "cauchy_",
-        "log_normal_",
-        "poisson",
-        "binomial",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "native_dropout",
-        "rrelu",
-        "rrelu_",
-        "gumbel_softmax",
-        "trunc_normal_",
-        "kaiming_uniform_",
-        "kaiming_normal_",
-        "xavier_uniform_",
-        "xavier_normal_",
-        "orthogonal_",
-        "sparse_",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "multi_head_attention_forward",
-    ]
+_RANDOM: Final = _names(
+    "bernoulli bernoulli_ multinomial normal normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ "
+    "poisson binomial rand_like randn_like randint_like dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout "
+    "alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout rrelu "
+    "rrelu_ gumbel_softmax trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ "
+    "sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
+    "fractional_max_pool3d_with_indices multi_head_attention_forward"
 )
+_RAGGED: Final = _names("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
 #: a sum of unreduced values is unreduced
-_SUMS: Final = frozenset(
-    ["add", "sub", "subtract", "__add__", "__sub__", "__radd__", "__rsub__", "add_", "sub_", "__iadd__", "__isub__"]
-)
-_COLLECTS: Final = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"])
+_SUMS: Final = _names("add sub subtract __add__ __sub__ __radd__ __rsub__ add_ sub_ __iadd__ __isub__")
+_COLLECTS: Final = _names("cat concat concatenate stack hstack vstack dstack")
 #: linear in each tensor operand; one of them may be unreduced
-_PRODUCTS: Final = frozenset(
-    [
-        "mul",
-        "multiply",
-        "__mul__",
-        "__rmul__",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "vdot",
-        "inner",
-        "outer",
-        "tensordot",
-        "einsum",
-        "kron",
-        "linear",
-    ]
+_PRODUCTS: Final = _names(
+    "mul multiply __mul__ __rmul__ matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner outer tensordot einsum kron "
+    "linear"
 )
 #: linear in the first operand
-_FIRST: Final = frozenset(
-    [
-        "neg",
-        "negative",
-        "__neg__",
-        "positive",
-        "__pos__",
-        "sum",
-        "mean",
-        "reshape",
-        "view",
-        "view_as",
-        "reshape_as",
-        "transpose",
-        "permute",
-        "t",
-        "T",
-        "mT",
-        "squeeze",
-        "unsqueeze",
-        "__getitem__",
-        "div",
-        "divide",
-        "true_divide",
-        "__truediv__",
-        "clone",
-        "contiguous",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "expand",
-        "expand_as",
-        "flatten",
-        "unflatten",
-        "movedim",
-        "moveaxis",
-        "swapaxes",
-        "swapdims",
-        "narrow",
-        "split",
-        "chunk",
-        "unbind",
-        "select",
-        "index_select",
-        "roll",
-        "flip",
-        "trace",
-        "diagonal",
-        "cumsum",
-        "detach",
-        "real",
-        "imag",
-        "conj",
-        "tile",
-        "repeat",
-        "nan_to_num_",
-        "zeros_like",
-        "new_zeros",
-    ]
+_FIRST: Final = _names(
+    "neg negative __neg__ positive __pos__ sum mean reshape view view_as reshape_as transpose permute t T mT H mH "
+    "adjoint squeeze unsqueeze __getitem__ div divide true_divide __truediv__ clone contiguous to type float double "
+    "half bfloat16 expand expand_as broadcast_to flatten unflatten ravel movedim moveaxis swapaxes swapdims narrow "
+    "split tensor_split chunk unbind select index_select gather take_along_dim roll flip trace diagonal diag tril triu "
+    "cumsum detach data real imag conj resolve_conj tile repeat zeros_like new_zeros"
 )
 #: read no values, so every type passes
-_METADATA: Final = frozenset(
-    [
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "ndimension",
-        "element_size",
-        "storage_offset",
-        "data_ptr",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "requires_grad_",
-        "register_hook",
-        "retain_grad",
-        "backward",
-        "__len__",
-        "__repr__",
-        "__format__",
-        "__hash__",
-        "get_device",
-        "type_as",
-        "empty_like",
-        "new_empty",
-        "is_same_size",
-        "is_pinned",
-        "__deepcopy__",
-        "untyped_storage",
-    ]
+_METADATA: Final = _names(
+    "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
+    "is_complex is_signed is_conj is_neg is_inference requires_grad_ register_hook "
+    "register_post_accumulate_grad_hook retain_grad backward __len__ __repr__ __format__ __hash__ get_device type_as "
+    "empty_like new_empty is_same_size is_pinned __deepcopy__ untyped_storage"
 )
+_LINEAR: Final = {
+    **dict.fromkeys(_METADATA, "metadata"),
+    **dict.fromkeys(_FIRST, "first"),
+    **dict.fromkeys(_PRODUCTS, "product"),
+    **dict.fromkeys(_COLLECTS, "collect"),
+    **dict.fromkeys(_SUMS, "sum"),
+}
+
+_ALWAYS: Final[Predicate] = lambda *args, **kwargs: True  # noqa: E731
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 def _draws_in_attention(*args: Any, **kwargs: Any) -> bool:
-    return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
+
+
+def _draws_in_dropout(*args: Any, **kwargs: Any) -> bool:
+    training = _argument(args, kwargs, 2, "training", kwargs.get("train", True))
+    return bool(training) and bool(_argument(args, kwargs, 1, "p", 0.5))
+
+
+def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
+    return bool(_argument(args, kwargs, 3, "training", False))
+
+
+_DRAWS: Final[dict[str, Predicate]] = {
+    **dict.fromkeys(_RANDOM, _ALWAYS),
+    "scaled_dot_product_attention": _draws_in_attention,
+    **dict.fromkeys((name for name in _RANDOM if "dropout" in name and name != "native_dropout"), _draws_in_dropout),
+    **dict.fromkeys(("rrelu", "rrelu_"), _draws_in_rrelu),
+}
+
+
+def _ragged_index(*args: Any, **kwargs: Any) -> bool:
+    """An index by a mask, or by a slice between tensors."""
+    index = args[1] if len(args) > 1 else None
+    return any(
+        any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
+        if type(entry) is slice
+        else isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8)
+        for entry in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+_RAGGED_WHEN: Final[dict[str, Predicate]] = {
+    **dict.fromkeys(_RAGGED, _ALWAYS),
+    "__getitem__": _ragged_index,
+    "where": lambda *args, **kwargs: len(args) + len(kwargs) == 1,
+}
 
 
 def learn(func: Any) -> Op:
     """The traits of a torch function, method, property getter or op from ``torch.ops``."""
     name = _name(func)
-    packet = getattr(func, "_schema", None)
-    seeded = packet is not None and torch.Tag.nondeterministic_seeded in func.tags
-    draws: Callable[..., bool] | None = _ALWAYS if name in _RANDOM or seeded else None
-    if name == "scaled_dot_product_attention":
-        draws = _draws_in_attention
+    schema = getattr(func, "_schema", None)
+    seeded = schema is not None and torch.Tag.nondeterministic_seeded in func.tags
+    elementwise = name.startswith(("_foreach_", "_fused_"))
     writes = name not in _NOT_WRITES and (
         name in _IN_PLACE_DUNDERS
-        or name == "batch_norm"
+        or name in ("batch_norm", "set data")
         or (name.endswith("_") and not name.startswith("__"))
-        or (packet is not None and packet.is_mutable)
-    )
-    linear = next(
-        (
-            kind
-            for kind, names in (
-                ("sum", _SUMS),
-                ("collect", _COLLECTS),
-                ("product", _PRODUCTS),
-                ("first", _FIRST),
-                ("metadata", _METADATA),
-            )
-            if name in names
-        ),
-        "metadata" if name.startswith("get ") else "",
+        or (schema is not None and schema.is_mutable)
     )
     traits: dict[str, Any] = {
         "python_value": name in _PYTHON_VALUE,
         "writes": writes,
-        "draws": draws,
-        "indexes": name in ("__getitem__", "__setitem__"),
+        "draws": _DRAWS.get(name, _ALWAYS if seeded else None),
+        "ragged": _RAGGED_WHEN.get(name),
+        "indexes": name in ("__getitem__", "__setitem__", "narrow"),
+        "elementwise": elementwise,
         "gradient": func is torch.autograd.grad,
+        "hook": name == "register_hook",
         "dual": name == "get grad",
     }
+    linear = _LINEAR.get(name, "metadata" if name.startswith("get ") else "")
     return Op(name, special=any(traits.values()), linear=linear, **traits)
 
 
@@ -288,9 +163,9 @@ def _name(func: Any) -> str:
     if isinstance(func, torch._ops.OpOverload):
         return func._schema.name.split("::")[-1]
     name = getattr(func, "__name__", str(func))
-    if name == "__get__":
+    if name in ("__get__", "__set__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return attribute if attribute in _FIRST else f"get {attribute}"
+        return attribute if name == "__get__" and attribute in _FIRST else f"{name.strip('_')} {attribute}"
     return str(name)
 
 

@@ -18,11 +18,12 @@ from fspmd.errors import VarianceError
 from fspmd.indexing import index_by_tensor
 from fspmd.op_kinds import Op, learn, written_operands
 from fspmd.pairs import apply, call
-from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, call_per_rank
+from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream, streams
+from fspmd.uneven import call_with_numbers, hold_apart, hold_each, numbers_frame, numbers_to_tensors
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, join, set_variance, show
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _transforms_active = torch._C._are_functorch_transforms_active
 _OPS: dict[Any, Op] = {}
 
@@ -34,6 +35,7 @@ class Tracker(TorchFunctionMode):
 
     def __init__(self, body: Body) -> None:
         self.body = body
+        self.simulated = body.mesh.transport == "simulation"
         self.marks_invariant = False  # inside a custom Function: results must be told from tensors never seen
         self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
 
@@ -41,6 +43,8 @@ class Tracker(TorchFunctionMode):
         op = _OPS.get(func)
         if op is None:
             op = _OPS[func] = learn(func)
+        if UNEVEN and self.simulated:
+            return self._uneven(op, func, args, kwargs or {})
         if op.special or kwargs:
             return self._general(op, func, args, kwargs or {})
         common: Variance | None = None
@@ -64,19 +68,24 @@ class Tracker(TorchFunctionMode):
             annotate(out, common)
         return out
 
-    def _general(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _general(
+        self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
+    ) -> Any:
+        """Any call. ``numbers``: the frame of sizes among the arguments that differ from rank to rank."""
         tensors = list(_tensors(args))
         if kwargs:
             tensors.extend(_tensors(kwargs.values()))
         if op.gradient:
             return self._gradient(func, args, kwargs)
         variances = [get_variance(x) for x in tensors]
-        result = INVARIANT
+        result = INVARIANT if numbers is None else Variance(varying=numbers.axes)
         for variance in variances:
             if variance is not result:
                 result = join(result, variance)
         if result is INVARIANT:
             return self._invariant(func, args, kwargs)
+        if op.ragged is not None and op.ragged(*args, **kwargs):
+            self.body.uneven = True
         if op.python_value and result.varying:
             refuse_branch(op.name, tensors[0], result)
         if result.unreduced:
@@ -87,26 +96,37 @@ class Tracker(TorchFunctionMode):
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
             args = self.cast_all(args, result)
             kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
-        if op.draws and result.varying and kwargs.get("generator") is None and op.draws(*args, **kwargs):
+        if UNEVEN and self.simulated:
+            args, kwargs = hold_apart(args, kwargs, numbers)
+        if op.draws and result.varying and op.draws(*args, **kwargs):
             out = self._random(func, args, kwargs, result)
         elif op.indexes:
-            out = index_by_tensor(func, args)
+            out = index_by_tensor(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         annotate(out, result.dual if op.dual else result)
         return out
 
     def _invariant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Invariant operands give an invariant result, unless sizes of uneven blocks are among the arguments."""
-        if self.body.uneven and self.body.mesh.transport == "simulation":
-            out = call_per_rank(func, args, kwargs)
-            if type(out) is LocalTensor:
-                return set_variance(out, Variance(varying=out.frame.axes))
-        else:
-            out = func(*args, **kwargs)
+        """Invariant operands give an invariant result."""
+        out = func(*args, **kwargs)
         if self.marks_invariant:
             mark_invariant(out)
         return out
+
+    def _uneven(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in a simulation of uneven blocks: sizes that differ from rank to rank make the result vary."""
+        numbers = numbers_frame((*args, *kwargs.values()))
+        if numbers is None:
+            return self._general(op, func, args, kwargs)
+        operands = [*_tensors(args), *_tensors(kwargs.values())]
+        if not operands:
+            out = call_with_numbers(func, args, kwargs, numbers)
+            annotate(out, Variance(varying=numbers.axes))
+            return out
+        _check_known_to_vary(op, operands, numbers)
+        args, kwargs = numbers_to_tensors(op.name, args, kwargs, numbers)
+        return self._general(op, func, args, kwargs, numbers)
 
     def cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
         """Every tensor among the values, in lists and tuples too, cast to one type."""
@@ -141,11 +161,15 @@ class Tracker(TorchFunctionMode):
 
     def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], variance: Variance) -> Any:
         """Draw from one stream per coordinate over the axes the value varies over, on every transport alike."""
-        body, seed = self.body, draw_seed()
+        body, seed = self.body, draw_seed(kwargs.get("generator"))
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         axes = tuple(axis for axis in body.mesh.axis_names if axis in variance.varying)
-        if body.mesh.transport == "simulation":
+        if self.simulated:
             apart = call("apart", body.mesh, axes)
-            args = tuple(apply(a, apart) if isinstance(a, Tensor) and type(a) is not LocalTensor else a for a in args)
+            args, kwargs = (
+                tuple(hold_each(args, apart)),
+                dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True)),
+            )
             with streams(frame(body.mesh, axes), seed):
                 return func(*args, **kwargs)
         index = int(body.transport.index(body.mesh, axes))
@@ -170,6 +194,18 @@ class Tracker(TorchFunctionMode):
             if gradient is not None:
                 set_variance(gradient, get_variance(x).dual)
         return results
+
+
+def _check_known_to_vary(op: Op, operands: list[Tensor], numbers: Frame) -> None:
+    for x in operands:
+        missing = [axis for axis in numbers.axes if axis not in get_variance(x).varying]
+        if missing and torch.is_grad_enabled() and (x.requires_grad or _is_wrapped(x)) and x.is_floating_point():
+            axes = missing[0] if len(missing) == 1 else tuple(missing)
+            raise VarianceError(
+                f"{op.name} of {show_value(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
+                "as processes see a plain int there and could not tell that the result varies, so the gradient would "
+                f"not be summed; cast the value first: pcast(x, {axes!r}, to='varying')"
+            )
 
 
 def _check_writes(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], result: Variance) -> None:
@@ -267,3 +303,5 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif type(value) in (list, tuple) or (isinstance(value, tuple)):
             yield from _tensors(value)
+        elif type(value) is slice:
+            yield from _tensors((value.start, value.stop, value.step))

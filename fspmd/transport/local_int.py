@@ -48,7 +48,7 @@ class LocalInt:
     def __repr__(self) -> str:
         return "{" + ", ".join(map(str, self.values)) + "}"
 
-    str = _str = _graph_repr = __str__ = __repr__
+    _str = _graph_repr = __str__ = __repr__
 
     # --- what kind of number, and is it the same on all ranks -----------------------------------------------------
 
@@ -206,8 +206,10 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "trunc": math.trunc,
     "round": round,
     "is_integer": lambda value: float(value).is_integer(),
-    **{f"_sym_{f}": getattr(math, f) for f in "sqrt cos cosh sin sinh tan tanh asin acos atan log2".split()},
+    **{f"_sym_{fn.__name__}": fn for fn in (math.sqrt, math.cos, math.cosh, math.sin, math.sinh, math.tan, math.tanh)},
+    **{f"_sym_{fn.__name__}": fn for fn in (math.asin, math.acos, math.atan, math.log2)},
 }
+setattr(LocalInt, "str", LocalInt.__repr__)  # noqa: B010 (the protocol's name would hide the type in annotations)
 for _name, _fn in _BINARY.items():
     setattr(LocalInt, _name, _binary(_fn))
 for _name, _function in _UNARY.items():

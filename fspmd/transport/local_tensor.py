@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fspmd.errors import VarianceError
+from fspmd.errors import FspmdError, ShapeError, VarianceError
 from fspmd.mesh import Mesh
 from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
-from fspmd.transport.local_int import LocalInt, local_int
+from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
+from fspmd.transport.op_facts import FACTS, OpFacts, learn
 from fspmd.transport.randomness import per_rank_generators
 
 _make = Tensor._make_wrapper_subclass
@@ -24,6 +25,8 @@ _BRANCH = (
     "a value that differs from rank to rank has no single Python value: in a program run by all ranks alike, make it "
     "equal first (psum, pmax, all_gather), choose with torch.where, or run per-rank Python with rank_map"
 )
+_SYMBOLS = frozenset(SYMBOLS)
+_SEQUENCES = frozenset((list, tuple, torch.Size))
 
 
 class LocalTensor(Tensor):
@@ -37,21 +40,25 @@ class LocalTensor(Tensor):
     shards: list[Tensor]
     borrowed: bool
     uneven: bool  # the shards have different shapes
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, shards: list[Tensor], held: Frame, borrowed: bool = False) -> LocalTensor:
         first = shards[0]
         size: Any = first.shape
-        strides: Any = first.stride()
+        strides: Any
         uneven = False
+        if first.layout is not torch.strided:
+            _refuse_layout(first)
+        if first.is_conj() or first.is_neg():  # lazy bits do not reach per-rank ops
+            shards, borrowed = [resolved(shard) for shard in shards], True
         for other in shards:
             if other.shape != size:
-                UNEVEN.add(held.mesh)
+                size, strides = _uneven(shards, held)
                 uneven = True
-                size = tuple(local_int(held, [s.shape[d] for s in shards]) for d in range(first.ndim))
-                strides = tuple(local_int(held, [s.stride(d) for s in shards]) for d in range(first.ndim))
                 break
+        else:
+            strides = shards[0].stride()
         self: LocalTensor = _make(cls, size, strides=strides, dtype=first.dtype, device=first.device)
         self.shards = shards
         self.frame = held
@@ -60,7 +67,9 @@ class LocalTensor(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return apply_per_rank(func, args, kwargs or {})
 
     def at(self, held: Frame) -> list[Tensor]:
@@ -69,7 +78,23 @@ class LocalTensor(Tensor):
             return self.shards
         return [self.shards[i] for i in spread(self.frame, held)]
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    @property
+    def data(self) -> Tensor:
+        """The same blocks, not followed by autograd."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, LocalTensor):
+            raise FspmdError(
+                "x.data = y where x differs from rank to rank and y does not: expand it first, "
+                "y.expand_as(x).clone(), or copy into x under torch.no_grad(): x.copy_(y)"
+            )
+        _DATA.__set__(self, value)
+        for name in LocalTensor.__slots__:
+            setattr(self, name, getattr(value, name))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         lines = []
         for coordinate, shard in zip(self.frame.coordinates(), self.shards, strict=True):
             where = ", ".join(f"{axis}={c}" for axis, c in zip(self.frame.axes, coordinate, strict=True))
@@ -80,26 +105,59 @@ class LocalTensor(Tensor):
         return repr(self) if not spec else _refuse_python_value(self, f"format(x, {spec!r})")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
-        copy = self.detach().clone().requires_grad_(self.requires_grad)
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise FspmdError("copy.deepcopy of a tensor computed by autograd is not possible; copy x.detach() instead")
+        copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copy._is_param = True
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
         memo[id(self)] = copy
-        return copy  # type: ignore[return-value]
+        return copy  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise VarianceError("a LocalTensor holds simulated ranks and is not pickled; save device_get(x) instead")
 
     def tolist(self) -> NoReturn:
-        return _refuse_python_value(self, "x.tolist()")
+        _refuse_python_value(self, "x.tolist()")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        return _refuse_python_value(self, "x.numpy()")
+        _refuse_python_value(self, "x.numpy()")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        return _refuse_python_value(self, "numpy.asarray(x)")
+        _refuse_python_value(self, "numpy.asarray(x)")
+
+
+_DATA: Any = Tensor.data
 
 
 def _refuse_python_value(x: LocalTensor, call: str) -> NoReturn:
     axes = ", ".join(map(repr, x.frame.axes))
     raise VarianceError(f"{call} on a value that varies over {axes}: {_BRANCH}")
+
+
+def _refuse_layout(x: Tensor) -> NoReturn:
+    raise FspmdError(
+        f"a simulated value that differs from rank to rank cannot have the layout {x.layout}; keep it dense "
+        "(torch.strided), or work on such tensors inside rank_map"
+    )
+
+
+def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
+    """Sizes and strides of blocks whose shapes differ."""
+    first = shards[0]
+    if any(shard.ndim != first.ndim for shard in shards):
+        raise ShapeError(
+            f"the blocks of one value have different numbers of dims on different ranks: "
+            f"{[tuple(shard.shape) for shard in shards]}; give them one number of dims, for example squeeze no dim "
+            "whose size differs from rank to rank"
+        )
+    UNEVEN.add(held.mesh)
+    dims = range(first.ndim)
+    size = tuple(local_int(held, [shard.shape[d] for shard in shards]) for d in dims)
+    return size, tuple(local_int(held, [shard.stride(d) for shard in shards]) for d in dims)
 
 
 def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
@@ -135,91 +193,62 @@ def expand(x: Tensor, held: Frame) -> LocalTensor:
 
 def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an aten op to each rank's blocks; plain arguments go to every rank as they are."""
-    held = _common_frame(args, None)
+    facts = FACTS.get(func) or learn(func)
+    if facts.asks:
+        _refuse_numbers(func, facts.asks, args[0])
+    if facts.elementwise and (parts := _parts_by_frame(args)):
+        return _apply_in_parts(func, args, kwargs, parts)
+    held = common_frame(args, None)
     if kwargs:
-        held = _common_frame(kwargs.values(), held)
+        held = common_frame(kwargs.values(), held)
     assert held is not None  # torch dispatches here only with a LocalTensor among the arguments
-    func = _EAGER.get(func, func)
-    facts = _FACTS.get(func) or _learn(func)
-    if facts.returns_value:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            _refuse_python_value(args[0], "bool(x), int(x), float(x), x.item() or a branch")
     if facts.writes:
         _check_writes(func, facts, args, kwargs, held)
-    columns = [_column(arg, held) for arg in args]
-    n = held.volume
-    if kwargs:
-        names = tuple(kwargs)
-        named = [dict(zip(names, row, strict=True)) for row in zip(*(_column(v, held) for v in kwargs.values()))]
-    else:
-        named = [kwargs] * n
-    if facts.random and kwargs.get("generator") is None:
-        results = []
-        with per_rank_generators(held) as switch:
-            for i, row in enumerate(zip(*columns, strict=True)):
-                switch(i)
-                results.append(func(*row, **named[i]))
-    elif kwargs:
-        results = [func(*row, **kw) for row, kw in zip(zip(*columns, strict=True), named, strict=True)]
-    else:
-        results = [func(*row) for row in zip(*columns, strict=True)]
+    results = _results(func, facts, args, kwargs, held)
     if facts.writes:
-        if torch.Tag.inplace_view in func.tags:
+        if facts.inplace_view:
             return return_and_correct_aliasing(func, args, kwargs, args[0])
         return _written(func, facts, args, kwargs, results, held)
-    return _gather_results(func, results, held)
+    borrowed = facts.view and type(args[0]) is LocalTensor and args[0].borrowed
+    return _gather_results(func, results, held, borrowed)
 
 
-#: shards are never lazily conjugated or negated
-_EAGER = {
-    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
-    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
-}
+def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> list[Any]:
+    rows: Iterable[Any] = zip(*(_column(arg, held) for arg in args), strict=True) if args else [()] * held.volume
+    if not kwargs:
+        named: list[dict[str, Any]] = [kwargs] * held.volume
+    else:
+        columns = zip(*(_column(value, held) for value in kwargs.values()), strict=True)
+        named = [dict(zip(kwargs, row, strict=True)) for row in columns]
+    if facts.random:
+        results = []
+        with per_rank_generators(held, kwargs.get("generator")) as switch:
+            for i, row in enumerate(rows):
+                switch(i)
+                results.append(func(*row, **named[i]))
+        return results
+    if kwargs:
+        return [func(*row, **kw) for row, kw in zip(rows, named, strict=True)]
+    return [func(*row) for row in rows]
 
 
-def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch function of plain tensors and sizes that differ from rank to rank, such as ``torch.zeros(x.shape)``."""
-    held = _common_frame((*args, *kwargs.values()), None)
-    if held is None:
-        return func(*args, **kwargs)
+def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
+    """A torch function of numbers that differ from rank to rank over ``held``, such as ``torch.zeros(x.shape)``."""
     columns = [_column(value, held) for value in (*args, *kwargs.values())]
     rows = zip(*columns, strict=True)
     results = [func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True))) for row in rows]
     return _gather_results(func, results, held)
 
 
-class _Facts:
-    """What an op's schema says, learnt once: does it write, which argument does each return alias, is it random."""
-
-    __slots__ = ("random", "returns_value", "writes")
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
-        self.returns_value: bool = any(str(r.type) not in ("Tensor", "List[Tensor]") for r in schema.returns)
-        self.writes: list[tuple[int, str]] = [
-            (i, arg.name)
-            for i, arg in enumerate(schema.arguments)
-            if arg.alias_info is not None and arg.alias_info.is_write
-        ]
-
-
-_FACTS: dict[Any, _Facts] = {}
-
-
-def _learn(func: Any) -> _Facts:
-    facts = _FACTS[func] = _Facts(func)
-    return facts
-
-
-def _common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
+def common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
+    """The smallest frame in which every LocalTensor and local number among ``values`` is held."""
     for value in values:
         kind = type(value)
         if kind is LocalTensor:
             held = value.frame if held is None else held if value.frame is held else union(held, value.frame)
-        elif kind is list or kind is tuple or kind is torch.Size:
-            held = _common_frame(value, held)
-        elif kind is torch.SymInt and isinstance(value.node, LocalInt):
+        elif kind in _SEQUENCES:
+            held = common_frame(value, held)
+        elif kind in _SYMBOLS and isinstance(value.node, LocalInt):
             held = value.node.frame if held is None else union(held, value.node.frame)
     return held
 
@@ -227,43 +256,92 @@ def _common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
 def _column(value: Any, held: Frame) -> list[Any]:
     """One argument as seen by each rank."""
     kind = type(value)
+    found: list[Any]
     if kind is LocalTensor:
-        return value.shards if value.frame is held else value.at(held)
-    if kind is list or kind is tuple or kind is torch.Size:
-        kind = tuple if kind is torch.Size else kind
-        if any(type(v) in (LocalTensor, list, tuple, torch.SymInt) for v in value):
+        found = value.shards if value.frame is held else value.at(held)
+        return found
+    if kind in _SEQUENCES:
+        if any(type(v) is LocalTensor or type(v) in _SEQUENCES or type(v) in _SYMBOLS for v in value):
+            kind = tuple if kind is torch.Size else kind
             return [kind(row) for row in zip(*(_column(v, held) for v in value), strict=True)]
-    elif kind is torch.SymInt and isinstance(value.node, LocalInt):
-        return value.node.at(held)
+    elif kind in _SYMBOLS and isinstance(value.node, LocalInt):
+        found = value.node.at(held)
+        return found
     return [value] * held.volume
+
+
+# --- lists of tensors, each with its own frame ----------------------------------------------------------------------
+
+
+def _parts_by_frame(args: tuple[Any, ...]) -> dict[Frame | None, list[int]] | None:
+    """The positions of lists such as those of ``torch._foreach_add_`` by the frame of their tensors, if they differ."""
+    lists = [arg for arg in args if type(arg) is list and arg]
+    parts: dict[Frame | None, list[int]] = {}
+    for i in range(len(lists[0])):
+        parts.setdefault(common_frame((each[i] for each in lists if i < len(each)), None), []).append(i)
+    return parts if len(parts) > 1 else None
+
+
+def _apply_in_parts(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: dict[Frame | None, list[int]]
+) -> Any:
+    results: dict[int, Any] = {}
+    count = sum(map(len, parts.values()))
+    for positions in parts.values():
+        chosen = tuple([a[i] for i in positions] if type(a) is list and len(a) == count else a for a in args)
+        held = common_frame((*chosen, *kwargs.values()), None)
+        out = func(*chosen, **kwargs) if held is None else apply_per_rank(func, chosen, kwargs)
+        if out is not None:
+            results.update(zip(positions, out, strict=True))
+    return [results[i] for i in range(count)] if results else None
+
+
+# --- what an op writes and returns ----------------------------------------------------------------------------------
+
+
+def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:
+    if asks == "value":
+        _refuse_python_value(x, "bool(x), int(x), float(x), x.item() or a branch")
+    if x.uneven:
+        raise ShapeError(
+            f"this torch function needs the sizes of its operand as plain numbers, but a block of shape "
+            f"{tuple(x.shape)} differs in size from rank to rank; run it per rank with rank_map, or pad the blocks to "
+            "one size"
+        )
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
     return args[index] if index < len(args) else kwargs.get(name)
 
 
-def _check_writes(func: Any, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> None:
+def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
     for index, name in facts.writes:
         target = _argument(args, kwargs, index, name)
         for one in target if isinstance(target, (list, tuple)) else (target,):
-            if not isinstance(one, Tensor):
-                continue
-            axes = frame_of(one, held.mesh).axes
-            if missing := [axis for axis in held.axes if axis not in axes]:
-                raise VarianceError(
-                    f"{func.name()} would write a value that varies over {', '.join(map(repr, missing))} in place into "
-                    f"a tensor of shape {tuple(one.shape)} that is equal along that axis; compute a new tensor instead "
-                    "(x = x + y, not x += y), or start from one that varies: torch.zeros_like(y), y.new_zeros(shape)"
-                )
-            if type(one) is LocalTensor and one.borrowed:
-                raise VarianceError(
-                    f"{func.name()} would write in place into the result of a pcast, which aliases its argument; "
-                    "write into a copy: x = pcast(x, ...).clone()"
-                )
+            if isinstance(one, Tensor):
+                yield one
 
 
-def _written(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], results: list[Any], held: Frame) -> Any:
+def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> None:
+    for target in _written_tensors(facts, args, kwargs):
+        axes = frame_of(target, held.mesh).axes
+        if missing := [axis for axis in held.axes if axis not in axes]:
+            raise VarianceError(
+                f"{func.name()} would write a value that varies over {', '.join(map(repr, missing))} in place into "
+                f"a tensor of shape {tuple(target.shape)} that is equal along that axis; compute a new tensor instead "
+                "(x = x + y, not x += y), or start from one that varies: torch.zeros_like(y), y.new_zeros(shape)"
+            )
+        if type(target) is LocalTensor and target.borrowed:
+            raise VarianceError(
+                f"{func.name()} would write in place into the result of a pcast (or of a lazy conj), which aliases its "
+                "argument; write into a copy: x = pcast(x, ...).clone()"
+            )
+
+
+def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], results: list[Any], held: Frame) -> Any:
     """In-place and out= ops return the very tensors they wrote into."""
+    if facts.resizes:
+        _check_resized(func, facts, args, kwargs)
     returns = func._schema.returns
     if not returns:
         return None
@@ -277,14 +355,29 @@ def _written(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], result
     return final if len(returns) > 1 else final[0]
 
 
-def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame) -> Any:
+def _check_resized(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:
+    for target in _written_tensors(facts, args, kwargs):
+        if type(target) is not LocalTensor:
+            continue
+        columns = [_column(size, target.frame) for size in target.shape]
+        for i, shard in enumerate(target.shards):
+            if list(shard.shape) != [column[i] for column in columns]:
+                raise ShapeError(
+                    f"{func.name()} gave the blocks the shape {tuple(shard.shape)}, but they were written into a "
+                    f"tensor of shape {tuple(target.shape)}; a simulated tensor keeps its shape: leave out=... away, "
+                    "or give a tensor of the result's shape"
+                )
+
+
+def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, borrowed: bool = False) -> Any:
     first = results[0]
     if isinstance(first, Tensor):
-        return LocalTensor(results, held)
+        return LocalTensor(results, held, borrowed)
     if isinstance(first, (list, tuple)):
         if len({len(result) for result in results}) > 1:
             raise VarianceError(f"{func} returned a different number of tensors on different ranks; use rank_map")
-        return type(first)(_gather_results(func, list(column), held) for column in zip(*results, strict=True))
+        columns = zip(*results, strict=True)
+        return type(first)(_gather_results(func, list(column), held, borrowed) for column in columns)
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
             return local_int(held, results)

@@ -1,26 +1,38 @@
 """Random numbers that differ from rank to rank where a value varies, alike on every transport.
 
 A random op on a rank-varying value draws one seed from the ordinary generator (equal on all ranks, so all ranks stay
-in step) and gives each coordinate its own stream, a hash of that seed and the coordinate's index.
+in step) and gives each coordinate its own stream, a hash of that seed and the coordinate's index. Where no stream is
+asked for, every rank draws what a process of its own would: the numbers of a generator that is equal on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
-from fspmd.transport.frame import Frame
+from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
-def draw_seed() -> int:
-    """One seed from the default CPU generator, which it advances by one draw."""
-    with torch._C.DisableTorchFunction():
-        return int(torch.randint(_MASK, (), dtype=torch.int64))
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """One seed from a generator, by default the CPU's own, which it advances by one draw."""
+    device = "cpu" if generator is None else generator.device
+    with torch._C.DisableTorchFunction(), _outside_transforms():
+        return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
+
+
+def _outside_transforms() -> Any:
+    if not _transforms_active():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def fold_in(seed: int, index: int) -> int:
@@ -32,12 +44,12 @@ def fold_in(seed: int, index: int) -> int:
 
 
 class Streams:
-    """The generator states of the coordinates of a frame, within one random torch function."""
+    """Streams of one seed for the coordinates of a frame, within one random torch function."""
 
     def __init__(self, held: Frame, seed: int) -> None:
         self.frame = held
         self.seed = seed
-        self.states: dict[int, list[torch.Tensor]] = {}
+        self.states: dict[tuple[Frame, int], list[torch.Tensor]] = {}  # of streams drawn from before
 
 
 _STREAMS: ContextVar[Streams | None] = ContextVar("fspmd_streams", default=None)
@@ -79,27 +91,47 @@ def streams(held: Frame, seed: int) -> Iterator[None]:
         _STREAMS.reset(token)
 
 
+Switch = Callable[[int], None]
+
+
 @contextmanager
-def per_rank_generators(held: Frame) -> Iterator[Callable[[int], None]]:
-    """Yields ``switch(i)``, which makes the ordinary generator that of the i-th coordinate of ``held``."""
+def per_rank_generators(held: Frame, generator: torch.Generator | None = None) -> Iterator[Switch]:
+    """Yields ``switch(i)``, which makes the generator that of the i-th coordinate of ``held``."""
     active = _STREAMS.get()
-    if active is None or active.frame is not held:
-        active = Streams(held, draw_seed())
+    if generator is not None:
+        start = generator.get_state()
+
+        def rewind(index: int) -> None:
+            generator.set_state(start)
+
+        yield rewind
+    elif active is None or not set(active.frame.axes) <= set(held.axes):
+        before = _get_states()
+        yield lambda index: _set_states(before)
+    else:
+        yield from _stream_per_rank(active, held)
+
+
+def _stream_per_rank(active: Streams, held: Frame) -> Iterator[Switch]:
+    place = spread(active.frame, held)
     current: list[int] = []
 
-    def switch(index: int) -> None:
+    def leave() -> None:
         if current:
-            active.states[current.pop()] = _get_states()
+            active.states[held, current.pop()] = _get_states()
+
+    def switch(index: int) -> None:
+        leave()
         current.append(index)
-        if index in active.states:
-            _set_states(active.states[index])
+        state = active.states.get((held, index))
+        if state is None:
+            torch.manual_seed(fold_in(active.seed, place[index]))
         else:
-            torch.manual_seed(fold_in(active.seed, index))
+            _set_states(state)
 
     before = _get_states()
     try:
         yield switch
     finally:
-        if current:
-            active.states[current.pop()] = _get_states()
+        leave()
         _set_states(before)

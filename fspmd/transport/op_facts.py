@@ -1,0 +1,45 @@
+"""What a simulation must know of an aten op before it applies it to each rank's blocks, read from the op's schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: ops that ask a tensor for plain numbers, and what they ask for
+_ASKS = {
+    "aten::_local_scalar_dense": "value",
+    **dict.fromkeys(("aten::size", "aten::stride", "aten::storage_offset", "aten::numel"), "sizes"),
+}
+_RESIZES = ("resize_", "resize_as_", "set_", "set_data")
+
+
+class OpFacts:
+    """The traits of one op.
+
+    ``writes``: the arguments it writes into, by position and name. ``view``: its result aliases its first argument.
+    ``elementwise``: it takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
+    """
+
+    __slots__ = ("asks", "elementwise", "inplace_view", "random", "resizes", "view", "writes")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        name = schema.name.split("::")[-1]
+        self.asks: str = _ASKS.get(schema.name, "")
+        self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
+        self.inplace_view: bool = torch.Tag.inplace_view in func.tags
+        self.elementwise: bool = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+        written = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+        self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]
+        self.resizes: bool = name in _RESIZES or any(arg.kwarg_only for _, arg in written)
+        self.view: bool = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+FACTS: dict[Any, OpFacts] = {}
+
+
+def learn(func: Any) -> OpFacts:
+    """The traits of an op seen for the first time."""
+    facts = FACTS[func] = OpFacts(func)
+    return facts

@@ -1,0 +1,133 @@
+"""Sizes of uneven simulated blocks as arguments of torch calls in a body.
+
+Such a size is a Python number that differs from rank to rank (`LocalInt`). Torch takes it as a size of a value that is
+itself held apart per rank; here the other operands are brought into that form before the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.pairs import Call, apply, call
+from fspmd.transport.frame import Frame, union
+from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
+from fspmd.transport.local_tensor import LocalTensor, call_per_rank, shards_of
+from fspmd.transport.randomness import per_rank_generators
+
+_SYMBOLS = frozenset(SYMBOLS)
+_unwrap = torch._C._functorch.get_unwrapped
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
+    """The frame of the numbers among the values that differ from rank to rank, in lists and slices too; or None."""
+    for value in values:
+        kind = type(value)
+        if kind in _SYMBOLS:
+            if isinstance(value.node, LocalInt):
+                held = value.node.frame if held is None else union(held, value.node.frame)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            held = numbers_frame(value, held)
+        elif kind is slice:
+            held = numbers_frame((value.start, value.stop, value.step), held)
+    return held
+
+
+def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
+    """A call without tensors, such as ``torch.zeros(x.shape)``: once per rank."""
+    with per_rank_generators(held) as switch:
+        count = iter(range(held.volume))
+
+        def one(*row: Any, **named: Any) -> Any:
+            switch(next(count))
+            return func(*row, **named)
+
+        return call_per_rank(one, args, kwargs, held)
+
+
+def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> tuple[Any, Any]:
+    """Numbers that take part in arithmetic (``x * n``) as 0-d tensors; those that are sizes stay as they are."""
+    found = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    dtype = next((d for d in found if d.is_floating_point), torch.get_default_dtype())
+
+    def converted(place: int | str, value: Any) -> Any:
+        if type(value) not in _SYMBOLS or not isinstance(value.node, LocalInt) or not _takes_tensor(name, place):
+            return value
+        kind = dtype if type(value) is torch.SymFloat else None
+        return LocalTensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
+
+    return (
+        tuple(converted(place, value) for place, value in enumerate(args)),
+        {key: converted(key, value) for key, value in kwargs.items()},
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_tensor(name: str, place: int | str) -> bool:
+    """Whether an argument of a torch function is a value (a tensor would do), not a size or a dim."""
+    if name.startswith("__"):
+        return name != "__getitem__" and (name != "__setitem__" or place == 2)
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    kinds: set[str] = set()
+    for overload in packet.overloads():
+        arguments = getattr(packet, overload)._schema.arguments
+        if any("Tensor" in str(argument.type) for argument in arguments):
+            kinds.update(str(argument.type) for i, argument in enumerate(arguments) if place in (i, argument.name))
+    return not kinds.isdisjoint({"Tensor", "Optional[Tensor]"}) and kinds.isdisjoint(
+        {"int", "Optional[int]", "List[int]"}
+    )
+
+
+def hold_apart(args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame | None) -> tuple[Any, Any]:
+    """Plain operands beside an uneven block (or a number over ``held``) as one copy per rank."""
+    found = uneven_frame((*args, *kwargs.values()), held)
+    if found is None:
+        return args, kwargs
+    apart = call("apart", found.mesh, found.axes)
+    return tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+
+
+def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
+    """Every tensor among the values, in lists and tuples too, with a copy for each rank of the axes of ``apart``."""
+    for value in values:
+        if isinstance(value, Tensor):
+            inner = _inner(value)
+            have = inner.frame.axes if type(inner) is LocalTensor else ()
+            yield value if set(apart.axes).issubset(have) else apply(value, apart)
+        elif type(value) is list or type(value) is tuple:
+            yield type(value)(hold_each(value, apart))
+        else:
+            yield value
+
+
+def _inner(x: Tensor) -> Tensor:
+    while _wrapped(x):
+        x = _unwrap(x)
+    return x
+
+
+def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
+    """The common frame of the uneven blocks among the values, or None."""
+    for value in values:
+        if isinstance(value, Tensor):
+            inner = _inner(value)
+            if type(inner) is LocalTensor and inner.uneven:
+                held = inner.frame if held is None else union(held, inner.frame)
+        elif type(value) is list or type(value) is tuple:
+            held = uneven_frame(value, held)
+    return held
+
+
+def rank_number(x: Tensor) -> Any:
+    """A 0-d integer tensor as a Python int: one per rank in a simulation."""
+    with torch._C.DisableTorchFunction():
+        if type(x) is LocalTensor:
+            return local_int(x.frame, [int(shard) for shard in shards_of(x, x.frame)])
+        return int(x)
