@@ -1,0 +1,3 @@
+"""`generate.py` needs JAX, which the tests do not."""
+
+collect_ignore = ["generate.py"]
