@@ -199,13 +199,11 @@ class ProcessGroupTransport(Transport):
         work = group.pg.alltoall_base(out, send, [c * width for c in counts], sends, c10d.AllToAllOptions())
 
         def arrange(received: Tensor) -> Tensor:
-            parts = (restore(received) if restore else received).split(counts)
-            blocks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            if group.order is not None:
-                blocks = [blocks[i] for i in group.order]
-            elif o.concat_dim == 0:
-                return (restore(received) if restore else received).view(-1, *shapes[0][1:])
-            return torch.cat(blocks, o.concat_dim)
+            whole = restore(received) if restore else received
+            if o.concat_dim == 0 and group.order is None:
+                return whole.view(sum(shape[0] for shape in shapes), *shapes[0][1:])
+            blocks = [part.view(shape) for part, shape in zip(whole.split(counts), shapes, strict=True)]
+            return torch.cat(blocks if group.order is None else [blocks[i] for i in group.order], o.concat_dim)
 
         return Pending(out, (work,), arrange)
 

@@ -1,0 +1,118 @@
+"""Real processes with Gloo beside the simulation: every collective, dtype, uneven size and mesh, values and gradients."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from collective_cases import (
+    CALLS,
+    Case,
+    every_case,
+    expected,
+    inputs,
+    moved,
+    rounded,
+    run_case,
+    same,
+    some_cases,
+)
+from processes import Processes
+from torch import Tensor
+
+FULL = bool(os.environ.get("FSPMD_FULL"))
+_CHUNK = 500
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[Processes]:
+    with Processes(6) as pool:
+        yield pool
+
+
+# --- every collective -----------------------------------------------------------------------------------------------
+
+Packed = tuple[torch.dtype, tuple[int, ...], bytes]
+
+
+def pack(x: Tensor) -> Packed:
+    """A tensor as bytes, to be sent between processes."""
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return x.dtype, tuple(x.shape), raw
+
+
+def unpack(packed: Packed) -> Tensor:
+    dtype, shape, raw = packed
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def run_on_gloo(cases: list[Case]) -> list[Any]:
+    """Per case what this process computed, None where it is no member, or the traceback."""
+    found: list[Any] = []
+    for case in cases:
+        try:
+            results = run_case(case, "process_group")
+            found.append(None if results is None else [pack(one) for (one,) in results])
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
+
+
+def compare(case: Case, on_gloo: list[Any]) -> str:
+    """What differs between the judge, the simulation and the processes, or ""."""
+    given = inputs(case)
+    judge = expected(case, given)
+    simulated = run_case(case, "simulation")
+    assert simulated is not None
+    ranks = case.mesh("simulation").ranks
+    for name, reference, ours in zip(("y", "gx", "gct"), (judge.y, judge.gx, judge.gct), simulated, strict=False):
+        bits, close = name == "y" and moved(case), name != "y" and rounded(case)
+        i = ("y", "gx", "gct").index(name)
+        for position, rank in enumerate(ranks):
+            there = on_gloo[rank]
+            if isinstance(there, str):
+                return f"rank {rank}: {there}"
+            got = unpack(there[i])
+            if not same(ours[position], reference[position], bits, close):
+                return f"{name} at {position} in the simulation: {ours[position]}\nbut the judge: {reference[position]}"
+            if not same(got, ours[position], bits, close and case.n & (case.n - 1) > 0):
+                return f"{name} of rank {rank} on Gloo: {got}\nbut in the simulation: {ours[position]}"
+    outside = set(range(case.world)) - set(ranks)
+    return "" if all(on_gloo[rank] is None for rank in outside) else "a rank outside the mesh took part"
+
+
+def check(pool: Processes, cases: list[Case]) -> None:
+    failures = []
+    for start in range(0, len(cases), _CHUNK):
+        part = cases[start : start + _CHUNK]
+        on_gloo = pool.run(run_on_gloo, part, seconds=300)
+        for i, case in enumerate(part):
+            if wrong := compare(case, [found[i] for found in on_gloo]):
+                failures.append(f"{case}\n{wrong}")
+    assert not failures, f"{len(failures)} of {len(cases)} cases:\n" + "\n\n".join(failures[:5])
+
+
+def test_every_collective_on_four_processes(four: Processes) -> None:
+    check(four, every_case(4) if FULL else some_cases(4, 300))
+
+
+def test_every_collective_on_six_processes(six: Processes) -> None:
+    check(six, every_case(6) if FULL else some_cases(6, 200))
+
+
+def test_the_sample_has_every_dtype_of_every_call() -> None:
+    sample = some_cases(4, 300)
+    assert {(case.call, case.dtype) for case in sample} >= {(call, d) for call, ds in CALLS.items() for d in ds}
