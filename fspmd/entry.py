@@ -9,42 +9,66 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, SpecError
+from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]
 
 
-def complaint(leaf: Any, partition: Any, body: Body, nested: bool) -> str:
-    """What is wrong with an argument and its spec, or ""."""
+def argument_failure(
+    leaf: Any, partition: P | None, label: str, body: Body, outer_axes: frozenset[str]
+) -> Failure | None:
+    """What is wrong with an argument and its spec, or None."""
+    if partition is None or leaf is None:
+        return None
     if isinstance(leaf, Sharded):
-        if nested:
-            return (
-                "is a Sharded inside another shard_map body; pass it as an argument of the outer function and hand the "
-                "block on"
-            )
-        return complain(partition, body.mesh, leaf.ndim)
-    if leaf is None:
-        return complain(partition, body.mesh, None)
-    if not isinstance(leaf, Tensor):
+        if outer_axes:
+            advice = "pass it to the outer function, with its spec, and hand its block on"
+            return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
+    elif not isinstance(leaf, Tensor):
+        return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
+    elif type(leaf) is LocalTensor and not outer_axes:
+        text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+        return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+    wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)
+    return Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError) if wrong else None
+
+
+def manual_complaint(partition: P, body: Body, outer_axes: frozenset[str]) -> str:
+    """A spec of a body names the axes that are its own, and no others."""
+    if bound := sorted(partition.mentioned & outer_axes):
+        return f"{partition!r} names the axis {quoted(bound)}, along which the enclosing body has cut it; leave it out"
+    if other := sorted(partition.mentioned - body.axes):
+        manual = quoted(sorted(body.axes - outer_axes))
         return (
-            f"is a {type(leaf).__name__}, not a tensor; mark a static argument with None in in_specs, or pass a tensor: "
-            f"torch.tensor({leaf!r})"
-            if isinstance(leaf, (int, float, complex, bool))
-            else f"is a {type(leaf).__name__}, not a tensor; mark a static argument with None in in_specs"
+            f"{partition!r} names the axis {quoted(other)}, which is not in axis_names={{{manual}}}: "
+            "leave it out, or add it to axis_names"
         )
-    return complain(partition, body.mesh, leaf.ndim)
+    return ""
 
 
-def make_entry(leaf: Any, partition: P | None, body: Body, new_axes: frozenset[str], nested: bool, name: str) -> Entry:
+def _as_tensor(leaf: Any) -> str:
+    static = "give it None in in_specs (a static argument)"
+    if isinstance(leaf, (int, float, complex)):
+        return f"pass torch.tensor({leaf!r}), or {static}"
+    if type(leaf).__name__ == "ndarray":
+        return f"pass torch.from_numpy(array), or {static}"
+    if isinstance(leaf, str):
+        return static
+    return f"{static}, or register {type(leaf).__name__} with optree if it is a tree of tensors"
+
+
+def make_entry(leaf: Any, partition: P | None, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
     """The function that brings one leaf in; made once per plan."""
     if partition is None and isinstance(leaf, Sharded):
         spec = leaf.spec
         return lambda local: Sharded(local, spec)
-    if partition is None or leaf is None:
+    if partition is None:
         return _static
     variance = variance_of_spec(partition)
     absent = tuple(a for a in body.mesh.axis_names if a in new_axes and a not in partition.mentioned)
@@ -53,7 +77,7 @@ def make_entry(leaf: Any, partition: P | None, body: Body, new_axes: frozenset[s
         source = leaf.spec
         target = TensorSpec(body.mesh, partition, source.shape, source.dtype)
         return _sharded_entry(source, target, variance if body.checked else None, widen)
-    return _plain_entry(partition, body, variance if body.checked else None, widen, nested, name)
+    return _plain_entry(partition, body, variance if body.checked else None, widen, nested)
 
 
 def _static(leaf: Any) -> Any:
@@ -81,19 +105,15 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
     return moved
 
 
-def _plain_entry(
-    partition: P, body: Body, variance: Variance | None, widen: Call | None, nested: bool, name: str
-) -> Entry:
+def _plain_entry(partition: P, body: Body, variance: Variance | None, widen: Call | None, nested: bool) -> Entry:
     cut = bool(partition.mentioned)
 
     def enter(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{name} {complaint(x, partition, body, nested)}")
+        if x is None:
+            return None
         inherited = get_variance(x) if nested else INVARIANT
         y = x
         if cut:
-            if wrong := complain(partition, body.mesh, x.ndim):
-                raise SpecError(f"{name} of shape {tuple(x.shape)}: {wrong}")
             spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
             if not spec.even:
                 body.uneven = True

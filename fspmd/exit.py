@@ -4,64 +4,157 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspmd.body import Body
+from fspmd.collectives.steps import Handle
+from fspmd.entry import manual_complaint
 from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
+from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribute import from_blocks
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec, complain, entry_axes
+from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, frame_of
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, show, variance_of_spec
 
-Exit = Callable[[Any], Any]
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How one leaf of the results leaves. ``known`` gives None where ``leave`` must do it, after ``failure``."""
+
+    known: Callable[[Any], Any]
+    leave: Callable[[Any], Any]
+    failure: Callable[[Any], Failure | None]
 
 
-def type_complaint(x: Tensor, partition: P, body: Body, outer_axes: frozenset[str]) -> str:
-    """Why a value of this type cannot leave under this spec, or ""."""
+class Exits:
+    """How the leaves of one tree of results leave: all are checked before the first one communicates."""
+
+    __slots__ = ("_failures", "_header", "_known", "_leave")
+
+    def __init__(self, header: str, exits: list[Exit]) -> None:
+        self._header = header
+        self._known = [e.known for e in exits]
+        self._leave = [e.leave for e in exits]
+        self._failures = [e.failure for e in exits]
+
+    def __call__(self, leaves: list[Any]) -> list[Any]:
+        done: list[Any] = []
+        for known, x in zip(self._known, leaves, strict=True):
+            y = known(x)
+            if y is None:
+                return self._leave_checked(leaves)
+            done.append(y)
+        return done
+
+    def _leave_checked(self, leaves: list[Any]) -> list[Any]:
+        found = (failure(x) for failure, x in zip(self._failures, leaves, strict=True))
+        if failures := [one for one in found if one is not None]:
+            refuse(self._header, failures)
+        done = []
+        for leave, x in zip(self._leave, leaves, strict=True):
+            try:
+                done.append(leave(x))
+            except ShapeError as error:
+                failures.append(Failure(str(error), ShapeError))
+        if failures:
+            refuse(self._header, failures)
+        return done
+
+
+def static_failure(x: Any, path: str) -> Failure | None:
+    """A result without a spec is handed on as it is, so it must not be a block."""
+    if isinstance(x, (Tensor, Handle)):
+        return Failure(f"{path} is {described(x)}, but its spec is None (a static result); give it a P", SpecError)
+    return None
+
+
+def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
+    """Why a result cannot leave under this spec, or None."""
+    if not isinstance(x, Tensor):
+        return _kind_failure(x, partition, path)
+    if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
+        return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
+    return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
+
+
+def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:
+    if x is None or (isinstance(x, (int, float, complex)) and not partition.mentioned):
+        return None
+    if isinstance(x, (int, float, complex)):
+        return Failure(f"{path} is {described(x)}, the same on all ranks; write P() for it", SpecError)
+    if isinstance(x, Handle):
+        return Failure(f"{path} is a collective under way; return handle.wait()", ArgumentError)
+    if isinstance(x, Sharded):
+        advice = "pass it as an argument with its spec and return its block, or give it None in out_specs"
+        return Failure(f"{path} is {x!r}, but a body returns blocks", ArgumentError, advice)
+    text = f"{path} is {described(x)}, not a tensor; give it None in out_specs (a static result)"
+    return Failure(text, ArgumentError)
+
+
+def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> Failure | None:
+    """Why a value of this type cannot leave under this spec, or None."""
     variance = get_variance(x)
-    inner = body.axes - outer_axes
-    if extra := sorted(variance.varying & inner - partition.axes - partition.unreduced):
-        axes = ", ".join(map(repr, extra))
-        one = repr(extra[0]) if len(extra) == 1 else tuple(extra)
-        return (
-            f"{show(x)} varies over {axes}, but its spec {partition!r} does not name {'it' if len(extra) == 1 else 'them'}; "
-            f"make it equal first: psum(x, {one}), pmean(x, {one}) or all_gather(x, {one}, tiled=True, to='invarying'); "
-            f"or name the axis in the spec: {_with_axis(partition, extra, x.ndim)!r}"
-        )
-    for letter, word, have, want, mend in (
-        ("U", "unreduced", variance.unreduced & inner, partition.unreduced, "psum or psum_scatter it first"),
-        ("R", "reduced", variance.reduced & inner, partition.reduced, "pcast(x, axis, to='varying') it first"),
-    ):
+    shown = f"{path}, {show(x)},"
+    if extra := variance.varying & inner - partition.mentioned:
+        over = sorted(extra)
+        named = f" ({_with_axes(partition, over, x.ndim)!r} would)" if x.ndim else ""
+        text = f"{shown} varies over {quoted(over)}, but its spec {partition!r} does not say so{named}"
+        return Failure(text, VarianceError, _EQUAL[bool(x.ndim)].format(as_axis_name(over), P(tuple(over))))
+    rows = (
+        ("unreduced", variance.unreduced & inner, partition.unreduced, variance.varying),
+        ("reduced", variance.reduced & inner, partition.reduced, frozenset[str]()),
+    )
+    for word, have, want, also in rows:
         if have - want:
-            axes = ", ".join(map(repr, sorted(have - want)))
-            return f"{show(x)} is {word} over {axes}, but its spec {partition!r} is not; {mend}, or write {word}={{{axes}}}"
-        allowed = have | (variance.varying if letter == "U" else frozenset())
-        if want - allowed:
-            axes = ", ".join(map(repr, sorted(want - allowed)))
-            how = "pcast a varying value to='unreduced'" if letter == "U" else "pcast an invariant value to='reduced'"
-            return f"{show(x)} is not {word} over {axes}, but its spec {partition!r} is; {how}, or drop {word}= from the spec"
-    return ""
+            axes = quoted(sorted(have - want))
+            text = f"{shown} is {word} over {axes}, but its spec {partition!r} does not say so"
+            return Failure(text, VarianceError, _SETTLE[word].format(as_axis_name(sorted(have - want)), axes))
+        if missing := want - have - also:
+            text = f"{shown} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
+            axis = as_axis_name(sorted(missing))
+            return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
+    return None
 
 
-def _with_axis(partition: P, axes: list[str], ndim: int) -> P:
+_SETTLE = {
+    "unreduced": "add it up: psum(value, {0}) or psum_scatter(value, {0}, tiled=True); or write unreduced={{{1}}}",
+    "reduced": "cast it: pcast(value, {0}, to='varying'), a copy per rank; or write reduced={{{1}}} in its spec",
+}
+_BECOME = {
+    "unreduced": "leave unreduced= out of its spec; only a varying value can be cast to unreduced",
+    "reduced": "cast it: pcast(value, {0}, to='reduced'); or leave reduced= out of its spec",
+    "varying": "gather it: all_gather(value, {0}, tiled=True, to='reduced'); or leave reduced= out of its spec",
+}
+
+
+_EQUAL = {
+    True: "make it equal on all ranks first: psum(value, {0}), pmean(value, {0}) or "
+    "all_gather(value, {0}, tiled=True, to='invarying'); or name {0} in its spec",
+    False: "make it equal on all ranks first: psum(value, {0}) or pmean(value, {0}); "
+    "or return value[None] with the spec {1!r}",
+}
+
+
+def _with_axes(partition: P, axes: list[str], ndim: int) -> P:
     entries = [*partition.entries, *(None,) * (ndim - len(partition))]
-    if not entries:
-        return P(unreduced=partition.unreduced, reduced=partition.reduced)
     entries[0] = (*entry_axes(entries[0]), *axes)
     return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
 
 
-def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, name: str) -> Exit:
-    """The function that takes one leaf out; made once per plan and output tree."""
+def make_exit(
+    partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, path: str, static: bool
+) -> Exit:
+    """How one leaf leaves; made once per plan and output tree. ``static``: a Sharded that is handed on as it is."""
     if partition is None:
-        return lambda x: x
+        return Exit(_unknown, lambda x: x, _unknown if static else lambda x: static_failure(x, path))
     target = variance_of_spec(partition)
     specs: dict[Any, TensorSpec] = {}
     simulated = body.mesh.transport == "simulation"
@@ -72,48 +165,45 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
     if inner_absent and not body.checked:
         share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
 
-    def leave_known(x: Any) -> Any:
+    def known(x: Any) -> Any:
         """The common case: a plain tensor of the right type and of a shape seen before."""
         if type(x) is Tensor and not body.uneven and (share is None or not x.requires_grad):
-            if getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked:
-                spec = specs.get((x.shape, x.dtype))
-                if spec is not None:
-                    return Sharded(x, spec)
-        return leave(x)
+            spec = specs.get((x.shape, x.dtype))
+            if spec is not None and (getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked):
+                return Sharded(x, spec)
+        return None
 
     def leave(x: Any) -> Any:
         if x is None:
             return None
         if not isinstance(x, Tensor):
-            if not isinstance(x, (int, float, complex, bool)) or partition.mentioned:
-                raise ArgumentError(
-                    f"{name} is a {type(x).__name__}, not a tensor; return a tensor, or mark a static result with None "
-                    "in out_specs"
-                )
             x = torch.tensor(x, device=body.mesh.device)
-        if wrong := len(partition) > x.ndim and complain(partition, body.mesh, x.ndim):
-            raise SpecError(f"{name} of shape {tuple(x.shape)}: {wrong}")
         if body.checked:
             if getattr(x, ATTRIBUTE, INVARIANT) is not target:
-                x = _typed(x, target, partition, body, outer_axes, name)
+                x = _typed(x, target, body, outer_axes)
         elif share is not None and (x.requires_grad or simulated):
             x = apply(x, share)
         if simulated and not nested:
             x = _held(x, partition, body)
         if x.uneven if type(x) is LocalTensor else body.uneven and not simulated:
-            spec = spec_of_blocks(x, partition, body.mesh, name)
+            spec = spec_of_blocks(x, partition, body.mesh, path)
         else:
             spec = _even_spec(x, partition, body)
             if not nested and not simulated:
                 specs[x.shape, x.dtype] = spec
         return _whole(x, spec, body) if nested else Sharded(x, spec)
 
-    return leave if nested or simulated else leave_known
+    def failure(x: Any) -> Failure | None:
+        return result_failure(x, partition, path, body, outer_axes)
+
+    return Exit(_unknown if nested or simulated else known, leave, failure)
 
 
-def _typed(x: Tensor, target: Variance, partition: P, body: Body, outer_axes: frozenset[str], name: str) -> Tensor:
-    if wrong := type_complaint(x, partition, body, outer_axes):
-        raise VarianceError(f"{name}: {wrong}")
+def _unknown(x: Any) -> None:
+    return None
+
+
+def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) -> Tensor:
     variance = get_variance(x)
     for axes, row in (
         (target.varying - variance.varying, "invariant_to_varying"),
@@ -153,8 +243,8 @@ def spec_of_blocks(x: Tensor, partition: P, mesh: Any, name: str) -> TensorSpec:
     for at, (kind, shape) in zip(coordinates, found, strict=True):
         if kind != dtype or len(shape) != len(first):
             raise ShapeError(
-                f"{name}: the rank at {_where(mesh, at)} holds {kind} of shape {shape}, but the first rank holds {dtype} "
-                f"of shape {first}; all ranks must hold the same dtype and number of dims"
+                f"{name}: {_where(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
+                f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
             )
     total = list(first)
     for dim, entry in enumerate(partition):
@@ -168,14 +258,16 @@ def spec_of_blocks(x: Tensor, partition: P, mesh: Any, name: str) -> TensorSpec:
     for at, (_, shape) in zip(coordinates, found, strict=True):
         if shape != spec.local_shape(at):
             raise ShapeError(
-                f"{name}: the rank at {_where(mesh, at)} holds a block of shape {shape}, but a tensor {spec!r} has "
-                f"{spec.local_shape(at)} there (blocks as torch.chunk cuts them)"
+                f"{name}: {_where(mesh, at)} has a block of shape {shape}, but its part of {spec!r} is "
+                f"{spec.local_shape(at)}; blocks must lie as torch.chunk cuts the whole"
             )
     return spec
 
 
 def _where(mesh: Any, at: tuple[int, ...]) -> str:
-    return ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True)) + f" (rank {mesh.rank_at(at)})"
+    """``rank 3 at x=1, y=1``."""
+    place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
+    return f"rank {mesh.rank_at(at)} at {place}"
 
 
 def _whole(x: Tensor, spec: TensorSpec, body: Body) -> Tensor:

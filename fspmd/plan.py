@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 
 from fspmd.body import Body
-from fspmd.entry import Entry, complaint, make_entry
-from fspmd.errors import AxisError, MeshError, SpecError, TreeError, join_failures
-from fspmd.exit import Exit, make_exit
+from fspmd.entry import Entry, argument_failure, make_entry
+from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
+from fspmd.exit import Exits, make_exit, result_failure, static_failure
 from fspmd.hooks import install
 from fspmd.mesh import Mesh, current_mesh
-from fspmd.sharded import Sharded
+from fspmd.messages import Failure, counted, described, quoted, refuse
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
-from fspmd.trees import broadcast_prefix, key_path
+from fspmd.trees import leaf_paths, parameter_names, prefix_over
 
 
 @dataclass(slots=True)
@@ -27,46 +29,53 @@ class Plan:
     body: Body
     treedef: optree.PyTreeSpec  # of the arguments, with a block in place of each Sharded
     entries: list[Entry]
+    labels: list[str]  # each leaf as a message names it
+    partitions: list[P | None]
+    plain: list[tuple[int, int]]  # the leaves given as global tensors, and the fewest dims their specs allow
     out_specs: Any
     outer_axes: frozenset[str]
     nested: bool
     simulated: bool
     searched: bool  # no closed-over tensor has a gradient that types would have summed
-    exits: dict[Any, list[Exit]] = field(default_factory=dict)  # by the structure of the result
+    exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
-    def make_exits(self, out: Any) -> list[Exit]:
-        """The exits for one structure of outputs."""
-        treedef = optree.tree_structure(out, none_is_leaf=True)
-        name = self.body.name
-        specs = broadcast_prefix(
-            self.out_specs,
-            out,
-            "out_specs",
-            "the result",
-            f"{name}: out_specs does not match what the function returned",
+    def refuse_arguments(self, leaves: list[Any]) -> NoReturn:
+        """Of a later call, whose leaves do not fit as those of the first did."""
+        found = (
+            argument_failure(leaves[i], self.partitions[i], self.labels[i], self.body, self.outer_axes)
+            for i, _ in self.plain
         )
-        failures = [
-            f"result{key_path(path)} is {x!r}: a body returns blocks; mark a static result with None in out_specs"
-            for path, x, spec in zip(
-                optree.tree_paths(out, is_leaf=_is_sharded, none_is_leaf=True),
-                optree.tree_leaves(out, is_leaf=_is_sharded, none_is_leaf=True),
-                specs,
-                strict=True,
-            )
-            if isinstance(x, Sharded) and spec is not None
-        ]
-        new_axes = self.body.axes - self.outer_axes
-        for path, spec in zip(treedef.paths(), specs, strict=True):
-            if spec is None:
-                continue
-            if wrong := _axes_complaint(spec, self.body, new_axes):
-                failures.append(f"result{key_path(path)}: {wrong}")
+        refuse(_MISFITS.format(self.body.name), [failure for failure in found if failure is not None])
+
+    def make_exits(self, out: Any) -> Exits:
+        """The exits for one structure of outputs."""
+        name, body = self.body.name, self.body
+        failures: list[Failure] = []
+        specs = prefix_over(self.out_specs, out, "out_specs", "result", failures)
         if failures:
-            raise SpecError(join_failures(f"{name}: out_specs is wrong", failures))
-        return [
-            make_exit(spec, self.body, self.outer_axes, self.nested, f"{name} returned result{key_path(path)}")
-            for path, spec in zip(treedef.paths(), specs, strict=True)
-        ]
+            refuse(f"{name}: out_specs does not match the results", failures)
+        header = f"{name}: the results do not fit out_specs"
+        if out is None and isinstance(self.out_specs, P):
+            text = f"result is None, but its spec is {self.out_specs!r}; return a tensor, or write out_specs=None"
+            refuse(header, [Failure(text, ArgumentError)])
+        paths = leaf_paths(out, "result", is_sharded)
+        leaves = optree.tree_leaves(out, is_leaf=is_sharded, none_is_leaf=True)
+        for x, spec, path in zip(leaves, specs, paths, strict=True):
+            failure = static_failure(x, path) if spec is None else result_failure(x, spec, path, body, self.outer_axes)
+            if failure is not None:
+                failures.append(failure)
+        if failures:
+            refuse(header, failures)
+        return Exits(
+            header,
+            [
+                make_exit(spec, body, self.outer_axes, self.nested, path, isinstance(x, Sharded))
+                for x, spec, path in zip(leaves, specs, paths, strict=True)
+            ],
+        )
+
+
+_MISFITS = "{}: the arguments do not fit in_specs"
 
 
 def make_plan(
@@ -82,145 +91,157 @@ def make_plan(
 ) -> Plan:
     """Check everything that can be checked before the body runs."""
     install()
-    function = getattr(f, "__name__", type(f).__name__)
-    name = f"shard_map({function})"
-    mesh = _resolve_mesh(mesh, outer, args, name)
+    name = f"shard_map({_name_of(f)})"
+    mesh = _resolve_mesh(mesh, outer, name)
     outer_axes = outer.axes if outer is not None else frozenset()
     new_axes = _resolve_axes(mesh, axis_names, outer_axes, name)
     whole = outer.mesh if outer is not None else mesh
     body = Body(whole, outer_axes | new_axes, checked, name)
-    specs = _specs_of(f, args, names, in_specs, name)
-    paths = _parameter_paths(f, args, names)
-    leaves = optree.tree_leaves(args, is_leaf=_is_sharded, none_is_leaf=True)
-    failures = []
-    for leaf, spec, path in zip(leaves, specs, paths, strict=True):
-        if spec is None:
-            continue
-        wrong = _axes_complaint(spec, body, new_axes) or complaint(leaf, spec, body, outer is not None)
-        if wrong:
-            failures.append(f"{path}{_shape(leaf)}: {wrong}")
-    if failures:
-        raise SpecError(join_failures(f"{name}: in_specs does not fit the arguments", failures))
-    for leaf, spec in zip(leaves, specs, strict=True):
+    _check_call(f, args, names, name)
+    roots = [*parameter_names(f, len(args) - len(names)), *names]
+    specs = _specs_of(f, args, names, in_specs, roots, name)
+    labels = [path for root, arg in zip(roots, args, strict=True) for path in leaf_paths(arg, root, is_sharded)]
+    leaves = optree.tree_leaves(args, is_leaf=is_sharded, none_is_leaf=True)
+    rows = list(zip(leaves, specs, labels, strict=True))
+    _check_meshes(rows, mesh, name)
+    found = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]
+    if failures := [failure for failure in found if failure is not None]:
+        refuse(_MISFITS.format(name), failures)
+    for leaf, spec, _ in rows:
         if isinstance(leaf, Sharded) and spec is not None and not leaf.spec.with_partition(spec).even:
             body.uneven = True
-    entries = [
-        make_entry(leaf, spec, body, new_axes, outer is not None, f"{name}: {path}")
-        for leaf, spec, path in zip(leaves, specs, paths, strict=True)
+    entries = [make_entry(leaf, spec, body, new_axes, outer is not None) for leaf, spec, _ in rows]
+    plain = [
+        (i, len(spec)) for i, (leaf, spec, _) in enumerate(rows) if spec is not None and not isinstance(leaf, Sharded)
     ]
-    blocks = optree.tree_structure(args, is_leaf=_is_sharded, none_is_leaf=True)
     return Plan(
-        body, blocks, entries, out_specs, outer_axes, outer is not None, mesh.transport == "simulation", checked
+        body=body,
+        treedef=optree.tree_structure(args, is_leaf=is_sharded, none_is_leaf=True),
+        entries=entries,
+        labels=labels,
+        partitions=specs,
+        plain=plain,
+        out_specs=out_specs,
+        outer_axes=outer_axes,
+        nested=outer is not None,
+        simulated=mesh.transport == "simulation",
+        searched=checked,
     )
 
 
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)
+def _name_of(f: Any) -> str:
+    while isinstance(f, functools.partial):
+        f = f.func
+    return str(getattr(f, "__name__", type(f).__name__))
 
 
-def _shape(leaf: Any) -> str:
-    shape = getattr(leaf, "shape", None)
-    return f" of shape {tuple(shape)}" if shape is not None else ""
+# --- mesh and axes --------------------------------------------------------------------------------------------------
 
 
-def _resolve_mesh(mesh: Mesh | None, outer: Body | None, args: Any, name: str) -> Mesh:
+def _resolve_mesh(mesh: Mesh | None, outer: Body | None, name: str) -> Mesh:
     found = mesh or (outer.mesh if outer is not None else current_mesh())
     if found is None:
         raise MeshError(f"{name} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
     if outer is not None and not outer.mesh.contains(found):
         raise MeshError(
-            f"{name} was given {found!r} inside a body on {outer.mesh!r}; a nested shard_map runs on the same mesh or a "
-            "slice of it: leave out mesh="
+            f"{name} was given {found!r} inside a body on {outer.mesh!r}; a nested shard_map runs on the mesh of the "
+            "enclosing body: leave out mesh="
         )
     if found.coordinate() is None:
         raise MeshError(
             f"{name}: this process is not a member of {found!r}; call it on members only: "
             "if mesh.coordinate() is not None: ..."
         )
-    for x in optree.tree_leaves(args, is_leaf=_is_sharded, none_is_leaf=True):
-        if isinstance(x, Sharded) and x.spec.mesh != found and set(x.spec.mesh.ranks) != set(found.ranks):
-            raise MeshError(
-                f"{name} runs on {found!r} but was given {x!r}, on other ranks; move it first: "
-                "device_put(device_get(x), spec, mesh=mesh)"
-            )
     return found
+
+
+def _check_meshes(rows: list[tuple[Any, Any, str]], mesh: Mesh, name: str) -> None:
+    ranks = set(mesh.ranks)
+    failures = [
+        Failure(f"{label} is {leaf!r}", MeshError, "move it first: device_put(device_get(x), spec, mesh=mesh)")
+        for leaf, _, label in rows
+        if isinstance(leaf, Sharded) and leaf.spec.mesh != mesh and set(leaf.spec.mesh.ranks) != ranks
+    ]
+    if failures:
+        refuse(f"{name} runs on {mesh!r}, but some arguments lie on other ranks", failures)
 
 
 def _resolve_axes(mesh: Mesh, wanted: frozenset[str] | None, bound: frozenset[str], name: str) -> frozenset[str]:
     free = frozenset(mesh.axis_names) - bound
-    known = ", ".join(map(repr, mesh.axis_names))
     if wanted is None:
         if not free:
-            raise AxisError(f"{name}: all axes of {mesh!r} are bound already; call the function without shard_map")
+            raise AxisError(
+                f"{name}: all axes of {mesh!r} are bound by the enclosing body; call the function without shard_map"
+            )
         return free
     if unknown := sorted(wanted - set(mesh.axis_names)):
-        raise AxisError(f"{name}: axis_names has {unknown}, but {mesh!r} has the axes {known}; use some of those")
+        raise AxisError(f"{name}: axis_names has {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
     if again := sorted(wanted & bound):
-        raise AxisError(
-            f"{name}: axis_names has {again}, bound by the enclosing body already; name free axes: {sorted(free)}"
-        )
+        use = f"name others: {quoted(sorted(free))}" if free else "call the function without shard_map"
+        raise AxisError(f"{name}: axis_names has {quoted(again)}, which the enclosing body has bound; {use}")
     return wanted
 
 
-def _axes_complaint(spec: Any, body: Body, manual: frozenset[str]) -> str:
-    """A spec of a body names its new axes and no others."""
-    if not isinstance(spec, P):
-        return f"expected a P, got {spec!r} of type {type(spec).__name__}"
-    if unknown := sorted(spec.mentioned - set(body.mesh.axis_names)):
-        return (
-            f"{spec!r} names the axis {', '.join(map(repr, unknown))}, but {body.mesh!r} has the axes "
-            f"{', '.join(map(repr, body.mesh.axis_names))}; use one of those"
-        )
-    if other := sorted(spec.mentioned - manual):
-        return (
-            f"{spec!r} names the axis {', '.join(map(repr, other))}, which is not manual here (manual: {sorted(manual)}); "
-            "leave it out of the spec, or add it to axis_names"
-        )
-    return ""
+# --- calls and specs ------------------------------------------------------------------------------------------------
 
 
-def _specs_of(f: Any, args: tuple[Any, ...], names: tuple[str, ...], in_specs: Any, name: str) -> list[Any]:
-    specs = tuple(in_specs) if isinstance(in_specs, list) else in_specs
-    if isinstance(specs, tuple):
-        if names:
-            specs = _specs_by_name(f, len(args) - len(names), names, specs, name)
-        elif len(specs) != len(args):
-            raise TreeError(
-                f"{name} was called with {len(args)} arguments, but in_specs has {len(specs)} entries; write one spec "
-                "per argument"
-            )
-    elif not isinstance(specs, P) and specs is not None:
+def _check_call(f: Any, args: tuple[Any, ...], names: tuple[str, ...], name: str) -> None:
+    """The function can be called so."""
+    try:
+        signature = inspect.signature(f)
+    except TypeError:
+        return
+    except ValueError:
+        if isinstance(f, functools.partial):
+            raise ArgumentError(f"{name}: functools.partial binds arguments that {_name_of(f)} has not") from None
+        return
+    positional = len(args) - len(names)
+    try:
+        signature.bind(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+    except TypeError as error:
+        shown = ", ".join(parameter for parameter in signature.parameters)
+        raise ArgumentError(
+            f"{name} was called with arguments that do not fit {_name_of(f)}({shown}): {error}"
+        ) from None
+
+
+def _specs_of(
+    f: Any, args: tuple[Any, ...], names: tuple[str, ...], in_specs: Any, roots: list[str], name: str
+) -> list[Any]:
+    """The spec of each leaf of the arguments."""
+    if isinstance(in_specs, P) or in_specs is None:
+        return [in_specs] * optree.tree_structure(args, is_leaf=is_sharded, none_is_leaf=True).num_leaves
+    if not isinstance(in_specs, (tuple, list)):
+        example = f"({', '.join(['P()'] * len(args))}{',' if len(args) == 1 else ''})"
         raise TreeError(
-            f"{name} got in_specs={in_specs!r} of type {type(in_specs).__name__}; in_specs is a tuple with one entry per "
-            "argument, in_specs=(spec,), or one P for all"
+            f"{name} got {described(in_specs)} for in_specs; it is a tuple with one entry per argument, such as "
+            f"in_specs={example}, or one P for all"
         )
-    return broadcast_prefix(specs, args, "in_specs", "the arguments", f"{name}: in_specs does not match the arguments")
+    places = list(range(len(args)))
+    if names:
+        places = _places_by_name(f, len(args) - len(names), names, len(in_specs), name)
+    elif len(in_specs) != len(args):
+        hint = "write one spec per argument"
+        if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(in_specs):
+            hint = f"for the entries of the one argument {roots[0]} write in_specs=(in_specs,)"
+        given = f"{counted(len(args), 'argument')}, but in_specs has {counted(len(in_specs), 'entry')}"
+        raise TreeError(f"{name} was called with {given}; {hint}")
+    failures: list[Failure] = []
+    specs: list[Any] = []
+    for place, root, arg in zip(places, roots, args, strict=True):
+        specs += prefix_over(in_specs[place], arg, f"in_specs[{place}]", root, failures)
+    if failures:
+        refuse(f"{name}: in_specs does not match the arguments", failures)
+    return specs
 
 
-def _specs_by_name(
-    f: Any, positional: int, names: tuple[str, ...], specs: tuple[Any, ...], name: str
-) -> tuple[Any, ...]:
+def _places_by_name(f: Any, positional: int, names: tuple[str, ...], count: int, name: str) -> list[int]:
     order = list(inspect.signature(f).parameters)
     places = [*range(positional), *(order.index(n) if n in order else len(order) for n in names)]
-    if beyond := [i for i in places if i >= len(specs)]:
+    if beyond := [i for i in places if i >= count]:
+        missing = order[beyond[0]] if beyond[0] < len(order) else names[-1]
         raise TreeError(
-            f"{name}: in_specs has {len(specs)} entries, none for the parameter "
-            f"{order[beyond[0]] if beyond[0] < len(order) else names[-1]!r}; write one spec per parameter"
+            f"{name}: in_specs has {counted(count, 'entry')}, none for the parameter {missing!r}; write one spec per "
+            "parameter, in their order"
         )
-    return tuple(specs[i] for i in places)
-
-
-def _parameter_paths(f: Any, args: tuple[Any, ...], names: tuple[str, ...]) -> list[str]:
-    """``w['bias']`` for every leaf, by the function's own parameter names."""
-    try:
-        parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    labels = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positional = len(args) - len(names)
-    labels = [labels[i] if i < len(labels) else f"args[{i}]" for i in range(positional)] + list(names)
-    found = []
-    for label, arg in zip(labels, args, strict=True):
-        paths = optree.tree_paths(arg, is_leaf=_is_sharded, none_is_leaf=True)
-        found += [label + key_path(path) for path in paths]
-    return found
+    return places

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from fspmd.body import state
 from fspmd.closures import check_no_closures, now
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, AxisError
 from fspmd.indexing import IndexMode
 from fspmd.mesh import Mesh
+from fspmd.messages import described
 from fspmd.plan import Plan, make_plan
 from fspmd.sharded import Sharded
 from fspmd.tracking import Tracker
 from fspmd.trees import flatten
+
+MISSING: Any = object()
 
 
 @overload
@@ -45,8 +48,8 @@ def shard_map(
     f: Callable[..., Any] | None = None,
     *,
     mesh: Mesh | None = None,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: Any = MISSING,
+    out_specs: Any = MISSING,
     axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
@@ -84,13 +87,7 @@ def shard_map(
         return functools.partial(
             shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma
         )
-    if not callable(f):
-        raise ArgumentError(
-            f"shard_map got f of type {type(f).__name__}; expected a function, or mesh= and the specs by keyword: "
-            "shard_map(f, mesh=mesh, in_specs=..., out_specs=...)"
-        )
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"shard_map got mesh={mesh!r} of type {type(mesh).__name__}; make one with make_mesh")
+    _check_options(f, mesh, in_specs, out_specs, check_vma)
     manual = None if axis_names is None else _axis_set(axis_names)
     plans: dict[Any, Plan] = {}
     function = f
@@ -133,6 +130,10 @@ def _flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Blocks in, the body, `Sharded` out."""
     body, outer, outer_tracker = plan.body, state.body, state.tracker
+    for i, fewest in plan.plain:
+        x = leaves[i]
+        if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest):
+            plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     start = 0 if plan.searched else now()
     blocks = args
@@ -163,7 +164,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         exits = plan.exits.get(tree)
         if exits is None:
             exits = plan.exits[tree] = plan.make_exits(out)
-        results = [leave(x) for leave, x in zip(exits, leaves, strict=True)]
+        results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     finally:
         state.body, state.tracker = outer, outer_tracker
@@ -193,20 +194,42 @@ def _bind(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Keyword arguments after the positional ones, in the order of the parameters, and their names."""
     try:
-        inspect.signature(f).bind(*args, **kwargs)
-    except TypeError as error:
-        raise ArgumentError(
-            f"{getattr(f, '__name__', f)} was called with arguments that do not fit it: {error}"
-        ) from None
-    order = {name: i for i, name in enumerate(inspect.signature(f).parameters)}
+        order = {name: i for i, name in enumerate(inspect.signature(f).parameters)}
+    except (TypeError, ValueError):  # of a builtin, whose parameters are not known
+        order = {}
     names = tuple(sorted(kwargs, key=lambda name: order.get(name, len(order))))
     return (*args, *(kwargs[name] for name in names)), names
+
+
+def _check_options(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_vma: Any) -> None:
+    if not callable(f):
+        raise ArgumentError(f"shard_map got {described(f)} for f; give it a function: {_CALL}")
+    for name, given in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if given is MISSING:
+            raise ArgumentError(f"shard_map got no {name}, which says how values lie on the mesh: {_CALL}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        make = "make_mesh((4,), ('x',))" if type(mesh).__name__ != "DeviceMesh" else "Mesh.from_device_mesh(mesh)"
+        raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {make}")
+    if not isinstance(check_vma, bool):
+        raise ArgumentError(f"shard_map got {described(check_vma)} for check_vma; expected True or False")
+
+
+_CALL = "shard_map(f, mesh=mesh, in_specs=(P('x'), P()), out_specs=P('x'))"
 
 
 def _axis_set(axis_names: Any) -> frozenset[str]:
     if isinstance(axis_names, str):
         raise ArgumentError(f"shard_map got axis_names={axis_names!r}; write a set of names: {{{axis_names!r}}}")
-    return frozenset(axis_names)
+    if not isinstance(axis_names, Iterable):
+        raise ArgumentError(
+            f"shard_map got {described(axis_names)} for axis_names; write a set of names, such as {{'x'}}"
+        )
+    names = list(axis_names)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ArgumentError(f"shard_map got {described(wrong[0])} in axis_names; an axis is named by a string")
+    if not names:
+        raise AxisError("shard_map got an empty axis_names; name the axes bound in f, or leave it out for all of them")
+    return frozenset(names)
 
 
 def _ambient(mesh: Mesh | None) -> Mesh | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
 import torch
@@ -11,7 +11,8 @@ import torch.utils._pytree
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.errors import FspmdError
+from fspmd.errors import ArgumentError, FspmdError
+from fspmd.messages import described
 from fspmd.spec import TensorSpec
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
@@ -34,6 +35,11 @@ class Sharded:
     spec: TensorSpec
 
     def __init__(self, local: Tensor, spec: TensorSpec) -> None:
+        if type(spec) is not TensorSpec:
+            raise ArgumentError(
+                f"Sharded(local, spec) got spec={described(spec)}; it takes a TensorSpec: for a P write "
+                "from_local(local, P(...), mesh=mesh)"
+            )
         self.local = local
         self.spec = spec
 
@@ -75,8 +81,18 @@ class Sharded:
         return Sharded(self.local.grad, dual(self.spec))
 
     def backward(self, gradient: Tensor | Sharded | None = None) -> None:
-        """``local.backward()``: gradients for the leaves this value was computed from."""
-        self.local.backward(gradient.local if isinstance(gradient, Sharded) else gradient)
+        """Gradients for the leaves this value was computed from; ``gradient`` lies as self, or is global and plain.
+
+        Raises:
+            ArgumentError, VarianceError: no ``gradient``, and self is no scalar equal on all ranks.
+            TreeError: a ``gradient`` of another shape, dtype or layout.
+        """
+        from fspmd.autodiff.cotangents import cotangent_of, scalar_of
+
+        if gradient is None:
+            scalar_of(self, "backward()").backward()
+        else:
+            self.local.backward(cotangent_of(gradient, self, "backward()"))
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
@@ -87,60 +103,55 @@ class Sharded:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        _refuse(getattr(func, "__name__", str(func)))
+        values = optree.tree_leaves((args, kwargs), is_leaf=is_sharded)
+        _refuse(f"{getattr(func, '__name__', func)}()", next(x for x in values if isinstance(x, Sharded)))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise AttributeError(f"a Sharded has no attribute {name!r}")
+            _refuse(f".{name}", self, ShardedAttributeError)
 
 
-def _refuse(operation: str) -> NoReturn:
+class ShardedAttributeError(ArgumentError, AttributeError):
+    """A tensor's attribute asked of a Sharded; hasattr and getattr with a default take it as absent."""
+
+
+def is_sharded(x: Any) -> bool:
+    """For the ``is_leaf`` of tree functions."""
+    return isinstance(x, Sharded)
+
+
+def _refuse(operation: str, x: Sharded, error: type[FspmdError] = ArgumentError) -> NoReturn:
     if state.body is not None:
-        raise FspmdError(
-            f"{operation} was applied to a Sharded inside {state.body.name}: a shard_map body works on this rank's "
-            "blocks, so pass the Sharded as an argument of the shard_map function, with its spec in in_specs, instead "
-            "of closing over it"
+        raise error(
+            f"{operation} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
+            "an argument, with its spec in in_specs, instead of closing over it"
         )
-    raise FspmdError(
-        f"{operation} was applied to a Sharded; write it in a function run by shard_map, where the argument is this "
-        "rank's block, or take the global tensor with device_get(x) or this rank's block with x.local"
+    raise error(
+        f"{operation} was used on {x!r}; write it in a function run by shard_map, whose values are this rank's blocks, "
+        "or use it on the global tensor, device_get(x)"
     )
 
 
-def _operator(name: str) -> Any:
+def _operator(shown: str) -> Any:
     def refuse(self: Sharded, *args: Any) -> NoReturn:
-        _refuse(name)
+        _refuse(shown, self)
 
     return refuse
 
 
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "matmul",
-    "rmatmul",
-    "pow",
-    "rpow",
-    "mod",
-    "neg",
-    "abs",
-    "getitem",
-    "setitem",
-    "bool",
-    "float",
-    "int",
-    "index",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "len",
-    "iter",
-]:
-    setattr(Sharded, f"__{_name}__", _operator(f"__{_name}__"))
+_OPERATORS = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "matmul": "@", "pow": "**", "mod": "%"},
+    **{"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "getitem": "x[...]"},
+    **{"setitem": "x[...] =", "bool": "bool() or a branch", "float": "float()", "int": "int()", "index": "int()"},
+    **{"len": "len()", "iter": "a loop", "contains": "in"},
+}
+for _name, _shown in _OPERATORS.items():
+    setattr(Sharded, f"__{_name}__", _operator(_shown))
+    if _name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod"):
+        setattr(Sharded, f"__r{_name}__", _operator(_shown))
 
 
 def dual(spec: TensorSpec) -> TensorSpec:
@@ -196,4 +207,6 @@ def typeof(x: Tensor | Sharded) -> ValueType | TensorSpec:
     >>> typeof(y)
     f32[32@x, 4] on mesh(x=4)
     """
+    if not isinstance(x, (Tensor, Sharded)):
+        raise ArgumentError(f"typeof takes a tensor or a Sharded, but got {described(x)}")
     return x.spec if isinstance(x, Sharded) else ValueType(x)

@@ -13,8 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fspmd.errors import AxisError, ShapeError, SpecError
+from fspmd.errors import ShapeError, SpecError
 from fspmd.mesh import Mesh
+from fspmd.messages import counted, described, quoted
 
 Entry = None | str | tuple[str, ...]
 
@@ -84,19 +85,20 @@ def _entry(entry: object) -> Entry:
         return entry
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
         return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+    hint = "; a set has no order, so write a tuple" if isinstance(entry, (set, frozenset)) else ""
     raise SpecError(
-        f"P got the entry {entry!r} of type {type(entry).__name__}; an entry is None, an axis name such as 'x', "
-        "or a tuple of axis names such as ('x', 'y')"
+        f"P got {described(entry)} as an entry; an entry is None, an axis name such as 'x', or a tuple of axis names "
+        f"such as ('x', 'y'){hint}"
     )
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     if isinstance(names, str):
         raise SpecError(f"P got {what}={names!r}; write a set of axis names: {what}={{{names!r}}}")
-    result = frozenset(names)
-    if not all(isinstance(name, str) for name in result):
-        raise SpecError(f"P got {what}={names!r}; expected a set of axis names such as {{'x'}}")
-    return result
+    listed = list(names) if isinstance(names, Iterable) else [None]
+    if not all(isinstance(name, str) for name in listed):
+        raise SpecError(f"P got {described(names)} for {what}; write a set of axis names, such as {what}={{'x'}}")
+    return frozenset(listed)
 
 
 def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
@@ -108,8 +110,8 @@ def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduce
     object.__setattr__(spec, "axes", frozenset(sharding))
     if repeated:
         raise SpecError(
-            f"{spec!r} names the mesh axis {', '.join(map(repr, repeated))} more than once; an axis can shard one "
-            "dim, or be unreduced, or be reduced: remove the repetition"
+            f"{spec!r} names the axis {quoted(repeated)} more than once; an axis shards one dim, or is unreduced, "
+            "or is reduced"
         )
 
 
@@ -209,8 +211,8 @@ class TensorSpec:
     def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
         if len(coordinate) != len(self.mesh.axis_names):
             raise ShapeError(
-                f"the coordinate {coordinate} has {len(coordinate)} entries, but {self.mesh!r} has "
-                f"{len(self.mesh.axis_names)} axes; give one index per mesh axis, as mesh.coordinate() does"
+                f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {self.mesh!r} has the axes "
+                f"{quoted(self.mesh.axis_names)}; give one index per mesh axis, as mesh.coordinate() does"
             )
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:
@@ -242,7 +244,7 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
 def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
     """The partition with one entry per dim; raises `SpecError` if it does not fit the mesh or the rank."""
     if complaint := complain(partition, mesh, len(shape)):
-        raise SpecError(f"the spec {partition!r} does not fit a tensor of shape {shape}: {complaint}")
+        raise SpecError(f"a spec for a tensor of shape {shape}: {complaint}")
     missing = len(shape) - len(partition)
     if not missing:
         return partition
@@ -252,20 +254,17 @@ def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
 def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
     """What is wrong with a partition on a mesh for a tensor of that rank (None: rank unknown), or ""."""
     if not isinstance(partition, P):
-        return f"expected a P such as P({mesh.axis_names[0]!r}), got {partition!r} of type {type(partition).__name__}"
+        return f"expected a P such as P({mesh.axis_names[0]!r}), but got {described(partition)}"
     if unknown := sorted(partition.mentioned - set(mesh.axis_names)):
-        return (
-            f"{partition!r} names the axis {', '.join(map(repr, unknown))}, but {mesh!r} has the axes "
-            f"{', '.join(map(repr, mesh.axis_names))}; use one of those"
-        )
-    if ndim == 0 and len(partition):
-        return f"{partition!r} has {len(partition)} entries, but the value is a scalar (no dims); write P()"
-    if ndim is not None and len(partition) > ndim:
-        return (
-            f"{partition!r} has {len(partition)} entries, but the value has {ndim} dims; "
-            f"give at most {ndim} entries, for example {P(*partition.entries[:ndim])!r}"
-        )
-    return ""
+        return f"{partition!r} names the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}"
+    if ndim is None or len(partition) <= ndim:
+        return ""
+    has = f"{partition!r} has {counted(len(partition), 'entry')}, but the value "
+    if ndim == 0:
+        return f"{has}is a scalar (no dims); write P()"
+    kept = (*(entry for entry in partition if entry is not None), *(None,) * ndim)[:ndim]
+    shorter = partition.entries[:ndim] if not any(partition.entries[ndim:]) else kept
+    return f"{has}has {counted(ndim, 'dim')}; give one entry per dim, for example {P(*shorter)!r}"
 
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
@@ -297,10 +296,3 @@ def describe(dtype: torch.dtype, shape: Iterable[int], partition: P | None = Non
         pending = [(k, sorted(v)) for k, v in (("U", partition.unreduced), ("R", partition.reduced)) if v]
         tail = "{" + " ".join(f"{k}:{','.join(v)}" for k, v in pending) + "}" if pending else ""
     return f"{short_dtype(dtype)}[{', '.join(dims)}]{tail}"
-
-
-def check_axis(mesh: Mesh, axis: object, where: str) -> None:
-    """Raise `AxisError` unless ``axis`` is an axis of the mesh."""
-    if not isinstance(axis, str) or axis not in mesh.shape:
-        known = ", ".join(map(repr, mesh.axis_names))
-        raise AxisError(f"{where} got the axis {axis!r}, but {mesh!r} has the axes {known}; use one of those")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 import optree
 
-from fspmd.errors import TreeError, join_failures
+from fspmd.errors import TreeError
+from fspmd.messages import Failure, a, counted, described, quoted, refuse
+from fspmd.sharded import Sharded
 from fspmd.spec import P
-
-Paths = Sequence[tuple[Any, ...]]
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -24,61 +26,136 @@ def key_path(path: tuple[Any, ...]) -> str:
     return "".join(f"[{entry!r}]" for entry in path)
 
 
+def leaf_paths(
+    tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None, *, none_is_leaf: bool = True
+) -> list[str]:
+    """Each leaf as Python would reach it.
+
+    >>> leaf_paths({"w": [1, None]}, "params")
+    ["params['w'][0]", "params['w'][1]"]
+    """
+    accessors = optree.tree_accessors(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
+    return [accessor.codify(root) for accessor in accessors]
+
+
+def parameter_names(f: Any, count: int) -> list[str]:
+    """The names of the first positional parameters of ``f``, ``args[i]`` where it has none."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # type: ignore[assignment]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def tree_text(treedef: optree.PyTreeSpec) -> str:
+    """A treedef as it would be written, ``*`` for each leaf.
+
+    >>> tree_text(flatten({"w": [1, 2]})[1])
+    "{'w': [*, *]}"
+    """
+    return str(treedef).removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
+
+
+# --- prefixes: specs over trees of values, dims over trees of arguments ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What may stand in a prefix, and what to write instead of something else."""
+
+    fits: Callable[[Any], bool]
+    instead: Callable[[Any], str]
+    noun: str
+
+
+def _instead_of_spec(given: Any) -> str:
+    if isinstance(given, str):
+        return f"write P({given!r})"
+    if type(given) in (tuple, list):
+        return f"write P({quoted(given)})"
+    return "write P()" if given is P else "expected a P such as P('x'), or None for a static value"
+
+
+SPECS: Final = Entries(lambda x: x is None or isinstance(x, P), _instead_of_spec, "P")
+DIMS: Final = Entries(
+    lambda x: x is None or type(x) is int, lambda _: "expected an int, or None where not mapped", "dim"
+)
+
+
 def broadcast_prefix(prefix: Any, tree: Any, what: str, where: str, header: str) -> list[Any]:
     """The leaf of ``prefix`` that stands over each leaf of ``tree``.
 
     Raises `TreeError` naming every place where the trees part; ``what`` names the prefix, ``where`` the tree.
     """
-    if isinstance(prefix, P) or prefix is None:
-        return [prefix] * optree.tree_structure(tree, none_is_leaf=True).num_leaves
-    result: list[Any] = []
-    failures: list[str] = []
-    _walk(prefix, tree, (), result, failures, what, where)
+    failures: list[Failure] = []
+    result = prefix_over(prefix, tree, what, where, failures)
     if failures:
-        raise TreeError(
-            join_failures(header, failures, f"write one spec per leaf, or one spec for a whole subtree of {where}")
-        )
+        refuse(header, failures)
     return result
 
 
-def _walk(
-    prefix: Any, tree: Any, path: tuple[Any, ...], result: list[Any], failures: list[str], what: str, where: str
-) -> None:
-    if isinstance(prefix, P) or prefix is None:
-        result.extend([prefix] * optree.tree_structure(tree, none_is_leaf=True).num_leaves)
-        return
-    at = key_path(path)
-    one, two = optree.tree_structure(prefix, none_is_leaf=True), optree.tree_structure(tree, none_is_leaf=True)
-    if one.is_leaf():
-        failures.append(
-            f"{what}{at} is {prefix!r} of type {type(prefix).__name__}; expected a P, or None for a static value"
-        )
-        return
-    if two.is_leaf():
-        failures.append(f"{what}{at} is a {type(prefix).__name__}, but {where}{at} is a leaf: {_brief(tree)}")
-        return
-    mine, theirs = _children(prefix), _children(tree)
-    if one.type is not two.type and not {one.type, two.type} <= {tuple, list}:
-        failures.append(f"{what}{at} is a {type(prefix).__name__}, but {where}{at} is a {type(tree).__name__}")
-        return
-    if list(mine) != list(theirs):
-        if isinstance(prefix, dict):
-            missing, extra = [k for k in theirs if k not in mine], [k for k in mine if k not in theirs]
-            difference = [f"no spec for the keys {missing}"] if missing else []
-            difference += [f"specs for the keys {extra}, which are not there"] if extra else []
-            failures.append(f"{what}{at} has {' and '.join(difference)}")
+def prefix_over(
+    prefix: Any, tree: Any, what: str, where: str, failures: list[Failure], entries: Entries = SPECS
+) -> list[Any]:
+    """The same, with every place where the trees part added to ``failures``."""
+    if entries.fits(prefix):
+        return [prefix] * optree.tree_structure(tree, none_is_leaf=True).num_leaves
+    given = f"{what} is {described(prefix)}"
+    if _is_leaf(prefix):
+        failures.append(Failure(f"{given}; {entries.instead(prefix)}", TreeError))
+    elif _is_leaf(tree):
+        if entries is SPECS and type(prefix) in (tuple, list) and all(x is None or isinstance(x, str) for x in prefix):
+            failures.append(Failure(f"{given}; {entries.instead(prefix)}", TreeError))
         else:
-            failures.append(f"{what}{at} has {len(mine)} entries, but {where}{at} has {len(theirs)}")
-        return
-    for key, child in mine.items():
-        _walk(child, theirs[key], (*path, key), result, failures, what, where)
+            here = f"{what} is {a(type(prefix).__name__)}, but {where} is {described(tree)}"
+            text = f"{here}: write one {entries.noun} there"
+            failures.append(Failure(text, TreeError))
+    elif not _alike(prefix, tree):
+        text = f"{what} is {a(type(prefix).__name__)}, but {where} is {a(type(tree).__name__)}"
+        failures.append(Failure(text, TreeError, _ADVICE.format(entries.noun)))
+    else:
+        return _children_over(prefix, tree, what, where, failures, entries)
+    return []
 
 
-def _children(node: Any) -> dict[Any, Any]:
-    children, _, entries, _ = optree.tree_flatten_one_level(node, none_is_leaf=True)
-    return dict(zip(entries, children, strict=True))
+def _children_over(
+    prefix: Any, tree: Any, what: str, where: str, failures: list[Failure], entries: Entries
+) -> list[Any]:
+    mine, theirs = _children(prefix), _children(tree)
+    if mine.keys() == theirs.keys():
+        result: list[Any] = []
+        for key, (step, child) in theirs.items():
+            result += prefix_over(mine[key][1], child, what + step, where + step, failures, entries)
+        return result
+    if isinstance(prefix, dict):
+        parts = [f"{where} has the key {key!r}, {what} has not" for key in theirs if key not in mine]
+        parts += [f"{what} has the key {key!r}, {where} has not" for key in mine if key not in theirs]
+        if len(parts) > _KEYS + 1:
+            parts[_KEYS:] = [f"{len(parts) - _KEYS} more keys differ"]
+    else:
+        parts = [f"{what} has {counted(len(mine), 'entry')}, but {where} has {len(theirs)}"]
+    failures.extend(Failure(part, TreeError, _ADVICE.format(entries.noun)) for part in parts)
+    return []
 
 
-def _brief(x: Any) -> str:
-    shape = getattr(x, "shape", None)
-    return f"{type(x).__name__} of shape {tuple(shape)}" if shape is not None else repr(x)[:60]
+_ADVICE = "give each leaf a {0} of its own, or one {0} to a whole subtree"
+_KEYS = 8  # differing keys that a message names
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, Sharded) or optree.tree_is_leaf(x, none_is_leaf=True)
+
+
+def _alike(prefix: Any, tree: Any) -> bool:
+    """Whether two nodes are of one kind: dicts of every type are, and so are tuples and lists."""
+    kinds = type(prefix), type(tree)
+    return kinds[0] is kinds[1] or all(issubclass(k, dict) for k in kinds) or all(k in (tuple, list) for k in kinds)
+
+
+def _children(node: Any) -> dict[Any, tuple[str, Any]]:
+    """By key: how to write the step to the child, and the child."""
+    children, _, keys, _ = optree.tree_flatten_one_level(node, none_is_leaf=True)
+    accessors = optree.tree_accessors(node, is_leaf=lambda x: x is not node, none_is_leaf=True)
+    steps = [accessor.codify("") for accessor in accessors]
+    return {key: (step, child) for key, step, child in zip(keys, steps, children, strict=True)}

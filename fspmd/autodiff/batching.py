@@ -10,12 +10,14 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, AxisError, ShapeError
+from fspmd.autodiff.leaves import check_function
+from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.mesh import current_mesh
+from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.shard_map import shard_map
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, entry_axes
-from fspmd.trees import key_path
+from fspmd.trees import DIMS, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
 
 Dims = Any  # an int, None, or a pytree prefix of them
@@ -41,10 +43,16 @@ def vmap(
             [10, 12]])
     """
 
+    check_function(f, "vmap")
+    if spmd_axis_name is not None and not isinstance(spmd_axis_name, str):
+        raise AxisError(f"vmap got {described(spmd_axis_name)} as spmd_axis_name; give the name of one mesh axis")
+
     @functools.wraps(f)
-    def mapped(*args: Any) -> Any:
-        leaves, treedef = optree.tree_flatten(args, is_leaf=_is_sharded, none_is_leaf=True)
-        dims = _dims_of(in_dims, args, treedef, leaves)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            raise ArgumentError(f"vmap maps positional arguments only; pass {quoted(kwargs)} by position")
+        leaves, treedef = optree.tree_flatten(args, is_leaf=is_sharded, none_is_leaf=True)
+        dims = _dims_of(in_dims, args, leaves, parameter_names(f, len(args)))
         if spmd_axis_name is not None:
             return _over_axis(f, leaves, dims, treedef, out_dims, spmd_axis_name, randomness)
         return _batched(f, leaves, dims, treedef, out_dims, randomness)
@@ -52,31 +60,46 @@ def vmap(
     return mapped
 
 
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)
-
-
-def _dims_of(in_dims: Dims, args: Any, treedef: Any, leaves: list[Any]) -> list[int | None]:
-    prefix = tuple(in_dims) if isinstance(in_dims, list) else in_dims
-    try:
-        dims = optree.broadcast_prefix(prefix, optree.tree_unflatten(treedef, [0] * len(leaves)), none_is_leaf=True)
-    except ValueError as error:
-        raise ArgumentError(f"vmap got in_dims={in_dims!r}, which is no prefix of the arguments: {error}") from None
-    result: list[int | None] = []
-    for path, leaf, dim in zip(treedef.paths(), leaves, dims, strict=True):
-        if dim is None:
-            result.append(None)
-            continue
-        ndim = leaf.ndim if isinstance(leaf, (Tensor, Sharded)) else 0
-        if type(dim) is not int or not -ndim <= dim < ndim:
-            raise ShapeError(
-                f"vmap got in_dims entry {dim!r} for args{key_path(path)}, "
-                + (f"which has {ndim} dims" if ndim else "which has no dims; give None for it")
+def _dims_of(in_dims: Dims, args: tuple[Any, ...], leaves: list[Any], names: list[str]) -> list[int | None]:
+    """The mapped dim of each leaf, not negative, or None."""
+    failures: list[Failure] = []
+    dims: list[Any] = []
+    if isinstance(in_dims, (tuple, list)):
+        if len(in_dims) != len(args):
+            raise TreeError(
+                f"vmap was called with {counted(len(args), 'argument')}, but in_dims has "
+                f"{counted(len(in_dims), 'entry')}; write one dim per argument, or one int for all"
             )
-        result.append(dim % ndim)
+        for i, (dim, arg) in enumerate(zip(in_dims, args, strict=True)):
+            dims += prefix_over(dim, arg, f"in_dims[{i}]", names[i], failures, DIMS)
+    else:
+        dims = prefix_over(in_dims, args, "in_dims", "the arguments", failures, DIMS)
+    if failures:
+        refuse("vmap: in_dims does not match the arguments", failures)
+    labels = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name, is_sharded)]
+    result = [_dim_of(*row, failures) for row in zip(leaves, dims, labels, strict=True)]
+    if failures:
+        refuse("vmap: in_dims does not fit the arguments", failures)
     if all(dim is None for dim in result):
-        raise ArgumentError(f"vmap got in_dims={in_dims!r}: at least one argument must be mapped")
+        raise ArgumentError(f"vmap got in_dims={in_dims!r}, but at least one argument must be mapped: give it an int")
+    mapped = [(leaf.shape[d], d, label) for leaf, d, label in zip(leaves, result, labels, strict=True) if d is not None]
+    if len({size for size, _, _ in mapped}) > 1:
+        lines = [Failure(f"dim {d} of {label} has size {size}", ShapeError) for size, d, label in mapped]
+        refuse("vmap: mapped dims must all have one size", lines)
     return result
+
+
+def _dim_of(leaf: Any, dim: int | None, label: str, failures: list[Failure]) -> int | None:
+    if dim is None or leaf is None:
+        return None
+    if not isinstance(leaf, (Tensor, Sharded)):
+        failures.append(Failure(f"{label} is {described(leaf)}, which has no dim {dim}; give it None", ShapeError))
+    elif not -leaf.ndim <= dim < leaf.ndim:
+        more = f"; give it {f'an int from {-leaf.ndim} to {leaf.ndim - 1}, or ' if leaf.ndim else ''}None"
+        failures.append(Failure(f"{label} of shape {tuple(leaf.shape)} has no dim {dim}{more}", ShapeError))
+    else:
+        return dim % leaf.ndim
+    return None
 
 
 def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, randomness: str) -> Any:
@@ -93,19 +116,45 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
             Sharded(x, spec) if isinstance(leaf, Sharded) else x
             for x, spec, leaf in zip(xs, specs, leaves, strict=True)
         ]
-        kept["outs"], kept["tree"] = optree.tree_flatten(f(*treedef.unflatten(values)), is_leaf=_is_sharded)
-        outs = [o.local if isinstance(o, Sharded) else torch.as_tensor(o) for o in kept["outs"]]
+        out = f(*treedef.unflatten(values))
+        kept["outs"], kept["tree"] = optree.tree_flatten(out, is_leaf=is_sharded)
+        kept["labels"] = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
+        outs = [_result(*row) for row in zip(kept["outs"], kept["labels"], strict=True)]
         kept["variances"] = [get_variance(o) for o in outs]
         return tuple(outs)
 
     mapped = torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_)
-    wanted = optree.broadcast_prefix(out_dims, kept["tree"].unflatten([0] * len(mapped)), none_is_leaf=False)
+    wanted = _out_dims(out_dims, kept["tree"], mapped, kept["labels"])
     results = []
     for out, local, dim, variance in zip(kept["outs"], mapped, wanted, kept["variances"], strict=True):
-        at = dim % local.ndim
-        local = set_variance(local.movedim(0, at), variance)  # noqa: PLW2901
-        results.append(Sharded(local, _with(out.spec, at, batch)) if isinstance(out, Sharded) else local)
+        local = set_variance(local.movedim(0, dim), variance)  # noqa: PLW2901
+        results.append(Sharded(local, _with(out.spec, dim, batch)) if isinstance(out, Sharded) else local)
     return kept["tree"].unflatten(results)
+
+
+def _result(x: Any, label: str) -> Tensor:
+    if isinstance(x, (Tensor, Sharded)):
+        return x.local if isinstance(x, Sharded) else x
+    if not isinstance(x, (int, float, complex)):
+        raise ArgumentError(f"vmap: {label} is {described(x)}; a mapped function returns tensors and numbers")
+    return torch.as_tensor(x)
+
+
+def _out_dims(out_dims: Dims, treedef: Any, outs: tuple[Tensor, ...], labels: list[str]) -> list[int]:
+    """Where the mapped dim stands in each result, not negative."""
+    failures: list[Failure] = []
+    dims = prefix_over(out_dims, treedef.unflatten(outs), "out_dims", "result", failures, DIMS)
+    if failures:
+        refuse("vmap: out_dims does not match the results", failures)
+    for out, dim, label in zip(outs, dims, labels, strict=True):
+        if dim is None:
+            failures.append(Failure(f"{label} has None; a result is mapped, so give it an int", ArgumentError))
+        elif not -out.ndim <= dim < out.ndim:
+            allowed = f"with the mapped dim it has {counted(out.ndim, 'dim')}"
+            failures.append(Failure(f"{label} cannot have its mapped dim at {dim}: {allowed}", ShapeError))
+    if failures:
+        refuse("vmap: out_dims does not fit the results", failures)
+    return [dim % out.ndim for dim, out in zip(dims, outs, strict=True)]
 
 
 def _without(spec: TensorSpec, dim: int) -> TensorSpec:
@@ -113,7 +162,7 @@ def _without(spec: TensorSpec, dim: int) -> TensorSpec:
     if p[dim] is not None:
         raise ShapeError(
             f"vmap over dim {dim} of {spec!r}, which is sharded over {p[dim]!r}; pass spmd_axis_name={p[dim]!r} to map "
-            "each rank's own part, or reshard the dim first"
+            "each rank's own part, or gather it first: device_put(x, P())"
         )
     entries = p.entries[:dim] + p.entries[dim + 1 :]
     shape = spec.shape[:dim] + spec.shape[dim + 1 :]
@@ -134,7 +183,11 @@ def _over_axis(
     if mesh is None or axis not in mesh.shape:
         raise AxisError(
             f"vmap got spmd_axis_name={axis!r}, but "
-            f"{'no mesh is set' if mesh is None else f'{mesh!r} has no such axis'}; set the mesh with set_mesh(mesh)"
+            + (
+                "there is no mesh; set one with set_mesh(mesh), or give a Sharded argument"
+                if mesh is None
+                else f"{mesh!r} has only {quoted(mesh.axis_names)}"
+            )
         )
     in_specs = tuple(
         None if not isinstance(leaf, (Tensor, Sharded)) else P() if dim is None else P(*(None,) * dim, axis)
@@ -142,7 +195,10 @@ def _over_axis(
     )
     for leaf, dim in zip(leaves, dims, strict=True):
         if isinstance(leaf, Sharded) and dim is not None and entry_axes(leaf.spec.partition[dim]) not in ((), (axis,)):
-            raise ShapeError(f"vmap over dim {dim} of {leaf!r}: it is sharded over other axes than {axis!r}")
+            raise ShapeError(
+                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {axis!r} alone; lay it out so first: "
+                f"device_put(x, {P(*(None,) * dim, axis)!r})"
+            )
     flat_dims = list(dims)
 
     def body(*xs: Any) -> Any:

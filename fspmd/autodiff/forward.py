@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.autodiff.cotangents import tangents_of
 from fspmd.autodiff.leaves import (
     Function,
-    check_leaf,
+    check_function,
+    check_leaves,
     differentiating,
     flatten,
     like,
     local_of,
-    show_leaf,
     typed,
 )
-from fspmd.body import state
-from fspmd.errors import TreeError, VarianceError
-from fspmd.redistribute import to_blocks
-from fspmd.sharded import Sharded
-from fspmd.trees import key_path
-from fspmd.variance import get_variance, set_variance, show
+from fspmd.errors import ArgumentError, TreeError
+from fspmd.messages import described
+from fspmd.sharded import is_sharded
+from fspmd.trees import leaf_paths, tree_text
+from fspmd.variance import get_variance, set_variance
 
 
 def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -35,17 +35,23 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
     >>> device_get(tangent)
     tensor([12.])
     """
+    check_function(f, "jvp")
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, (tuple, list)):
+            raise ArgumentError(
+                f"jvp got {described(given)} as {name}; give a tuple with one entry per argument: jvp(f, (x,), (t,))"
+            )
     primals, tangents = tuple(primals), tuple(tangents)
     leaves, treedef = flatten(primals)
     given, tree = flatten(tangents)
     if tree != treedef:
         raise TreeError(
-            f"jvp got tangents of the tree {tree}, but the primals have {treedef}; give tangents of that tree"
+            f"jvp got tangents with the tree {tree_text(tree)}, but the primals have the tree {tree_text(treedef)}; "
+            "give one tangent per leaf of the primals"
         )
-    locals_: list[Tensor] = []
-    for path, leaf, t in zip(treedef.paths(), leaves, given, strict=True):
-        check_leaf(leaf, path[1:], "jvp", f"primals[{path[0]}]")
-        locals_.append(_tangent(leaf, t, path))
+    labels = leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
+    check_leaves(leaves, labels, "jvp")
+    locals_ = tangents_of(given, leaves, labels, "jvp")
     kept: dict[str, Any] = {}
 
     def flat(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -65,29 +71,3 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
             set_variance(value, variance)
         sides.append(kept["tree"].unflatten([like(o, v) for o, v in zip(kept["outs"], side, strict=True)]))
     return sides[0], sides[1]
-
-
-def _tangent(leaf: Any, t: Any, path: tuple[Any, ...]) -> Tensor:
-    where = f"jvp: the tangent{key_path(path)}"
-    if isinstance(leaf, Sharded):
-        if isinstance(t, Sharded) and t.spec is leaf.spec:
-            return t.local
-        if isinstance(t, Tensor) and tuple(t.shape) == leaf.shape and t.dtype == leaf.dtype:
-            return to_blocks(t, leaf.spec)
-        raise TreeError(
-            f"{where} is {show_leaf(t)}, but the primal is {leaf!r}; give a Sharded of that spec or a global tensor"
-        )
-    if not isinstance(t, Tensor) or t.shape != leaf.shape or t.dtype != leaf.dtype:
-        raise TreeError(
-            f"{where} is {show_leaf(t)}, but the primal is {show_leaf(leaf)}; give a tensor of that shape and dtype"
-        )
-    if (
-        state.body is not None
-        and state.body.checked
-        and (extra := get_variance(t).varying - get_variance(leaf).varying)
-    ):
-        raise VarianceError(
-            f"{where} is {show(t)}, but the primal is {show(leaf)}: a tangent may vary only where its primal does, "
-            f"and this one does over {', '.join(sorted(extra))}; pcast the primal to varying first"
-        )
-    return t

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.sharded import Sharded, dual
-from fspmd.trees import key_path
+from fspmd.messages import Failure, counted, described, refuse
+from fspmd.sharded import Sharded, dual, is_sharded
 from fspmd.variance import get_variance, set_variance, show
 
 transforms_active = torch._C._are_functorch_transforms_active
@@ -36,12 +36,9 @@ def differentiating() -> Any:
         DEPTH.value -= 1
 
 
-def is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)
-
-
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    """Leaves and treedef, a Sharded being a leaf and None a part of the tree, as in JAX: it has no derivative."""
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded)
     return leaves, treedef
 
 
@@ -62,14 +59,22 @@ def differentiable(leaf: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def check_leaf(leaf: Any, path: tuple[Any, ...], what: str, argument: str) -> None:
-    if not differentiable(leaf):
-        x = local_of(leaf)
-        given = f"a {x.dtype} tensor" if isinstance(x, Tensor) else f"a {type(leaf).__name__}"
-        raise ArgumentError(
-            f"{what}: {argument}{key_path(path)} is {given}, which has no derivative; differentiate with respect to "
-            "floating-point tensors only (see argnums), or convert it: x.to(torch.float32)"
-        )
+def check_leaves(leaves: list[Any], labels: list[str], what: str) -> None:
+    """Every leaf has a derivative; those that have none are in one message."""
+    failures = []
+    for leaf, label in zip(leaves, labels, strict=True):
+        if not differentiable(leaf):
+            others = "close over the others" if what in ("vjp", "jvp") else "give the others as another argument"
+            advice = f"differentiate floating-point tensors only: {others}, or convert them: x.float()"
+            failures.append(Failure(f"{label} is {show_leaf(leaf)}", ArgumentError, advice))
+    if failures:
+        refuse(f"{what}: values that have no derivative", failures)
+
+
+def check_function(f: Any, what: str) -> None:
+    """``f`` can be called."""
+    if not callable(f):
+        raise ArgumentError(f"{what} takes a function, but got {described(f)}; write {what}(f), not {what}(f(x))")
 
 
 def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
@@ -77,13 +82,14 @@ def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
     if not isinstance(numbers, (tuple, list)) or not numbers or not all(type(i) is int for i in numbers):
         raise ArgumentError(f"{what} got argnums={argnums!r}; expected an int or a tuple of ints, such as 0 or (0, 1)")
     if wrong := [i for i in numbers if not -count <= i < count]:
+        hint = "" if count else " (keyword arguments are not differentiated)"
         raise ArgumentError(
-            f"{what} got argnums={argnums!r}, but the function was called with {count} positional arguments; "
-            f"{wrong} is out of range"
+            f"{what} got argnums={argnums!r}, but the function was called with "
+            f"{counted(count, 'positional argument')}{hint}: there is no argument {wrong[0]}"
         )
     chosen = tuple(i % count for i in numbers)
     if len(set(chosen)) < len(chosen):
-        raise ArgumentError(f"{what} got argnums={argnums!r}, which names an argument twice")
+        raise ArgumentError(f"{what} got argnums={argnums!r}, which names an argument twice; name each once")
     return chosen
 
 
@@ -101,7 +107,8 @@ def detached(tree: Any) -> Any:
 
 
 def show_leaf(x: Any) -> str:
-    return show(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, Sharded) else f"a {type(x).__name__}"
+    """A tensor's type, a Sharded's, or what else was given, for messages."""
+    return show(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, Sharded) else described(x)
 
 
 def stop_gradient(tree: Any) -> Any:

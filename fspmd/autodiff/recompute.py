@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fspmd.autodiff.leaves import Function, transforms_active
+from fspmd.autodiff.leaves import Function, check_function, transforms_active
 from fspmd.body import state, within
 from fspmd.tracking import Tracker
 
@@ -24,6 +24,8 @@ def checkpoint(f: Function) -> Function:
     tensor([[3.],
             [3.]])
     """
+
+    check_function(f, "checkpoint")
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.autodiff.cotangents import cotangents_of, scalar_of
 from fspmd.autodiff.leaves import (
     DEPTH,
     Function,
     check_argnums,
-    check_leaf,
+    check_function,
+    check_leaves,
     detached,
-    differentiable,
     differentiating,
     flatten,
     gradient_like,
@@ -25,12 +26,10 @@ from fspmd.autodiff.leaves import (
     transforms_active,
     typed,
 )
-from fspmd.body import state
-from fspmd.errors import ArgumentError, TreeError, VarianceError
-from fspmd.redistribute import to_blocks
-from fspmd.sharded import Sharded, dual
-from fspmd.trees import key_path
-from fspmd.variance import get_variance, set_variance, show
+from fspmd.errors import TreeError
+from fspmd.sharded import is_sharded
+from fspmd.trees import leaf_paths, parameter_names
+from fspmd.variance import get_variance, set_variance
 
 
 def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
@@ -46,15 +45,15 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     (tensor([0., 2., 4., 6.]),)
     """
     leaves, treedef = flatten(primals)
-    for path, leaf in zip(treedef.paths(), leaves, strict=True):
-        check_leaf(leaf, path[1:], "vjp", f"primals[{path[0]}]")
+    check_function(f, "vjp")
+    check_leaves(leaves, leaf_paths(primals, "primals", is_sharded, none_is_leaf=False), "vjp")
     if transforms_active():
         return _vjp_by_transform(f, leaves, treedef, has_aux)
     inputs, out, aux, create = _trace(f, leaves, treedef, has_aux)
 
     def pull(cotangent: Any) -> Any:
-        outputs, out_tree = flatten(out)
-        cotangents = _cotangents(cotangent, outputs, out_tree)
+        outputs, _ = flatten(out)
+        cotangents = cotangents_of(cotangent, out, outputs, "vjp")
         used = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
         grads = _autograd(used, inputs, create or any(c.requires_grad for _, c in used), retain=True)
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, grads, strict=True)])
@@ -71,52 +70,22 @@ def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple
         out = f(*args)
     aux = None
     if has_aux:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TreeError(
-                f"with has_aux=True the function must return (out, aux), but it returned {type(out).__name__}"
-            )
-        out, aux = out
+        out, aux = _with_aux(out)
         aux = detached(aux) if not create else aux
     return inputs, out, aux, create
+
+
+def _with_aux(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        given = f"a tuple of {len(out)}" if isinstance(out, tuple) else show_leaf(out)
+        raise TreeError(f"with has_aux=True the function returns a pair, (out, aux), but it returned {given}")
+    return out
 
 
 def _fresh(x: Tensor, connected: bool) -> Tensor:
     with torch._C.DisableTorchFunction():
         y = x.view_as(x) if connected and x.requires_grad else x.detach().requires_grad_()
     return typed(y, x)
-
-
-def _cotangents(cotangent: Any, outputs: list[Any], out_tree: Any) -> list[Tensor]:
-    given, tree = flatten(cotangent)
-    if tree != out_tree:
-        raise TreeError(
-            f"vjp got a cotangent of the tree {tree}, but the function returned {out_tree}; give one of that tree"
-        )
-    return [_cotangent(c, out, path) for c, out, path in zip(given, outputs, out_tree.paths(), strict=True)]
-
-
-def _cotangent(c: Any, out: Any, path: tuple[Any, ...]) -> Tensor:
-    where = f"the cotangent{key_path(path)}"
-    if isinstance(out, Sharded):
-        spec = dual(out.spec)
-        if isinstance(c, Sharded):
-            if c.spec is not spec:
-                raise TreeError(f"vjp: {where} is {c!r}, but the result is {out!r}, whose cotangent lies as {spec!r}")
-            return c.local
-        if not isinstance(c, Tensor) or tuple(c.shape) != out.shape or c.dtype != out.dtype:
-            raise TreeError(f"vjp: {where} is {show_leaf(c)}, but the result is {out!r}; give one of its global shape")
-        return to_blocks(c, spec)
-    if not isinstance(c, Tensor) or c.shape != out.shape or c.dtype != out.dtype:
-        raise TreeError(
-            f"vjp: {where} is {show_leaf(c)}, but the result is {show_leaf(out)}; give a tensor of that shape and dtype"
-        )
-    if state.body is not None and state.body.checked:
-        have, want = get_variance(c), get_variance(out).dual
-        if have.varying - want.varying or have.unreduced != want.unreduced:
-            raise VarianceError(
-                f"vjp: {where} is {show(c)}, but the result is {show(out)}; psum or pcast the cotangent"
-            )
-    return c
 
 
 def _autograd(used: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create: bool, retain: bool) -> list[Tensor]:
@@ -149,9 +118,11 @@ def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool 
     (Sharded f32[] on mesh(x=4), tensor(6.))
     """
 
+    check_function(f, "value_and_grad")
+
     @functools.wraps(f)
     def with_gradient(*args: Any, **kwargs: Any) -> Any:
-        return _value_and_grad(f, argnums, has_aux, args, kwargs)
+        return _value_and_grad(f, argnums, has_aux, args, kwargs, "value_and_grad")
 
     return with_gradient
 
@@ -165,20 +136,25 @@ def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -
     tensor(12.)
     """
 
+    check_function(f, "grad")
+
     @functools.wraps(f)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        value, grads = _value_and_grad(f, argnums, has_aux, args, kwargs)
+        value, grads = _value_and_grad(f, argnums, has_aux, args, kwargs, "grad")
         return (grads, value[1]) if has_aux else grads
 
     return gradient
 
 
-def _value_and_grad(f: Function, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    numbers = check_argnums(argnums, len(args), "grad")
+def _value_and_grad(
+    f: Function, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
+) -> Any:
+    numbers = check_argnums(argnums, len(args), what)
     chosen = tuple(args[i] for i in numbers)
     leaves, treedef = flatten(chosen)
-    for path, leaf in zip(treedef.paths(), leaves, strict=True):
-        check_leaf(leaf, path[1:], "grad", f"argument {numbers[path[0]]}")
+    names = parameter_names(f, len(args))
+    labels = [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
+    check_leaves(leaves, labels, what)
 
     def of_chosen(*values: Any) -> Any:
         full = list(args)
@@ -189,11 +165,11 @@ def _value_and_grad(f: Function, argnums: Any, has_aux: bool, args: tuple[Any, .
     if transforms_active():
         result = _vjp_by_transform(of_chosen, leaves, treedef, has_aux)
         out, pull, aux = result if has_aux else (*result, None)
-        _scalar(out)
+        scalar_of(out, what)
         grads = pull(_like_ones(out))
     else:
         inputs, out, aux, create = _trace(of_chosen, leaves, treedef, has_aux)
-        loss = _scalar(out)
+        loss = scalar_of(out, what)
         used = [(loss, typed(torch.ones_like(loss), loss))] if loss.requires_grad else []
         found = _autograd(used, inputs, create, retain=False)
         grads = treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, found, strict=True)])
@@ -206,18 +182,6 @@ def _like_ones(out: Any) -> Any:
     return like(out, typed(torch.ones_like(local_of(out)), local_of(out)))
 
 
-def _scalar(out: Any) -> Tensor:
-    x = local_of(out)
-    if not isinstance(x, Tensor) or x.ndim or not differentiable(x):
-        raise ArgumentError(
-            f"grad needs a function with a real scalar result, but it returned {show_leaf(out)}; reduce it to a 0-d "
-            "floating-point tensor (.sum(), .mean()), return (scalar, aux) with has_aux=True, or use vjp"
-        )
-    if isinstance(out, Sharded) and out.spec.partition.mentioned:
-        raise VarianceError(f"grad needs a scalar equal on all ranks, but the function returned {out!r}; psum it first")
-    return x
-
-
 def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> Any:
     """The same through ``torch.func``, where one of its transforms is active already."""
     kept: dict[str, Any] = {}
@@ -226,7 +190,7 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
         out = f(*treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
         if has_aux:
-            out, kept["aux"] = out
+            out, kept["aux"] = _with_aux(out)
         kept["outs"], kept["tree"] = flatten(out)
         kept["variances"] = [get_variance(local_of(o)) for o in kept["outs"]]
         return tuple(local_of(o) for o in kept["outs"])
@@ -240,7 +204,7 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
     out = kept["tree"].unflatten(outs)
 
     def pull(cotangent: Any) -> Any:
-        cotangents = _cotangents(cotangent, outs, kept["tree"])
+        cotangents = cotangents_of(cotangent, out, outs, "vjp")
         grads = pull_flat(tuple(cotangents))
         typed = [set_variance(g, get_variance(local_of(leaf)).dual) for g, leaf in zip(grads, leaves, strict=True)]
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, typed, strict=True)])

@@ -1,0 +1,122 @@
+"""Cotangents and tangents as a user gives them: checked against the values they belong to, and cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
+from fspmd.body import state
+from fspmd.errors import ArgumentError, TreeError, VarianceError
+from fspmd.messages import Failure, described, quoted, refuse
+from fspmd.redistribute import to_blocks
+from fspmd.sharded import Sharded, dual, is_sharded
+from fspmd.spec import TensorSpec, describe
+from fspmd.trees import leaf_paths, tree_text
+from fspmd.variance import Variance, get_variance
+
+
+def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -> list[Tensor]:
+    """The blocks of the cotangents of all leaves of a result; every one that does not fit is in one message."""
+    given, tree = flatten(cotangent)
+    _, out_tree = flatten(out)
+    if tree != out_tree:
+        raise TreeError(
+            f"{what} got a cotangent with the tree {tree_text(tree)}, but the result has the tree "
+            f"{tree_text(out_tree)}; give one tensor per leaf of the result"
+        )
+    paths = [
+        leaf_paths(tree, root, is_sharded, none_is_leaf=False)
+        for tree, root in ((cotangent, "cotangent"), (out, "result"))
+    ]
+    rows = zip(given, outputs, *paths, strict=True)
+    failures = [failure for row in rows if (failure := _cotangent_failure(*row)) is not None]
+    if failures:
+        refuse(f"{what}: cotangents that do not fit", failures)
+    return [_block(c, dual(o.spec) if isinstance(o, Sharded) else None) for c, o in zip(given, outputs, strict=True)]
+
+
+def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
+    """The block of the cotangent of one Sharded."""
+    if failure := _cotangent_failure(cotangent, out, "the gradient", "the tensor"):
+        refuse(f"{what}: a gradient that does not fit", [failure])
+    return _block(cotangent, dual(out.spec))
+
+
+def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequence[str], what: str) -> list[Tensor]:
+    """The blocks of the tangents of all leaves."""
+    failures = [
+        failure
+        for t, primal, label in zip(tangents, primals, labels, strict=True)
+        if (failure := _tangent_failure(t, primal, label.replace("primals", "tangents", 1), label)) is not None
+    ]
+    if failures:
+        refuse(f"{what}: tangents that do not fit", failures)
+    return [_block(t, getattr(primal, "spec", None)) for t, primal in zip(tangents, primals, strict=True)]
+
+
+def scalar_of(out: Any, what: str) -> Tensor:
+    """A real scalar that is equal on all ranks: what can be differentiated without a cotangent."""
+    x = local_of(out)
+    if not isinstance(x, Tensor) or x.ndim or not differentiable(x) or x.is_complex():
+        given = show_leaf(out) if isinstance(x, Tensor) else described(out)
+        more = "" if what == "backward()" else ", return (scalar, aux) with has_aux=True, or use vjp"
+        raise ArgumentError(
+            f"{what} needs a real scalar, a 0-d floating-point tensor, but the result is {given}; reduce it with "
+            f".sum() or .mean(){more}"
+        )
+    if isinstance(out, Sharded) and (axes := out.spec.partition.mentioned):
+        raise VarianceError(
+            f"{what} needs a scalar that is equal on all ranks, but the result is {out!r}; psum it over "
+            f"{quoted(sorted(axes))} in the function, and write P() in its out_specs"
+        )
+    return x
+
+
+def _block(x: Any, spec: TensorSpec | None) -> Tensor:
+    if spec is None or isinstance(x, Sharded):
+        block: Tensor = local_of(x)
+        return block
+    return to_blocks(x, spec)
+
+
+def _cotangent_failure(c: Any, out: Any, where: str, of: str) -> Failure | None:
+    if isinstance(out, Sharded):
+        return _sharded_failure(c, dual(out.spec), where, of)
+    return _plain_failure(c, out, get_variance(out).dual, where, of)
+
+
+def _tangent_failure(t: Any, primal: Any, where: str, of: str) -> Failure | None:
+    if isinstance(primal, Sharded):
+        return _sharded_failure(t, primal.spec, where, of)
+    return _plain_failure(t, primal, get_variance(primal), where, of)
+
+
+def _sharded_failure(x: Any, spec: TensorSpec, where: str, of: str) -> Failure | None:
+    if isinstance(x, Sharded):
+        fits = x.spec is spec
+    else:
+        fits = isinstance(x, Tensor) and tuple(x.shape) == spec.shape and x.dtype == spec.dtype
+    if fits:
+        return None
+    plain = describe(spec.dtype, spec.shape)
+    return Failure(f"{where} is {show_leaf(x)}; {of} takes Sharded {spec!r}, or a global tensor {plain}", TreeError)
+
+
+def _plain_failure(x: Any, like: Tensor, want: Variance, where: str, of: str) -> Failure | None:
+    if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype:
+        return Failure(f"{where} is {show_leaf(x)}; {of} takes {_text(like, want)}", TreeError)
+    if state.body is None or not state.body.checked:
+        return None
+    have = get_variance(x)
+    takes = f"{where} is {show_leaf(x)}; {of} takes {_text(like, want)}"
+    if extra := have.varying - want.varying:
+        advice = "psum it first, or pcast the value it belongs to with to='varying'"
+        return Failure(f"{takes}, equal on all ranks of {quoted(sorted(extra))}", VarianceError, advice)
+    return Failure(takes, VarianceError, "psum or pcast it first") if have.unreduced != want.unreduced else None
+
+
+def _text(like: Tensor, variance: Variance) -> str:
+    return describe(like.dtype, like.shape).replace(", ", ",") + (repr(variance) if repr(variance) != "{}" else "")

@@ -1,0 +1,102 @@
+"""Words that error messages share: counted nouns, mesh axes, what was given, and one message for all failing leaves."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from fspmd.errors import FspmdError, join_failures
+
+_SHOWN = 60  # characters of a value's own text, and keys of a dict
+
+
+def counted(n: int, noun: str) -> str:
+    """The number with its noun.
+
+    >>> counted(1, "entry"), counted(2, "entry"), counted(3, "dim")
+    ('1 entry', '2 entries', '3 dims')
+    """
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n} {noun[:-1]}ies" if noun.endswith("y") else f"{n} {noun}s"
+
+
+def quoted(names: Iterable[object]) -> str:
+    """Names in quotes, with commas.
+
+    >>> quoted(("x", "y"))
+    "'x', 'y'"
+    """
+    return ", ".join(map(repr, names))
+
+
+def as_axis_name(axes: Sequence[str]) -> str:
+    """What to write for the ``axis_name`` of a collective.
+
+    >>> as_axis_name(("x",)), as_axis_name(("x", "y"))
+    ("'x'", "('x', 'y')")
+    """
+    return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+
+
+def a(noun: str) -> str:
+    """The noun with its article.
+
+    >>> a("tensor"), a("int")
+    ('a tensor', 'an int')
+    """
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+def described(x: Any) -> str:
+    """What a value is, in a few words: for values that are of a wrong kind.
+
+    >>> described(0.1), described("sgd"), described(None), described([1, 2]), described(torch.zeros(2, 3))
+    ('the float 0.1', "the string 'sgd'", 'None', 'the list [1, 2]', 'a tensor of shape (2, 3)')
+    """
+    if x is None:
+        return "None"
+    if isinstance(x, torch.Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    name = type(x).__name__
+    if name == "ndarray":
+        return f"a numpy array of shape {x.shape}"
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if isinstance(x, (types.FunctionType, types.BuiltinFunctionType)):
+        return f"the function {x.__name__}"
+    if isinstance(x, (set, frozenset)):
+        return f"the {name} {{{', '.join(sorted(map(repr, x)))}}}"
+    if isinstance(x, (int, float, complex, str, list, tuple, dict)):
+        text = repr(x)
+        if len(text) <= _SHOWN and "\n" not in text:
+            return f"the {'string' if name == 'str' else name} {text}"
+    return a(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failing leaf: what is wrong, the class of error it alone would raise, and what to write instead."""
+
+    text: str
+    error: type[FspmdError]
+    advice: str = ""
+
+
+def refuse(header: str, failures: Sequence[Failure]) -> NoReturn:
+    """Raise one error for all failures, of the class of the first; advice they share is given once."""
+    advice = "\n".join(dict.fromkeys(failure.advice for failure in failures if failure.advice))
+    raise failures[0].error(join_failures(header, [failure.text for failure in failures], advice))
+
+
+def per_rank(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
+    """The message for a Python value asked of a value that differs from rank to rank."""
+    return (
+        f"{call} on {shown}, which varies over {quoted(sorted(axes))}: Python needs one value for all ranks; "
+        + (instead or "make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where")
+        + ", or run it rank by rank with rank_map"
+    )
