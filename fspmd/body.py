@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from fspmd.errors import AxisError
 from fspmd.mesh import Mesh
 from fspmd.transport import Transport, transport_of
@@ -86,7 +88,7 @@ def within(body: Body | None, tracker: Any) -> Iterator[None]:
         if tracker is None:
             yield
         else:
-            with tracker:
+            with torch._C._EnableTorchFunction(), tracker:  # backward may have been started with it disabled
                 yield
     finally:
         state.body, state.tracker = before
