@@ -113,7 +113,6 @@ PROGRAMS = [
     raw("sgd_by_hand", M4, [F(2), F(8)], [P(), P("x")], P(), sgd_by_hand),
     raw("checkpoint", M4, [F(8)], [P("x")], P(), lambda m, a: m.checkpoint(lambda t: m.sin(m.psum(t * t, "x")))(a)),
     raw("jvp", M4, [F(8), F(8)], [P("x")] * 2, P(), lambda m, a, t: m.jvp(lambda a: m.psum(m.sin(a), "x"), (a,), (t,))),
-    raw("varying_leaves_as_replicated", M4, [F(8)], [P("x")], P(), lambda m, a: m.sin(a), grad_wrt=()),
     raw(
         "scan_with_unchecked_carry",
         M4,
