@@ -1,0 +1,295 @@
+"""Train a byte-level transformer with data, tensor and sequence parallelism, as pure functions over a pytree.
+
+    python examples/train_lm.py                                           # 8 simulated ranks, 2 (dp) x 4 (tp)
+    torchrun --nproc-per-node 4 examples/train_lm.py --mesh 2x2           # 4 processes
+
+How it lies on the mesh ("dp", "tp"): the batch is sharded over dp; the heads of attention, the hidden units of the MLP
+and the 256 bytes of the vocabulary over tp (column-parallel in, row-parallel out); between those, the residual stream
+and the norms over tp along the sequence. Shapes in the comments are those of one rank's block:
+
+    B  windows in a batch    S  bytes in a window    V  the vocabulary: 256 bytes
+    D  width of the model    F  width of the MLP     H  heads, each of width K = D / H
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import report
+import text_data
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fspmd
+from fspmd import P, Sharded
+
+Params = dict[str, Any]  # a pytree of tensors
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each [B, S]
+
+EPSILON, CLIP, WEIGHT_DECAY, BETAS, WARMUP, TEMPERATURE = 1e-6, 1.0, 0.1, (0.9, 0.95), 20, 0.7
+
+
+# ---------------------------------------------------------------- parameters: global values, and how they are laid out
+
+
+def init_params(seed: int, layers: int, width: int, heads: int, dtype: torch.dtype) -> Params:
+    """Global values from one seed, so that they do not depend on the mesh."""
+    generator = torch.Generator().manual_seed(seed)
+    head_width, hidden, into_stream = width // heads, 4 * width, 1 / math.sqrt(2 * layers)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * std).to(dtype)
+
+    def layer() -> Params:
+        return {
+            "norm1": torch.ones(width, dtype=dtype),
+            "wqkv": normal(3, width, heads, head_width, std=width**-0.5),
+            "wo": normal(heads, head_width, width, std=width**-0.5 * into_stream),
+            "norm2": torch.ones(width, dtype=dtype),
+            "up": normal(width, hidden, std=width**-0.5),
+            "down": normal(hidden, width, std=hidden**-0.5 * into_stream),
+        }
+
+    return {
+        "embedding": normal(text_data.VOCAB, width, std=0.5),
+        "layers": [layer() for _ in range(layers)],
+        "norm": torch.ones(width, dtype=dtype),
+        "head": normal(width, text_data.VOCAB, std=0.02),
+    }
+
+
+def param_specs(layers: int) -> Params:
+    """The layout of each parameter: a tree like the one of `init_params`. An axis that is not named holds copies."""
+    layer = {
+        "norm1": P(),  # [D]
+        "wqkv": P(None, None, "tp"),  # [3, D, H / tp, K]   column parallel: each rank has its own heads
+        "wo": P("tp"),  # [H / tp, K, D]      row parallel: the ranks' results add up
+        "norm2": P(),  # [D]
+        "up": P(None, "tp"),  # [D, F / tp]         column parallel
+        "down": P("tp"),  # [F / tp, D]         row parallel
+    }
+    return {
+        "embedding": P("tp"),  # [V / tp, D]
+        "layers": [layer] * layers,
+        "norm": P(),  # [D]
+        "head": P(None, "tp"),  # [D, V / tp]
+    }
+
+
+# ---------------------------------------------------------------- the model: what one rank does with its blocks
+
+
+def gather_sequence(x: Tensor) -> Tensor:
+    """[B / dp, S / tp, D] -> [B / dp, S, D]. Backward: the ranks' gradients are summed and scattered in one go."""
+    return fspmd.all_gather(x, "tp", axis=1, tiled=True, to="reduced")
+
+
+def scatter_sequence(x: Tensor) -> Tensor:
+    """[B / dp, S, D], to be summed over tp -> [B / dp, S / tp, D]. Backward: an all-gather."""
+    return fspmd.psum_scatter(x, "tp", scatter_dimension=1, tiled=True)
+
+
+def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Of a vocabulary cut over tp in blocks of ``rows``: the place of each id in this rank's block, and is it there?"""
+    place = ids - fspmd.axis_index("tp") * rows
+    return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
+
+
+def embed(table: Tensor, tokens: Tensor) -> Tensor:
+    """table [V / tp, D], tokens [B / dp, S] -> [B / dp, S / tp, D]. Every rank adds the rows that it has."""
+    place, mine = own_rows(tokens, table.shape[0])
+    return scatter_sequence(F.embedding(place, table) * mine[..., None])
+
+
+def rotary_table(length: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines, each [S, K], of the angles by which positions turn queries and keys."""
+    frequency = 10000.0 ** (-torch.arange(0, head_width, 2, device=like.device).double() / head_width)
+    angle = torch.arange(length, device=like.device).double()[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], -1).to(like.dtype), torch.cat([-sin, sin], -1).to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + K / 2]) of [..., S, K] by the angle of its position."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def attention(p: Params, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B / dp, S, D] -> [B / dp, S, D], to be summed over tp: every rank attends with its own heads."""
+    q, k, v = torch.einsum("bsd,cdhk->cbhsk", x, p["wqkv"])  # each [B / dp, H / tp, S, K]
+    heads = F.scaled_dot_product_attention(rotate(q, *rotary), rotate(k, *rotary), v, is_causal=True)
+    return torch.einsum("bhsk,hkd->bsd", heads, p["wo"])
+
+
+def mlp(p: Params, x: Tensor) -> Tensor:
+    """x [B / dp, S, D] -> [B / dp, S, D], to be summed over tp: every rank has its own hidden units."""
+    return F.gelu(x @ p["up"]) @ p["down"]
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPSILON)
+
+
+def layer(p: Params, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B / dp, S / tp, D] -> the same shape."""
+    x = x + scatter_sequence(attention(p, gather_sequence(norm(x, p["norm1"])), rotary))
+    return x + scatter_sequence(mlp(p, gather_sequence(norm(x, p["norm2"]))))
+
+
+def model(params: Params, tokens: Tensor) -> Tensor:
+    """tokens [B / dp, S] -> logits [B / dp, S, V / tp]."""
+    x = embed(params["embedding"], tokens)  # [B / dp, S / tp, D]
+    rotary = rotary_table(tokens.shape[1], params["layers"][0]["wqkv"].shape[-1], like=x)
+    for p in params["layers"]:
+        x = fspmd.checkpoint(layer)(p, x, rotary)  # backward keeps only x, and computes the layer again
+    return gather_sequence(norm(x, params["norm"])) @ params["head"]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [B / dp, S, V / tp], targets [B / dp, S] -> losses [B / dp, S]; no rank ever sees a whole row of V."""
+    top = fspmd.pmax(fspmd.stop_gradient(logits).amax(-1), "tp")
+    total = fspmd.psum((logits - top[..., None]).exp().sum(-1), "tp")
+    place, mine = own_rows(targets, logits.shape[-1])
+    picked = fspmd.psum(logits.gather(-1, place[..., None])[..., 0] * mine, "tp")
+    return top + total.log() - picked
+
+
+def local_loss(params: Params, batch: Batch) -> Tensor:
+    """The mean loss over the whole batch: the same number on every rank."""
+    tokens, targets = batch
+    return fspmd.pmean(cross_entropy(model(params, tokens), targets).mean(), "dp")
+
+
+def local_norm(grads: Params, specs: Params) -> Tensor:
+    """The global norm: the squares of sharded gradients add up over tp, those of copies count once."""
+    squares: dict[bool, list[Tensor]] = {True: [], False: []}
+    for g, spec in zip(optree.tree_leaves(grads), optree.tree_leaves(specs), strict=True):
+        squares["tp" in spec].append(g.square().sum())
+    return (fspmd.psum(sum(squares[True]), "tp") + sum(squares[False])).sqrt()
+
+
+# ---------------------------------------------------------------- training
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """A warm-up, a plateau, and from 40 % on a straight line down to zero."""
+    return peak * min(1.0, (step + 1) / WARMUP, (steps - step) / (0.6 * steps))
+
+
+def make_optimizer(params: Params) -> torch.optim.Optimizer:
+    """AdamW on the local tensors: a `Sharded` is a pytree node whose only leaf is this rank's block."""
+    leaves = optree.tree_leaves(params)
+    decayed = {"params": [x for x in leaves if x.ndim > 1], "weight_decay": WEIGHT_DECAY}
+    return torch.optim.AdamW([decayed, {"params": [x for x in leaves if x.ndim == 1], "weight_decay": 0}], betas=BETAS)
+
+
+def number(x: Sharded) -> float:
+    return float(fspmd.device_get(x))
+
+
+def train(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, text: Tensor, say: Callable) -> list[float]:
+    """Update the blocks of ``params`` in place; the losses of all steps."""
+    specs = param_specs(args.layers)
+    loss_fn = fspmd.shard_map(local_loss, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P())
+    loss_and_grads = fspmd.value_and_grad(loss_fn)
+    norm_fn = fspmd.shard_map(lambda grads: local_norm(grads, specs), mesh=mesh, in_specs=(specs,), out_specs=P())
+    optimizer = make_optimizer(params)
+    losses: list[float] = []
+    start = time.perf_counter()
+    batches = text_data.random_batches(text, args.batch, args.length, args.seed)
+    for step in range(args.steps):
+        loss, grads = loss_and_grads(params, next(batches))  # a tree like params, each leaf laid out like its primal
+        scale = min(1.0, CLIP / number(norm_fn(grads)))
+        for x, g in zip(optree.tree_leaves(params), optree.tree_leaves(grads), strict=True):
+            x.grad = g * scale
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args.steps, args.lr)
+        optimizer.step()
+        losses.append(number(loss))
+        speed = (step + 1) * args.batch * args.length / (time.perf_counter() - start)
+        say(report.progress(step + 1, args.steps, f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s"), end="", flush=True)
+    return losses
+
+
+@torch.no_grad()
+def validate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, batches: list[Batch]) -> float:
+    specs = (param_specs(args.layers), P("dp"))
+    loss_fn = fspmd.shard_map(local_loss, mesh=mesh, in_specs=specs, out_specs=P())
+    return sum(number(loss_fn(params, batch)) for batch in batches) / len(batches)
+
+
+@torch.no_grad()
+def generate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, prompt: bytes, count: int) -> list[list[int]]:
+    """One sample per rank of dp. The logits come back as a global tensor, so all processes draw the same bytes."""
+    specs = (param_specs(args.layers), P("dp"))
+    logits_fn = fspmd.shard_map(model, mesh=mesh, in_specs=specs, out_specs=P("dp", None, "tp"))
+    generator = torch.Generator().manual_seed(args.seed)
+    rows = torch.tensor([list(prompt)] * mesh.shape["dp"])  # [dp, bytes so far]
+    for _ in range(count):
+        window = rows[:, -args.length :]  # a causal model does not look at the padding on the right
+        padded = F.pad(window, (0, args.length - window.shape[1]))
+        logits = fspmd.device_get(logits_fn(params, padded))[:, window.shape[1] - 1]  # [dp, V]
+        drawn = torch.multinomial((logits.cpu().float() / TEMPERATURE).softmax(-1), 1, generator=generator)
+        rows = torch.cat([rows, drawn], 1)
+    return rows.tolist()
+
+
+# ---------------------------------------------------------------- the program around it
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="2x4", metavar="AxB", help="ranks of dp x ranks of tp (default 2x4)")
+    parser.add_argument("--text", metavar="FILE", help="train on this file instead of the standard library's source")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batch", type=int, default=32, help="B, windows in a batch (default 32)")
+    parser.add_argument("--length", type=int, default=128, help="S, bytes in a window (default 128)")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128, help="D (default 128)")
+    parser.add_argument("--heads", type=int, default=4, help="H, a multiple of tp (default 4)")
+    parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+    parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end (default 200)")
+    parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    dp, tp = (int(n) for n in args.mesh.split("x"))
+    mesh = fspmd.make_mesh((dp, tp), ("dp", "tp"))
+    first = not any(mesh.coordinate())
+    say: Callable = print if first else lambda *_, **__: None
+
+    train_text, held_out = text_data.load_text(args.text)
+    batches = text_data.even_batches(held_out, args.batch, args.length, count=16)
+    bigram = text_data.bigram_loss(train_text, batches)
+    values = init_params(args.seed, args.layers, args.width, args.heads, getattr(torch, args.dtype))
+    params = fspmd.device_put(values, param_specs(args.layers), mesh=mesh)
+    size = sum(x.numel() for x in optree.tree_leaves(values))
+    say(f"{mesh}: {size:,} parameters, {len(train_text):,} bytes to train on, {len(held_out):,} held out")
+
+    losses = train(args, mesh, params, train_text, say)
+    validation = validate(args, mesh, params, batches)
+    say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
+    if args.sample:
+        for row in generate(args, mesh, params, b"    def ", args.sample):
+            say(f"--- a sample ---\n{text_data.printable(row)}")
+    if first:
+        say(report.picture(args.out / "train_lm.png", losses, validation, bigram))
+        if args.losses:
+            Path(args.losses).write_text(json.dumps({"losses": losses, "validation": validation, "bigram": bigram}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The examples run, in simulation and under torchrun on Gloo, and check themselves against unsharded torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SHORT = ["first_steps", "data_parallel", "pipeline", "halo_exchange", "ring_matmul", "uneven_shards"]
+TINY = {"steps": 20, "width": 32, "length": 32, "batch": 8, "sample": 8, "dtype": "float64"}
+ONE_AFTER_THE_OTHER = """
+import runpy, sys
+for script in sys.argv[1:]:
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def simulated(script: str) -> str:
+    """What a short example prints on simulated ranks."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def torchrun(cwd: Path, script: Path, *arguments: str) -> str:
+    """What a script prints under torchrun with 4 processes on Gloo."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, str(script), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script.name} {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SHORT)
+def test_short_example_runs_on_simulated_ranks(script: str) -> None:
+    assert simulated(script).strip()
+    assert len((EXAMPLES / f"{script}.py").read_text().splitlines()) < 60
+
+
+def test_short_examples_print_the_same_under_torchrun(tmp_path: Path) -> None:
+    driver = tmp_path / "one_after_the_other.py"
+    driver.write_text(ONE_AFTER_THE_OTHER)
+    printed = torchrun(tmp_path, driver, *(str(EXAMPLES / f"{script}.py") for script in SHORT))
+    assert printed == "".join(map(simulated, SHORT))
+
+
+def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank, 8 simulated and 4 Gloo ranks: the same losses to 1e-10 over 20 steps in float64."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{n} times {n} is {n * n}, and half of it is {n * n / 2}" for n in range(2000)))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    train_lm = importlib.import_module("train_lm")
+    reports = []
+    for mesh, processes in (("1x1", 1), ("2x4", 1), ("2x2", 4)):
+        file = tmp_path / f"{mesh}.json"
+        options = TINY | {"mesh": mesh, "text": text, "losses": file, "out": tmp_path}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        if processes == 1:
+            train_lm.main(arguments)
+        else:
+            printed = torchrun(tmp_path, EXAMPLES / "train_lm.py", *arguments)
+            assert printed.count("step 20/20") == 1  # one process prints
+        reports.append(json.loads(file.read_text()))
+    alone = reports[0]
+    assert len(alone["losses"]) == 20
+    assert alone["losses"][-1] < alone["losses"][0] - 0.5
+    for other in reports[1:]:
+        assert other["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+        assert other["validation"] == pytest.approx(alone["validation"], rel=1e-10)
+        assert other["bigram"] == alone["bigram"]
+    assert (tmp_path / "train_lm.png").stat().st_size > 1000
+
+
+def test_the_bigram_model_is_the_one_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    text_data = importlib.import_module("text_data")
+    text = text_data.as_tensor(bytearray(b"abababac"))  # after a: b 3 times of 4, c once; after b: always a
+    inputs, targets = text_data.windows(text, text_data.torch.tensor([0]), 2)
+    assert (inputs.tolist(), targets.tolist()) == ([[97, 98]], [[98, 97]])
+    loss = text_data.bigram_loss(text, [(inputs, targets)], prior=0.0)
+    assert loss == pytest.approx(-text_data.torch.tensor(0.75).log().item() / 2)
