@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fspmd.op_kinds import OPS, learn
 from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.uneven import call_with_numbers, hold_apart, numbers_frame, numbers_to_tensors, rank_number
+from fspmd.uneven import call_uneven, call_with_numbers, numbers_frame, numbers_to_tensors, rank_number
 from fspmd.variance import get_variance
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -57,15 +58,12 @@ def _advanced(entry: Any) -> bool:
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = numbers_frame((*args, *kwargs.values()))
-    if held is not None:
-        args, kwargs = hold_apart(args, kwargs, held)
-    return func(*args, **kwargs)
+    return call_uneven(func, args, kwargs, held, pure=False)
 
 
 def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
     plain = tuple(slice(None) if isinstance(entry, Tensor) else entry for entry in entries)
-    (view,) = hold_apart((x,), {}, numbers_frame(plain))[0]
-    view = view[plain]
+    view = call_uneven(Tensor.__getitem__, (x, plain), {}, numbers_frame(plain), pure=False)
     tensors: list[Tensor | None] = []
     dim = 0
     for place, entry in enumerate(entries):
@@ -94,11 +92,12 @@ class IndexMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in INDEXING:
             return index_by_tensor(func, args, kwargs)
-        if UNEVEN:
-            held = numbers_frame((*args, *kwargs.values()))
-            if held is not None:
-                if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
-                    return call_with_numbers(func, args, kwargs, held)
-                args, kwargs = numbers_to_tensors(func.__name__, args, kwargs, held)
-            args, kwargs = hold_apart(args, kwargs, held)
-        return func(*args, **kwargs)
+        if not UNEVEN:
+            return func(*args, **kwargs)
+        held = numbers_frame((*args, *kwargs.values()))
+        op = OPS.get(func) or learn(func)
+        if held is not None:
+            if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+                return call_with_numbers(func, args, kwargs, held)
+            args, kwargs = numbers_to_tensors(op.name, args, kwargs, held)
+        return call_uneven(func, args, kwargs, held, op.pure)

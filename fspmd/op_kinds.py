@@ -32,6 +32,11 @@ class Op:
     dual: bool = False  # gives the gradient of its operand
     linear: str = ""  # sum, collect, product, first or metadata: see the tables below
 
+    @property
+    def pure(self) -> bool:
+        """Whether a call computes new values of its operands and nothing else."""
+        return self.name == "batch_norm" or not (self.special or self.linear == "metadata")
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -132,8 +137,11 @@ _RAGGED_WHEN: Final[dict[str, Predicate]] = {
 }
 
 
+OPS: Final[dict[Any, Op]] = {}
+
+
 def learn(func: Any) -> Op:
-    """The traits of a torch function, method, property getter or op from ``torch.ops``."""
+    """The traits of a torch function, method, property getter or op from ``torch.ops``; kept in `OPS`."""
     name = _name(func)
     schema = getattr(func, "_schema", None)
     seeded = schema is not None and torch.Tag.nondeterministic_seeded in func.tags
@@ -156,7 +164,8 @@ def learn(func: Any) -> Op:
         "dual": name == "get grad",
     }
     linear = _LINEAR.get(name, "metadata" if name.startswith("get ") else "")
-    return Op(name, special=any(traits.values()), linear=linear, **traits)
+    op = OPS[func] = Op(name, special=any(traits.values()), linear=linear, **traits)
+    return op
 
 
 def _name(func: Any) -> str:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fspmd import world
 from fspmd.body import Body, bound_body, state, within
+from fspmd.errors import ArgumentError, TreeError
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import LocalTensor, resolved, shards_of
+from fspmd.transport.randomness import draw_seed, one_stream
+from fspmd.unbind import bind, unbind
 from fspmd.variance import Variance, set_variance
 
 
@@ -20,12 +22,16 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)`` on every rank, with ordinary Python control flow on that rank's values; no collectives inside.
 
     Results vary over all bound axes; numbers become 0-d tensors, and shapes may differ from rank to rank.
-    Differentiable with respect to tensor arguments.
+    Differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
+
+    Raises:
+        TreeError, ShapeError, ArgumentError: in a simulation, where ranks return different trees, dtypes or objects.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> collatz = lambda n: n * 3 + 1 if n % 2 else n // 2
     >>> mesh = make_mesh((4,), ("x",))
-    >>> device_get(shard_map(lambda n: rank_map(collatz, n), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
+    >>> f = shard_map(lambda n: rank_map(collatz, n), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    >>> device_get(f(torch.arange(4)))
     tensor([ 0,  4,  1, 10])
     """
     body = bound_body("rank_map", "rank_map(fn, x)")
@@ -51,44 +57,36 @@ def _tensor_leaves(out: Any, device: torch.device) -> tuple[list[Any], Any]:
 
 
 def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, body: Body, axes: tuple[str, ...]) -> Any:
-    return _tensor_leaves(fn(*treedef.unflatten(leaves)), body.mesh.device)
+    with one_stream(draw_seed(), int(body.transport.index(body.mesh, axes))):
+        return _tensor_leaves(fn(*treedef.unflatten(leaves)), body.mesh.device)
 
 
 def _simulated(fn: Callable[..., Any], leaves: list[Any], treedef: Any, body: Body, axes: tuple[str, ...]) -> Any:
-    mesh = body.mesh
+    mesh, seed = body.mesh, draw_seed()
     held = frame(mesh, axes)
-    columns = [_Unbind.apply(x, held) if type(x) is LocalTensor else [x] * held.volume for x in leaves]
+    columns = [unbind(x, held) if isinstance(x, Tensor) else (x,) * held.volume for x in leaves]
     rows = []
     for i, at in enumerate(held.coordinates()):
         full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, at, strict=True))
-        with world.simulated_rank(mesh.rank_at(tuple(full.values()))):
+        with world.simulated_rank(mesh.rank_at(tuple(full.values()))), one_stream(seed, i):
             rows.append(_tensor_leaves(fn(*treedef.unflatten([column[i] for column in columns])), mesh.device))
-    out_treedef = rows[0][1]
+    trees = [tree for _, tree in rows]
+    if any(tree != trees[0] for tree in trees):
+        other = next(i for i, tree in enumerate(trees) if tree != trees[0])
+        raise TreeError(
+            f"rank_map: the function returned {trees[0]} on the first rank, but {trees[other]} on another (number "
+            f"{other}); return one structure on every rank"
+        )
     outs = zip(*(row for row, _ in rows), strict=True)
-    return [_Bind.apply(held, *column) if isinstance(column[0], Tensor) else column[0] for column in outs], out_treedef
+    return [_bound(column, held) for column in outs], trees[0]
 
 
-class _Unbind(torch.autograd.Function):
-    """A simulated value to the tensors of its ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Frame) -> tuple[Tensor, ...]:
-        ctx.held = held
-        return tuple(shard.view_as(shard) for shard in shards_of(x, held))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Bind.apply(ctx.held, *grads), None
-
-
-class _Bind(torch.autograd.Function):
-    """The tensors of all ranks to one simulated value."""
-
-    @staticmethod
-    def forward(ctx: Any, held: Frame, *shards: Tensor) -> Tensor:
-        ctx.held = held
-        return LocalTensor([resolved(shard) for shard in shards], held)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return None, *_Unbind.apply(g, ctx.held)
+def _bound(column: tuple[Any, ...], held: Frame) -> Any:
+    if all(isinstance(x, Tensor) for x in column):
+        return bind(column, held)
+    if all(type(x) is type(column[0]) and x == column[0] for x in column):
+        return column[0]
+    raise ArgumentError(
+        f"rank_map: the function returned {column[0]!r} on the first rank and other values on others; results that "
+        "differ from rank to rank must be tensors or numbers"
+    )

@@ -16,16 +16,14 @@ from torch.overrides import TorchFunctionMode
 from fspmd.body import Body
 from fspmd.errors import VarianceError
 from fspmd.indexing import index_by_tensor
-from fspmd.op_kinds import Op, learn, written_operands
+from fspmd.op_kinds import OPS, Op, learn, written_operands
 from fspmd.pairs import apply, call
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream, streams
-from fspmd.uneven import call_with_numbers, hold_apart, hold_each, numbers_frame, numbers_to_tensors
+from fspmd.uneven import call_uneven, call_with_numbers, differentiated, hold_each, numbers_frame, numbers_to_tensors
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, join, set_variance, show
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _transforms_active = torch._C._are_functorch_transforms_active
-_OPS: dict[Any, Op] = {}
 
 _CASTS = (("I", "R", "invariant_to_reduced"), ("I", "V", "invariant_to_varying"), ("R", "V", "reduced_to_varying"))
 
@@ -40,9 +38,7 @@ class Tracker(TorchFunctionMode):
         self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        op = _OPS.get(func)
-        if op is None:
-            op = _OPS[func] = learn(func)
+        op = OPS.get(func) or learn(func)
         if UNEVEN and self.simulated:
             return self._uneven(op, func, args, kwargs or {})
         if op.special or kwargs:
@@ -96,12 +92,12 @@ class Tracker(TorchFunctionMode):
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
             args = self.cast_all(args, result)
             kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
-        if UNEVEN and self.simulated:
-            args, kwargs = hold_apart(args, kwargs, numbers)
         if op.draws and result.varying and op.draws(*args, **kwargs):
             out = self._random(func, args, kwargs, result)
         elif op.indexes:
             out = index_by_tensor(func, args, kwargs)
+        elif UNEVEN and self.simulated:
+            out = call_uneven(func, args, kwargs, numbers, op.pure)
         else:
             out = func(*args, **kwargs)
         annotate(out, result.dual if op.dual else result)
@@ -199,7 +195,7 @@ class Tracker(TorchFunctionMode):
 def _check_known_to_vary(op: Op, operands: list[Tensor], numbers: Frame) -> None:
     for x in operands:
         missing = [axis for axis in numbers.axes if axis not in get_variance(x).varying]
-        if missing and torch.is_grad_enabled() and (x.requires_grad or _is_wrapped(x)) and x.is_floating_point():
+        if missing and torch.is_grad_enabled() and differentiated(x):
             axes = missing[0] if len(missing) == 1 else tuple(missing)
             raise VarianceError(
                 f"{op.name} of {show_value(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "

@@ -7,20 +7,23 @@ itself held apart per rank; here the other operands are brought into that form b
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fspmd.errors import ShapeError, VarianceError
 from fspmd.pairs import Call, apply, call
 from fspmd.transport.frame import Frame, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
-from fspmd.transport.local_tensor import LocalTensor, call_per_rank, shards_of
-from fspmd.transport.randomness import per_rank_generators
+from fspmd.transport.local_tensor import LocalTensor, call_per_rank, common_frame, shards_of
+from fspmd.transport.randomness import outside_transforms, per_rank_generators
+from fspmd.unbind import bind, unbind
 
 _SYMBOLS = frozenset(SYMBOLS)
 _unwrap = torch._C._functorch.get_unwrapped
+_tracks = torch._C._functorch.is_gradtrackingtensor
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -40,7 +43,7 @@ def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | N
 
 def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
     """A call without tensors, such as ``torch.zeros(x.shape)``: once per rank."""
-    with per_rank_generators(held) as switch:
+    with outside_transforms(), per_rank_generators(held) as switch:
         count = iter(range(held.volume))
 
         def one(*row: Any, **named: Any) -> Any:
@@ -59,7 +62,8 @@ def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
         if type(value) not in _SYMBOLS or not isinstance(value.node, LocalInt) or not _takes_tensor(name, place):
             return value
         kind = dtype if type(value) is torch.SymFloat else None
-        return LocalTensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
+        with outside_transforms():
+            return LocalTensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
 
     return (
         tuple(converted(place, value) for place, value in enumerate(args)),
@@ -85,13 +89,98 @@ def _takes_tensor(name: str, place: int | str) -> bool:
     )
 
 
-def hold_apart(args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame | None) -> tuple[Any, Any]:
-    """Plain operands beside an uneven block (or a number over ``held``) as one copy per rank."""
-    found = uneven_frame((*args, *kwargs.values()), held)
-    if found is None:
-        return args, kwargs
-    apart = call("apart", found.mesh, found.axes)
-    return tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None, pure: bool) -> Any:
+    """A torch call whose operands may be uneven blocks, or have sizes over ``numbers``.
+
+    ``pure``: it writes nothing, draws nothing and gives no views of other kinds than torch's own. Such a call runs rank
+    by rank where autograd follows it: what torch does in backward often needs the sizes of a block as plain numbers.
+    """
+    held = uneven_frame((*args, *kwargs.values()), numbers)
+    if held is None:
+        return func(*args, **kwargs)
+    operands = _tensors((*args, *kwargs.values()))
+    if pure and torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands):
+        out = _rank_by_rank(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    apart = call("apart", held.mesh, held.axes)
+    copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+    try:
+        return func(*copies[0], **copies[1])
+    except ShapeError:
+        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
+        if out is NotImplemented:
+            raise
+        return out
+
+
+def differentiated(x: Tensor, forward: bool = False) -> bool:
+    """Whether reverse mode (or also forward mode) follows a value, at any level of ``torch.func`` transforms."""
+    forward = forward and torch.autograd.forward_ad._current_level >= 0
+    while not x.requires_grad and not (forward and _tracks(x)):
+        if not _wrapped(x):
+            return False
+        x = _unwrap(x)
+    return True
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def _inner(x: Tensor) -> Tensor:
+    while _wrapped(x):
+        x = _unwrap(x)
+    return x
+
+
+def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call on each rank's plain blocks; NotImplemented where a result is a view, which would lose its base."""
+    held = common_frame(map(_inner, _tensors((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
+    assert held is not None  # called with an uneven block or number among the arguments
+    columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
+    results = []
+    for row in zip(*columns, strict=True):
+        out = func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
+        if not _storages((out,)).isdisjoint(_storages(row)):
+            return NotImplemented
+        results.append(out)
+    return _bound(results, held)
+
+
+def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
+    if isinstance(value, Tensor):
+        return unbind(value, held) if type(_inner(value)) is LocalTensor else (value,) * held.volume
+    if type(value) in (list, tuple, torch.Size):
+        columns = [_rank_column(one, held) for one in value]
+        kind = list if type(value) is list else tuple
+        return [kind(row) for row in zip(*columns, strict=True)] if columns else [value] * held.volume
+    return value.node.at(held) if type(value) in _SYMBOLS else (value,) * held.volume
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            found.add(_inner(value).untyped_storage()._cdata)
+        elif isinstance(value, (list, tuple)):
+            found |= _storages(value)
+    return found
+
+
+def _bound(results: list[Any], held: Frame) -> Any:
+    first = results[0]
+    if isinstance(first, Tensor):
+        return bind(tuple(results), held)
+    if isinstance(first, (list, tuple)):
+        if len({len(result) for result in results}) > 1:
+            raise VarianceError("a torch function gave a different number of tensors on different ranks; use rank_map")
+        return type(first)([_bound(list(column), held) for column in zip(*results, strict=True)])
+    return first if all(result == first for result in results) else NotImplemented
 
 
 def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
@@ -105,12 +194,6 @@ def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
             yield type(value)(hold_each(value, apart))
         else:
             yield value
-
-
-def _inner(x: Tensor) -> Tensor:
-    while _wrapped(x):
-        x = _unwrap(x)
-    return x
 
 
 def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:

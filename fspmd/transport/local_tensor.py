@@ -32,7 +32,8 @@ _SEQUENCES = frozenset((list, tuple, torch.Size))
 class LocalTensor(Tensor):
     """The blocks of all simulated ranks: ``shards[i]`` belongs to the i-th coordinate of ``frame``.
 
-    ``borrowed`` marks shards that alias another value (``pcast``); writing in place into them is refused.
+    ``borrowed`` marks shards that alias another value (``pcast``); writing in place into them is refused. The storage
+    offset is that within the value it is a view of, as autograd needs it; shards have offsets of their own.
     """
 
     __slots__ = ("borrowed", "frame", "shards", "uneven")
@@ -43,7 +44,7 @@ class LocalTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shards: list[Tensor], held: Frame, borrowed: bool = False) -> LocalTensor:
+    def __new__(cls, shards: list[Tensor], held: Frame, borrowed: bool = False, offset: Any = 0) -> LocalTensor:
         first = shards[0]
         size: Any = first.shape
         strides: Any
@@ -59,7 +60,9 @@ class LocalTensor(Tensor):
                 break
         else:
             strides = shards[0].stride()
-        self: LocalTensor = _make(cls, size, strides=strides, dtype=first.dtype, device=first.device)
+        self: LocalTensor = _make(
+            cls, size, strides=strides, storage_offset=offset, dtype=first.dtype, device=first.device
+        )
         self.shards = shards
         self.frame = held
         self.borrowed = borrowed
@@ -209,11 +212,13 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if facts.inplace_view:
             return return_and_correct_aliasing(func, args, kwargs, args[0])
         return _written(func, facts, args, kwargs, results, held)
-    borrowed = facts.view and type(args[0]) is LocalTensor and args[0].borrowed
-    return _gather_results(func, results, held, borrowed)
+    return _gather_results(func, results, held, args[0] if facts.view else None)
 
 
 def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> list[Any]:
+    if facts.strided and len(args) > 3 and args[3] is not None:
+        here = [args[3] - args[0].storage_offset() + shard.storage_offset() for shard in args[0].shards]
+        args = (*args[:3], local_int(held, here), *args[4:])
     rows: Iterable[Any] = zip(*(_column(arg, held) for arg in args), strict=True) if args else [()] * held.volume
     if not kwargs:
         named: list[dict[str, Any]] = [kwargs] * held.volume
@@ -369,15 +374,24 @@ def _check_resized(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any])
                 )
 
 
-def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, borrowed: bool = False) -> Any:
+def _view(results: list[Tensor], held: Frame, base: LocalTensor) -> LocalTensor:
+    shards = base.at(held)
+    count = held.volume if base.uneven else 1
+    moved: list[Any] = [results[i].storage_offset() - shards[i].storage_offset() for i in range(count)]
+    offset = local_int(held, moved) if base.uneven else moved[0]
+    return LocalTensor(results, held, base.borrowed, base.storage_offset() + offset)
+
+
+def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, base: Any = None) -> Any:
+    """One value of the results of all ranks; ``base`` is what they are views of."""
     first = results[0]
     if isinstance(first, Tensor):
-        return LocalTensor(results, held, borrowed)
+        return LocalTensor(results, held) if type(base) is not LocalTensor else _view(results, held, base)
     if isinstance(first, (list, tuple)):
         if len({len(result) for result in results}) > 1:
             raise VarianceError(f"{func} returned a different number of tensors on different ranks; use rank_map")
         columns = zip(*results, strict=True)
-        return type(first)(_gather_results(func, list(column), held, borrowed) for column in columns)
+        return type(first)(_gather_results(func, list(column), held, base) for column in columns)
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
             return local_int(held, results)

@@ -21,7 +21,7 @@ class OpFacts:
     ``elementwise``: it takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
     """
 
-    __slots__ = ("asks", "elementwise", "inplace_view", "random", "resizes", "view", "writes")
+    __slots__ = ("asks", "elementwise", "inplace_view", "random", "resizes", "strided", "view", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -29,6 +29,7 @@ class OpFacts:
         self.asks: str = _ASKS.get(schema.name, "")
         self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
         self.inplace_view: bool = torch.Tag.inplace_view in func.tags
+        self.strided: bool = name in ("as_strided", "as_strided_")
         self.elementwise: bool = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         written = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]

@@ -23,11 +23,12 @@ _transforms_active = torch._C._are_functorch_transforms_active
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
     device = "cpu" if generator is None else generator.device
-    with torch._C.DisableTorchFunction(), _outside_transforms():
+    with torch._C.DisableTorchFunction(), outside_transforms():
         return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
 
 
-def _outside_transforms() -> Any:
+def outside_transforms() -> Any:
+    """Where no ``torch.func`` transform wraps the tensors that are made."""
     if not _transforms_active():
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

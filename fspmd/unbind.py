@@ -1,0 +1,76 @@
+"""A simulated value as the tensors of its ranks, and back; differentiable in every mode and any number of times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ShapeError
+from fspmd.transport.frame import Frame
+from fspmd.transport.local_tensor import LocalTensor, resolved, shards_of
+
+
+def unbind(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
+    """The block of each coordinate of ``held``."""
+    return _Unbind.apply(x, held)  # type: ignore[no-any-return]
+
+
+def bind(shards: tuple[Tensor, ...], held: Frame) -> Tensor:
+    """One simulated value of the blocks of all coordinates; their shapes may differ, their dtypes may not."""
+    kinds = {shard.dtype for shard in shards}
+    if len(kinds) > 1:
+        raise ShapeError(
+            f"the blocks of one value have different dtypes on different ranks: {[shard.dtype for shard in shards]}; "
+            "convert them to one dtype on every rank"
+        )
+    return _Bind.apply(held, *shards)  # type: ignore[no-any-return]
+
+
+class _Unbind(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
+        return tuple(shard.view_as(shard) for shard in shards_of(x, held))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Frame], output: Any) -> None:
+        ctx.held = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return bind(grads, ctx.held), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, ...]:
+        return unbind(tangent, ctx.held)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, held: Frame) -> tuple[tuple[Tensor, ...], Any]:
+        return unbind(x, held), (in_dims[0],) * held.volume
+
+
+class _Bind(torch.autograd.Function):
+    @staticmethod
+    def forward(held: Frame, *shards: Tensor) -> Tensor:
+        return LocalTensor([resolved(shard.detach()) for shard in shards], held)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.held = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return None, *unbind(g, ctx.held)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        return bind(tangents, ctx.held)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], held: Frame, *shards: Tensor) -> tuple[Tensor, int]:
+        rows = [
+            shard.unsqueeze(0).expand(info.batch_size, *shard.shape) if dim is None else shard.movedim(dim, 0)
+            for shard, dim in zip(shards, in_dims[1:], strict=True)
+        ]
+        return bind(tuple(rows), held), 0
