@@ -17,15 +17,21 @@ from fspmd.transport import Transport, transport_of
 class Body:
     """What holds inside a body. One object serves every call of the same plan."""
 
-    __slots__ = ("axes", "calls", "checked", "mesh", "name", "transport", "uneven")
+    __slots__ = ("axes", "calls", "checked", "foreign", "mesh", "name", "outer", "transport", "typed", "uneven")
     mesh: Mesh
     axes: frozenset[str]  # bound axes, those of enclosing bodies too
+    typed: frozenset[str]  # axes over which the types of values are known
+    foreign: frozenset[str]  # axes of enclosing bodies whose types are not kept as they are here: no collectives
 
-    def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str) -> None:
+    def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
         self.mesh = mesh
         self.axes = axes
         self.checked = checked
         self.name = name
+        self.outer = outer
+        above = (outer.axes, outer.typed) if outer is not None else (frozenset[str](), frozenset[str]())
+        self.typed = above[1] | (axes - above[0]) if checked else above[1]
+        self.foreign = axes - self.typed if checked else self.typed
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.uneven = False  # a block's shape may differ from rank to rank
@@ -73,6 +79,11 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
                 hint = f"; {axis!r} is an axis of {body.mesh!r} but not manual here: add it to axis_names of shard_map"
             raise AxisError(
                 f"{what} got the axis {axis!r}, which is not bound in {body.name}; bound axes: {known}{hint}"
+            )
+        if axis in body.foreign:
+            raise AxisError(
+                f"{what} got the axis {axis!r} of an enclosing body with check_vma={not body.checked}, but "
+                f"{body.name} has check_vma={body.checked}; give both the same, or communicate in the enclosing body"
             )
     if len(set(axes)) < len(axes):
         raise AxisError(f"{what} got the axes {axes}, which repeat an axis; name each axis once")

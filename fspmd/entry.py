@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fspmd.body import Body
@@ -18,6 +19,7 @@ from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def argument_failure(
@@ -90,7 +92,10 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
             return _static
 
         def typed(local: Tensor) -> Tensor:
-            if getattr(local, ATTRIBUTE, INVARIANT) is not variance:
+            have = getattr(local, ATTRIBUTE, INVARIANT)
+            if have is not variance:
+                if have is not INVARIANT:  # another Sharded shares this local tensor
+                    local = local.view_as(local)
                 setattr(local, ATTRIBUTE, variance)
             return local
 
@@ -98,7 +103,7 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
 
     def moved(local: Tensor) -> Tensor:
         x = redistribute(local, source, target)
-        if widen is not None and x.requires_grad:
+        if widen is not None and (x.requires_grad or _transforms_active()):
             x = apply(x, widen)
         return x if variance is None else set_variance(x, variance)
 
@@ -118,10 +123,10 @@ def _plain_entry(partition: P, body: Body, variance: Variance | None, widen: Cal
             if not spec.even:
                 body.uneven = True
             y = to_blocks(x, spec)
-        if widen is not None and y.requires_grad:
+        if widen is not None and (y.requires_grad or _transforms_active()):
             y = apply(y, widen)
         if variance is None:
-            return y
+            return set_variance(y, inherited)
         if nested:
             return set_variance(
                 y,

@@ -22,7 +22,7 @@ from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, frame_of
-from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, show, variance_of_spec
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ def make_exit(
         if body.checked:
             if getattr(x, ATTRIBUTE, INVARIANT) is not target:
                 x = _typed(x, target, body, outer_axes)
-        elif share is not None and (x.requires_grad or simulated):
-            x = apply(x, share)
+        elif share is not None and (x.requires_grad or simulated or torch._C._are_functorch_transforms_active()):
+            x = set_variance(apply(x, share), get_variance(x))
         if simulated and not nested:
             x = _held(x, partition, body)
         if x.uneven if type(x) is LocalTensor else body.uneven and not simulated:
@@ -213,7 +213,9 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
             ordered = tuple(a for a in body.mesh.axis_names if a in axes)
             with torch._C.DisableTorchFunction():
                 x = apply(x, call(row, body.mesh, ordered))
-    setattr(x, ATTRIBUTE, Variance(target.varying | (variance.varying & outer_axes), target.unreduced, target.reduced))
+    kept = (outer_axes & group for group in (variance.varying, variance.unreduced, variance.reduced))
+    groups = zip((target.varying, target.unreduced, target.reduced), kept, strict=True)
+    setattr(x, ATTRIBUTE, Variance(*(own | others for own, others in groups)))
     return x
 
 
@@ -275,7 +277,4 @@ def _whole(x: Tensor, spec: TensorSpec, body: Body) -> Tensor:
     outer = get_variance(x)
     with torch._C.DisableTorchFunction():
         y = from_blocks(x, spec)
-    if body.checked:
-        inner = spec.partition.mentioned
-        setattr(y, ATTRIBUTE, outer.moved(inner, "I"))
-    return y
+    return set_variance(y, outer.moved(spec.partition.mentioned, "I") if body.checked else outer)

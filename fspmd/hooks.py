@@ -15,7 +15,8 @@ import torch
 import torch._functorch.vmap
 from torch.autograd.function import BackwardCFunction
 
-from fspmd.body import Body, state, within
+from fspmd.body import Body, state
+from fspmd.modes import again
 from fspmd.tracking import Tracker
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
@@ -43,14 +44,14 @@ def _wrap_apply() -> None:
             return original(cls, *args, **kwargs)
         tracker = state.tracker
         result = INVARIANT
-        if body.checked and tracker is not None:
+        if tracker is not None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             for x in tensors:
                 result = join(result, get_variance(x))
             if result is not INVARIANT:
                 args = tracker.cast_all(args, result)
         if result is INVARIANT:
-            return _bind_body(original(cls, *args, **kwargs), body)
+            return _bind_body(original(cls, *args, **kwargs), body, tracker)
         before, tracker.marks_invariant = tracker.marks_invariant, True
         try:
             out = original(cls, *args, **kwargs)
@@ -59,19 +60,19 @@ def _wrap_apply() -> None:
         for one in out if isinstance(out, tuple) else (out,):
             if isinstance(one, torch.Tensor) and getattr(one, ATTRIBUTE, None) is None:
                 set_variance(one, result)  # made where no tracker sees, or an argument handed back
-        return _bind_body(out, body)
+        return _bind_body(out, body, tracker)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
-def _bind_body(out: Any, body: Body) -> Any:
+def _bind_body(out: Any, body: Body, tracker: Tracker | None) -> Any:
     """Backward of these outputs' Function runs in the body, and knows their types."""
     outs = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, torch.Tensor)]
     types = {one.output_nr: get_variance(one) for one in outs}
     for one in outs:
         node = one.grad_fn
         if isinstance(node, BackwardCFunction):
-            setattr(node, _BODY, body)
+            setattr(node, _BODY, (body, None if tracker is None else tracker.body))
             setattr(node, OUTPUT_TYPES, types)
     return out
 
@@ -80,17 +81,17 @@ def _wrap_backward() -> None:
     original = BackwardCFunction.apply
 
     def apply(self: Any, *args: Any) -> Any:
-        body: Body | None = getattr(self, _BODY, None)
-        if body is None:
+        bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
+        if bodies is None:
             return original(self, *args)
-        if not body.checked:
-            with torch._C.DisableTorchFunction(), within(body, None):
+        if bodies[1] is None:
+            with again(*bodies):
                 return original(self, *args)
         types = getattr(self, OUTPUT_TYPES)
         for i, gradient in enumerate(args):
             if gradient is not None:
                 set_variance(gradient, types.get(i, INVARIANT).dual)
-        with within(body, Tracker(body)):
+        with again(*bodies):
             return original(self, *args)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]

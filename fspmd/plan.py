@@ -96,7 +96,7 @@ def make_plan(
     outer_axes = outer.axes if outer is not None else frozenset()
     new_axes = _resolve_axes(mesh, axis_names, outer_axes, name)
     whole = outer.mesh if outer is not None else mesh
-    body = Body(whole, outer_axes | new_axes, checked, name)
+    body = Body(whole, outer_axes | new_axes, checked, name, outer)
     _check_call(f, args, names, name)
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)

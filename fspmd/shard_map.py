@@ -16,6 +16,7 @@ from fspmd.errors import ArgumentError, AxisError
 from fspmd.indexing import IndexMode
 from fspmd.mesh import Mesh
 from fspmd.messages import described
+from fspmd.modes import lift_mode
 from fspmd.plan import Plan, make_plan
 from fspmd.sharded import Sharded
 from fspmd.tracking import Tracker
@@ -145,19 +146,20 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     mode: Tracker | IndexMode | None = None
     if body.checked:
         state.tracker = mode = Tracker(body)
-    else:
-        state.tracker = None
-        if plan.simulated:
-            mode = IndexMode()
+    elif plan.simulated and not plan.nested:  # else the enclosing body's mode goes on
+        mode = IndexMode()
     try:
         if mode is None:
             out = function(*args)
         else:
+            below = lift_mode() if plan.nested else None
             _push_mode(mode)
             try:
                 out = function(*args)
             finally:
                 _pop_mode()
+                if below is not None:
+                    _push_mode(below)
         leaves, tree = _flatten_result(out)
         if not plan.searched:
             plan.searched = check_no_closures(leaves, blocks, start, body.name)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import Function, check_function, transforms_active
-from fspmd.body import state, within
-from fspmd.tracking import Tracker
+from fspmd.body import state
+from fspmd.modes import again
 
 
 def checkpoint(f: Function) -> Function:
@@ -38,11 +38,21 @@ def checkpoint(f: Function) -> Function:
 
 def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``f(*args, **kwargs)`` keeping only its inputs; each run has casts of its own, freed with it."""
-    body = state.body
+    body, tracker = state.body, state.tracker
+    runs = 0
 
     def run(*inputs: Any) -> Any:
-        tracker = Tracker(body) if body is not None and body.checked else None
-        with within(body, tracker):
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            with again(body, tracker.body if tracker is not None else None):
+                return f(*inputs, **kwargs)
+        if tracker is None:
             return f(*inputs, **kwargs)
+        casts, tracker.casts = tracker.casts, {}
+        try:
+            return f(*inputs, **kwargs)
+        finally:
+            tracker.casts = casts
 
     return torch_checkpoint(run, *args, use_reentrant=False)

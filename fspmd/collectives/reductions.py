@@ -120,7 +120,7 @@ def _remember_psum(body: Body, axis_name: str, x: Tensor, step: Step) -> None:
     """The fast path of `psum`: known types need no more checks."""
     variance = getattr(x, ATTRIBUTE, None)
     if not body.checked or (variance is not None and axis_name in variance.varying):
-        body.calls[axis_name, variance] = step.call, step.variance if body.checked else None
+        body.calls[axis_name, variance] = step.call, step.variance if body.checked else variance
 
 
 def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:

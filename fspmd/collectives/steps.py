@@ -14,9 +14,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import Body
+from fspmd.body import Body, state
 from fspmd.pairs import Call, Flight, apply, depart, land
-from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, set_variance
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance
 
 Reshape = Callable[[Tensor], Tensor]
 
@@ -57,6 +57,9 @@ class Handle:
 
 def run(body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree.PyTreeSpec, wait: bool) -> Any:
     """Run every step; a leaf whose step is None stays as it is."""
+    kept: list[Variance] | None = None
+    if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
+        kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
     with torch._C.DisableTorchFunction():
         waiting: list[Callable[[], None]] = []
         results = list(leaves)
@@ -70,7 +73,7 @@ def run(body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree
                 complete()
             for i, step in enumerate(steps):
                 if step is not None:
-                    set_variance(results[i], step.variance)
+                    set_variance(results[i], step.variance if kept is None else kept[i])
                     if step.variance is INVARIANT and body.checked and type(results[i]) is Tensor:
                         setattr(results[i], ATTRIBUTE, INVARIANT)  # seen, and invariant
         return optree.tree_unflatten(treedef, results)
