@@ -42,14 +42,16 @@ def main() -> None:
     shapes = {"w1": (3, 32), "b1": (32,), "w2": (32, 1)}
     alone = {name: torch.randn(shape, dtype=torch.float64) / 2 for name, shape in shapes.items()}
     params = fspmd.device_put(alone, P(), mesh=mesh)
+    loss_and_grads = fspmd.value_and_grad(parallel_loss)
+    parallel_descend = fspmd.shard_map(descend, mesh=mesh, in_specs=(P(), P()), out_specs=P())
     for step in range(100):
-        loss, grads = fspmd.value_and_grad(parallel_loss)(params, x, y)
-        params = fspmd.shard_map(descend, mesh=mesh, in_specs=(P(), P()), out_specs=P())(params, grads)
+        loss, grads = loss_and_grads(params, x, y)
+        params = parallel_descend(params, grads)
         grads_alone, loss_alone = torch.func.grad_and_value(squared_error)(alone, x, y)
         alone = descend(alone, grads_alone)
         torch.testing.assert_close(fspmd.device_get(loss), loss_alone)
         if first and step % 20 == 0:
-            print(f"step {step:3}   4 ranks: {float(loss_alone):.6f}   alone: {float(fspmd.device_get(loss)):.6f}")
+            print(f"step {step:3}   4 ranks: {fspmd.device_get(loss).item():.6f}   alone: {loss_alone.item():.6f}")
     torch.testing.assert_close(fspmd.device_get(params), alone)
 
 

@@ -10,9 +10,11 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = ["first_steps", "data_parallel", "pipeline", "halo_exchange", "ring_matmul", "uneven_shards"]
@@ -22,6 +24,15 @@ import runpy, sys
 for script in sys.argv[1:]:
     runpy.run_path(script, run_name="__main__")
 """
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def simulated(script: str) -> str:
@@ -95,7 +106,7 @@ def test_the_bigram_model_is_the_one_counted_by_hand(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(EXAMPLES))
     text_data = importlib.import_module("text_data")
     text = text_data.as_tensor(bytearray(b"abababac"))  # after a: b 3 times of 4, c once; after b: always a
-    inputs, targets = text_data.windows(text, text_data.torch.tensor([0]), 2)
+    inputs, targets = text_data.windows(text, torch.tensor([0]), 2)
     assert (inputs.tolist(), targets.tolist()) == ([[97, 98]], [[98, 97]])
     loss = text_data.bigram_loss(text, [(inputs, targets)], prior=0.0)
-    assert loss == pytest.approx(-text_data.torch.tensor(0.75).log().item() / 2)
+    assert loss == pytest.approx(-torch.tensor(0.75).log().item() / 2)
