@@ -235,12 +235,19 @@ def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
     return TensorSpec(body.mesh, partition, shape, x.dtype)
 
 
-def spec_of_blocks(x: Tensor, partition: P, mesh: Any, name: str) -> TensorSpec:
-    """The spec whose blocks the ranks hold; raises on all ranks alike, naming the first that differs."""
+def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> TensorSpec:
+    """The spec whose blocks the ranks hold; raises on all ranks alike, naming the first that differs.
+
+    None stands for what is no tensor.
+    """
     from fspmd.transport import transport_of
 
-    found = transport_of(mesh).layouts(x, mesh)
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
+    found = []
+    for at, (layout,) in zip(coordinates, transport_of(mesh).layouts([x], mesh), strict=True):
+        if layout is None:
+            raise ArgumentError(f"{name}: {_where(mesh, at)} has no tensor; every rank must pass its block")
+        found.append(layout)
     dtype, first = found[0]
     for at, (kind, shape) in zip(coordinates, found, strict=True):
         if kind != dtype or len(shape) != len(first):
@@ -248,6 +255,8 @@ def spec_of_blocks(x: Tensor, partition: P, mesh: Any, name: str) -> TensorSpec:
                 f"{name}: {_where(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
                 f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
             )
+    if wrong := complain(partition, mesh, len(first)):
+        raise SpecError(f"{name} of blocks of {len(first)} dims: {wrong}")
     total = list(first)
     for dim, entry in enumerate(partition):
         axes = entry_axes(entry)

@@ -15,6 +15,7 @@ from fspmd.mesh import Mesh, current_mesh
 from fspmd.redistribute import from_blocks, redistribute, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.trees import broadcast_prefix, key_path
@@ -24,7 +25,16 @@ def _the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     found = mesh or current_mesh()
     if found is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
+    _check_member(found, what)
     return found
+
+
+def _check_member(mesh: Mesh, what: str) -> None:
+    if mesh.coordinate() is None:
+        raise MeshError(
+            f"{what}: this process is not a member of {mesh!r}; call it on members only: "
+            "if mesh.coordinate() is not None: ..."
+        )
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
@@ -118,14 +128,16 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
     >>> from_local(torch.zeros(2, 3), P(), mesh=make_mesh((4,), ("x",)))
     Sharded f32[2, 3] on mesh(x=4)
     """
-    if not isinstance(local, Tensor):
-        raise ArgumentError(f"from_local got local of type {type(local).__name__}; expected a torch.Tensor")
     if isinstance(spec, TensorSpec):
-        mesh, partition = spec.mesh, spec.partition
+        mesh, partition = _the_mesh(spec.mesh, "from_local"), spec.partition
     else:
         mesh, partition = _the_mesh(mesh, "from_local"), spec
-    if wrong := complain(partition, mesh, local.ndim):
-        raise SpecError(f"from_local of a block with {local.ndim} dims: {wrong}")
+    if wrong := complain(partition, mesh, None):
+        raise SpecError(f"from_local: {wrong}")
+    if not isinstance(local, Tensor):
+        if mesh.transport != "simulation":  # the others wait for this rank's shape
+            transport_of(mesh).layouts([None], mesh)
+        raise ArgumentError(f"from_local got local of type {type(local).__name__}; expected a torch.Tensor")
     found = spec_of_blocks(local, partition, mesh, "from_local")
     if isinstance(spec, TensorSpec) and found is not spec:
         raise ShapeError(f"from_local: the blocks of all ranks make {found!r}, but the spec given is {spec!r}")
@@ -137,36 +149,62 @@ def from_callback(
 ) -> Sharded:
     """A `Sharded` whose blocks are computed where they lie: ``fn(index)`` gives the block at a tuple of slices.
 
+    Raises:
+        ShapeError: on all ranks alike, of a block with another shape or dtype than it should have.
+
     >>> from fspmd import make_mesh
     >>> whole = torch.arange(6.0)
     >>> device_get(from_callback((6,), P("x"), lambda index: whole[index], mesh=make_mesh((4,), ("x",))))
     tensor([0., 1., 2., 3., 4., 5.])
     """
     mesh = _the_mesh(mesh, "from_callback")
-    shape = tuple(shape)
     layout = TensorSpec(mesh, spec, shape, torch.float32)
-
-    def block(coordinate: tuple[int, ...]) -> Tensor:
-        offset, extent = layout.offset(coordinate), layout.local_shape(coordinate)
-        x = fn(tuple(slice(start, start + length) for start, length in zip(offset, extent, strict=True)))
-        if not isinstance(x, Tensor) or tuple(x.shape) != extent:
-            given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ShapeError(
-                f"from_callback: the block at {coordinate} of a tensor {shape} under {spec!r} is {extent}, but the "
-                f"callback returned {given}"
-            )
-        return x.to(mesh.device)
-
-    if mesh.transport != "simulation":
-        coordinate = mesh.coordinate()
-        if coordinate is None:
-            raise MeshError(f"from_callback: this process is not a member of {mesh!r}")
-        local = block(coordinate)
+    simulated = mesh.transport == "simulation"
+    held = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
+    where = [_coordinate(mesh, held.axes, at) for at in held.coordinates()]
+    if simulated:
+        made = [_call_for_block(fn, layout, at) for at in where]
+        found = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else None for x in made]
     else:
-        held = frame(mesh, layout.partition.axes | layout.partition.unreduced)
-        zeros = dict.fromkeys(mesh.axis_names, 0)
-        shards = [
-            block(tuple({**zeros, **dict(zip(held.axes, at, strict=True))}.values())) for at in held.coordinates()
-        ]
-        local = local_tensor(shards, held)
+        made, failure = [None], None
+        try:
+            made = [_call_for_block(fn, layout, mesh.coordinate() or ())]
+        except Exception as error:  # the other ranks wait to hear of this one's block
+            failure = error
+        told = transport_of(mesh).layouts([x if isinstance(x, Tensor) else None for x in made], mesh)
+        if failure is not None:
+            raise failure
+        found = [block for (block,) in told]
+    _check_made(layout, where, found)
+    blocks = [x.to(mesh.device) for x in made if isinstance(x, Tensor)]
+    local = local_tensor(blocks, held) if simulated else blocks[0]
     return Sharded(local, TensorSpec(mesh, spec, shape, local.dtype))
+
+
+def _coordinate(mesh: Mesh, axes: tuple[str, ...], at: tuple[int, ...]) -> tuple[int, ...]:
+    full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(axes, at, strict=True))
+    return tuple(full.values())
+
+
+def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, at: tuple[int, ...]) -> Any:
+    spans = zip(layout.offset(at), layout.local_shape(at), strict=True)
+    return fn(tuple(slice(start, start + length) for start, length in spans))
+
+
+def _check_made(
+    layout: TensorSpec, where: list[tuple[int, ...]], found: list[tuple[torch.dtype, tuple[int, ...]] | None]
+) -> None:
+    """Every block a tensor of its shape, and of one dtype."""
+    for at, block in zip(where, found, strict=True):
+        expected = layout.local_shape(at)
+        if block is None or block[1] != expected:
+            given = "no tensor" if block is None else f"one of shape {block[1]}"
+            raise ShapeError(
+                f"from_callback: the block at {at} of a tensor {layout.shape} under {layout.partition!r} is "
+                f"{expected}, but the callback returned {given}"
+            )
+        if found[0] is not None and block[0] != found[0][0]:
+            raise ShapeError(
+                f"from_callback: the callback returned a block of {found[0][0]} at {where[0]}, but one of {block[0]} "
+                f"at {at}; all blocks must have one dtype"
+            )

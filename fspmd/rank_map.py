@@ -83,6 +83,11 @@ def _simulated(fn: Callable[..., Any], leaves: list[Any], treedef: Any, body: Bo
 
 def _bound(column: tuple[Any, ...], held: Frame) -> Any:
     if all(isinstance(x, Tensor) for x in column):
+        if other := next((i for i, x in enumerate(column) if x.dtype is not column[0].dtype), 0):
+            raise ArgumentError(
+                f"rank_map: the function returned {column[0].dtype} on the first rank, but {column[other].dtype} on "
+                f"another (number {other}); return one dtype on every rank"
+            )
         return bind(column, held)
     if all(type(x) is type(column[0]) and x == column[0] for x in column):
         return column[0]

@@ -1,8 +1,9 @@
 """Generated calls of every collective, a judge for them, and one program that runs on any transport.
 
 A case is one collective on one mesh. `expected` is the judge: a plain loop over mesh coordinates on a list of tensors,
-one per rank, differentiated by torch itself. `run_case` is the same call in a ``shard_map`` body. Values are random bytes
-where data is only moved, and small integers where it is added, so that every order of summation gives the same bits.
+one per rank, differentiated by torch itself. `run_case` is the same call in a ``shard_map`` body. Values are random
+bytes where data is only moved, and small integers where it is added, so that every order of summation gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -211,7 +212,10 @@ def same(a: Tensor, b: Tensor, bits: bool = False, close: bool = False) -> bool:
     if bits:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
-    return torch.allclose(a, b, rtol=8 * torch.finfo(a.dtype).eps, atol=8 * torch.finfo(a.dtype).eps) if close else torch.equal(a, b)
+    if not close:
+        return torch.equal(a, b)
+    tolerance = 8 * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def moved(case: Case) -> bool:
@@ -366,9 +370,7 @@ def expected(case: Case, given: Inputs) -> Outcome:
             )
         )
     second = [g if g is not None else torch.zeros_like(c) for g, c in zip(gct, ct_leaves, strict=True)]
-    return Outcome(
-        [b.detach() for b in y], [whole[i].detach() for i in owner], [second[i].detach() for i in ct_owner]
-    )
+    return Outcome([b.detach() for b in y], [whole[i].detach() for i in owner], [second[i].detach() for i in ct_owner])
 
 
 # --- the same call in a body ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Real processes with Gloo beside the simulation: every collective, dtype, uneven size and mesh, values and gradients."""
+"""Gloo processes beside the simulation: every collective, dtype, uneven size and mesh, values and gradients."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from collective_cases import (
     same,
     some_cases,
 )
+from gloo_programs import MISTAKES, ONLY_PROCESSES, SEEN_EARLIER, complaint, complaints
 from processes import Processes
 from torch import Tensor
 
@@ -116,3 +117,19 @@ def test_every_collective_on_six_processes(six: Processes) -> None:
 def test_the_sample_has_every_dtype_of_every_call() -> None:
     sample = some_cases(4, 300)
     assert {(case.call, case.dtype) for case in sample} >= {(call, d) for call, ds in CALLS.items() for d in ds}
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_fail_alike_and_go_on(four: Processes) -> None:
+    names = [*MISTAKES, *ONLY_PROCESSES]
+    found = four.run(complaints, names)
+    for i, name in enumerate(names):
+        texts = {on_rank[i] for on_rank in found}
+        assert len(texts) == 1, f"{name}: ranks differ: {texts}"
+        (text,) = texts
+        assert "Error: " in text, f"{name}: {text}"
+        if name in MISTAKES:
+            simulated = complaint(MISTAKES[name], "simulation")
+            assert simulated == text or (name in SEEN_EARLIER and "Error: " in simulated), name

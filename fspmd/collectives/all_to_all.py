@@ -10,11 +10,10 @@ from torch import Tensor
 from fspmd.body import Body, bound_body, resolve_axes
 from fspmd.collectives.checks import (
     block_lengths,
-    check_blocks,
+    check_alike,
     check_dim,
     check_divides,
     check_index_groups,
-    check_size,
     check_size_use,
 )
 from fspmd.collectives.operands import (
@@ -67,6 +66,7 @@ def all_to_all(
     if not axes:
         return x if wait else done(x)
     check_size_use(size, tiled, index_groups, what)
+    check_alike(body, leaves, axes, what, concat_axis, size)
     count = len(index_groups[0]) if index_groups else n
     steps: list[Step | None] = []
     for i, leaf in enumerate(leaves):
@@ -85,8 +85,7 @@ def all_to_all(
         after = variance.moved(axes, "V") if body.checked else INVARIANT
         before = back = None
         if size is not None:
-            joined = tuple(block_lengths(body, axes, check_size(size, what)) or (size // n,) * n)
-            check_blocks(body, leaf, axes, concat, size, joined, what)
+            joined = block_lengths(body, axes, size) or (size // n,) * n
             pieces = block_lengths(body, axes, leaf.shape[split]) or (leaf.shape[split] // n,) * n
             if len(set(pieces)) > 1 or len(set(joined)) > 1:
                 if split == concat:
@@ -119,7 +118,8 @@ def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squ
     piece[o.dim] //= n
 
     def into(leaf: Tensor) -> Tensor:
-        return leaf.reshape(shape).unflatten(o.dim, (n, -1)).movedim(o.dim, 0).reshape(n, -1)
+        pieces: Tensor = leaf.reshape(shape).unflatten(o.dim, (n, -1)).movedim(o.dim, 0)
+        return pieces.reshape(n, -1)
 
     def back(rows: Tensor) -> Tensor:
         y = rows.reshape(n, *piece).movedim(0, o.concat_dim).flatten(o.concat_dim, o.concat_dim + 1)

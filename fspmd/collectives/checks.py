@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.spec import blocks
+from fspmd.mesh import Mesh
+from fspmd.spec import blocks, short_dtype
+from fspmd.transport.frame import frame, groups
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import show
 
 
@@ -92,20 +97,92 @@ def check_divides(x: Tensor, dim: int, n: int, what: str, remedy: str) -> None:
         )
 
 
-def check_blocks(
-    body: Body, x: Tensor, axes: tuple[str, ...], dim: int, size: int, lengths: Sequence[int] | None, what: str
+def check_alike(
+    body: Body,
+    leaves: Sequence[Any],
+    axes: tuple[str, ...],
+    what: str,
+    dim: int | None = None,
+    size: int | None = None,
 ) -> None:
-    """Every rank's block must have its length of a dim of global ``size``; compared across ranks where uneven."""
+    """Every rank's blocks must have one shape; along ``dim`` they must be the blocks of a dim of global ``size``.
+
+    Asked of all ranks, so that all fail alike, where blocks may be uneven: one more, small, all-gather there. A body
+    without types (``check_vma=False``) asks only where ``size`` says that they are.
+    """
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
+    simulated = body.mesh.transport == "simulation"
+    if simulated:
+        if lengths is None and size is None and not any(type(x) is LocalTensor and x.uneven for x in tensors):
+            return
+    elif lengths is None and not (body.uneven and body.checked):
+        if size is not None:
+            _check_even(body, tensors, axes, dim, size, what)
+        return
+    with torch._C.DisableTorchFunction():
+        found = body.transport.layouts(tensors, body.mesh)
+    _, table = groups(frame(body.mesh, body.mesh.axis_names), axes)
+    expected = (size // math.prod(body.sizes(axes)),) * len(table[0]) if size is not None else ()
+    for leaf, rows in zip(tensors, zip(*found, strict=True), strict=True):
+        for members in table:
+            _compare(body, leaf, [rows[i] for i in members], members, axes, what, dim, lengths or expected)
+
+
+def _check_even(body: Body, tensors: list[Tensor], axes: tuple[str, ...], dim: Any, size: int, what: str) -> None:
     n = math.prod(body.sizes(axes))
-    if lengths is None:
-        if x.shape[dim] * n != size:
+    for x in tensors:
+        at = check_dim(dim, x.ndim, what, "the dim")
+        if x.shape[at] * n != size:
             raise ShapeError(
                 f"{what} of {show(x)} got size={size}: a global size of {size} over {n} ranks has blocks of "
-                f"{size // n}, but dim {dim} of this block is {x.shape[dim]}"
+                f"{size // n}, but dim {at} of this block is {x.shape[at]}"
             )
-        return
-    if complaint := body.transport.check_blocks(x, body.mesh, axes, dim, tuple(lengths)):
-        raise ShapeError(f"{what} got size={size}, whose blocks are {tuple(lengths)}, but {complaint}")
+
+
+def _compare(
+    body: Body,
+    x: Tensor,
+    rows: list[tuple[Any, tuple[int, ...]]],
+    members: tuple[int, ...],
+    axes: tuple[str, ...],
+    what: str,
+    dim: int | None,
+    lengths: tuple[int, ...],
+) -> None:
+    """One group's blocks of one leaf, in the order of ``axes``."""
+    dtype, first = rows[0]
+    for place, (kind, shape) in enumerate(rows):
+        expected = list(first)
+        if kind is dtype and len(shape) == len(first) and lengths:
+            expected[check_dim(dim, len(shape), what, "the dim")] = lengths[place]
+        if kind is dtype and shape == tuple(expected):
+            continue
+        at = where(body.mesh, members[place])
+        if lengths and kind is dtype and len(shape) == len(first):
+            raise ShapeError(
+                f"{what} over {axes} got size={sum(lengths)}, of which torch.chunk makes blocks of {lengths}: {at} "
+                f"should have a block of shape {tuple(expected)}, but has {shape}; pass the size that all blocks make "
+                "together"
+            )
+        raise ShapeError(
+            f"{what} over {axes}: {at} has {short_dtype(kind)} of shape {shape}, but {where(body.mesh, members[0])} "
+            f"has {short_dtype(dtype)} of shape {first}; {_EVEN_OUT.get(what, _PAD)}"
+        )
+
+
+_PAD = "all ranks must pass the same shape: pad the blocks to one size first"
+_EVEN_OUT = {
+    "all_gather": "for uneven blocks pass tiled=True and size=, the global size of the dim",
+    "all_to_all": "for uneven blocks pass tiled=True and size=, the global size of concat_axis",
+}
+
+
+def where(mesh: Mesh, position: int) -> str:
+    """``rank 3 at x=1, y=1`` for a position in row-major order."""
+    at = next(itertools.islice(itertools.product(*map(range, mesh.shape.values())), position, None))
+    place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
+    return f"rank {mesh.rank_at(at)} at {place}"
 
 
 def check_size_use(size: int | None, tiled: bool, index_groups: Any, what: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fspmd.body import Body, bound_body, resolve_axes
 from fspmd.collectives.checks import (
     block_lengths,
-    check_blocks,
+    check_alike,
     check_dim,
     check_divides,
     check_index_groups,
@@ -30,6 +30,7 @@ from fspmd.collectives.steps import Rows, Step, run
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.pairs import call
 from fspmd.transport import Options
+from fspmd.transport.carriers import check_adds
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
@@ -71,6 +72,7 @@ def all_gather(
     if not axes:
         return x if wait else done(x)
     check_size_use(size, tiled, index_groups, what)
+    check_alike(body, leaves, axes, what, axis, size)
     name, letter = _GATHER_ROWS[to] if body.checked else _GATHER_ROWS["varying"]
     steps: list[Step | None] = []
     for i, leaf in enumerate(leaves):
@@ -83,8 +85,7 @@ def all_gather(
         dim = check_dim(axis, leaf.ndim + (not tiled), what, "axis")
         lengths = None
         if size is not None:
-            lengths = block_lengths(body, axes, check_size(size, what))
-            check_blocks(body, leaf, axes, dim, size, lengths, what)
+            lengths = block_lengths(body, axes, size)
         after = variance.moved(axes, letter) if body.checked else INVARIANT
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         steps.append(_gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after))
@@ -157,6 +158,7 @@ def psum_scatter(
     if not axes:
         return x if wait else done(x)
     check_size_use(size, tiled, index_groups, what)
+    check_alike(body, leaves, axes, what)
     count = len(index_groups[0]) if index_groups else n
     steps: list[Step | None] = []
     for i, leaf in enumerate(leaves):
@@ -164,6 +166,7 @@ def psum_scatter(
         letter = one_state(leaf, variance, axes, what) if body.checked else "V"
         if letter == "R":
             raise VarianceError(f"psum_scatter of {show(leaf)}: the value is reduced over {axes}, not a sum to be made")
+        check_adds(leaf.dtype, what)
         dim = check_dim(scatter_dimension, leaf.ndim, what, "scatter_dimension")
         lengths = None
         if size is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes, state
+from fspmd.collectives.checks import check_alike
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.transport.local_tensor import LocalTensor
@@ -54,6 +55,7 @@ def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather:
     body = bound_body(what, f"{what}(out, x, 'x')")
     axes = resolve_axes(body, axis_name, what)
     with torch._C.DisableTorchFunction():
+        check_alike(body, (out, x), axes, what)
         _check(what, body, axes, out, x, gather)
         kernel = body.transport.gather_into if gather else body.transport.reduce_scatter_into
         pending = kernel(out.detach(), x.detach(), body.mesh, axes)

@@ -9,9 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes
-from fspmd.collectives.checks import (
-    check_permutation,
-)
+from fspmd.collectives.checks import check_alike, check_permutation
 from fspmd.collectives.operands import (
     AxisName,
     as_varying,
@@ -60,6 +58,7 @@ def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: boo
     leaves, treedef = tensor_leaves(x, what)
     if not axes:
         return x if wait else done(x)
+    check_alike(body, leaves, axes, what)
     the_call = call("ppermute", body.mesh, axes, Options(perm=pairs(math.prod(body.sizes(axes)))))
     return _moved(body, leaves, treedef, axes, the_call, wait, what)
 
@@ -75,6 +74,7 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -
         raise ShapeError(f"pbroadcast got source={source!r}; expected a position from 0 to {n - 1} along {axes}")
     if not axes:
         return x if wait else done(x)
+    check_alike(body, leaves, axes, what)
     return _moved(body, leaves, treedef, axes, call(what, body.mesh, axes, Options(root=source)), wait, what)
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes, state
-from fspmd.collectives.checks import (
-    check_index_groups,
-)
+from fspmd.collectives.checks import check_alike, check_index_groups
 from fspmd.collectives.operands import (
     AxisName,
     Groups,
@@ -25,9 +23,10 @@ from fspmd.collectives.operands import (
     varying_operand,
 )
 from fspmd.collectives.steps import Step, run
-from fspmd.errors import ArgumentError, VarianceError
+from fspmd.errors import VarianceError
 from fspmd.pairs import Call, apply, call
 from fspmd.transport import Options
+from fspmd.transport.carriers import check_adds
 from fspmd.variance import ATTRIBUTE, INVARIANT, get_variance, set_variance, show
 
 
@@ -49,7 +48,7 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     body = state.body
     if body is not None and wait and axis_index_groups is None and isinstance(x, Tensor):
         known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
-        if known is not None:
+        if known is not None and not body.uneven:
             with torch._C.DisableTorchFunction():
                 if x.dtype is not torch.bool and not torch._C._are_functorch_transforms_active():
                     y = apply(x, known[0])
@@ -78,6 +77,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
     index_groups = check_index_groups(groups, n, what, equal=what == "pmean")
     if not axes:
         return x if wait else done(x)
+    check_alike(body, leaves, axes, what)
     count = n if index_groups is None else len(index_groups[0])
     mean = what == "pmean"
     steps: list[Step | None] = []
@@ -86,6 +86,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
             steps.append(None)
             continue
+        check_adds(leaf.dtype, what)
         if leaf.dtype is torch.bool:
             with torch._C.DisableTorchFunction():
                 leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
@@ -150,15 +151,13 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
     index_groups = check_index_groups(groups, math.prod(body.sizes(axes)), what, equal=False)
     if not axes:
         return x if wait else done(x)
+    check_alike(body, leaves, axes, what)
     steps: list[Step | None] = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             steps.append(None)
             continue
-        if leaf.dtype.is_complex:
-            raise ArgumentError(
-                f"{what} of {show(leaf)}: complex numbers have no order; take the real part or abs first"
-            )
+        check_adds(leaf.dtype, what, op)
         variance = varying_operand(body, leaf, axes, what)
         after = variance.moved(axes, "V" if index_groups else "I") if body.checked else INVARIANT
         o = Options(op=op, index_groups=index_groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fspmd.mesh import Mesh
 
 Sizes = tuple[int, ...]
+Layout = tuple[torch.dtype, Sizes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,21 @@ class Transport:
         """``[A] [B] [C] => [A+B+C] [0] [0]``."""
         raise NotImplementedError
 
-    def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
-        """ "" where every rank's block has its size of ``sizes`` along ``dim``, else what is wrong, on all ranks alike."""
+    def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
+        """dtype and shape of each block on every rank, in row-major order of mesh coordinates; known to all ranks.
+
+        None stands for what is no tensor.
+        """
         raise NotImplementedError
 
-    def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:
-        """dtype and shape of every rank's block, in row-major order of mesh coordinates; known to all ranks."""
+    def tell(self, message: bytes, mesh: Mesh, source: int) -> bytes:
+        """The message of the rank at position ``source`` of the mesh, on all its ranks."""
+        raise NotImplementedError
+
+    def transfer(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mesh: Mesh
+    ) -> Pending:
+        """Send contiguous tensors to positions of the mesh, and receive into others."""
         raise NotImplementedError
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:

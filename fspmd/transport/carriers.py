@@ -49,11 +49,13 @@ def check_adds(dtype: torch.dtype, what: str, op: str = "sum") -> None:
     """Raise `ArgumentError` for a dtype without this operation, on all ranks alike."""
     if dtype in _FLOAT8 or dtype in BITS:
         raise ArgumentError(
-            f"{what} of {short_dtype(dtype)}: torch does not {'add' if op == 'sum' else 'compare'} values of this dtype; "
-            f"convert them and the result: {what}(x.to(torch.float32), ...).to({dtype})"
+            f"{what} of {short_dtype(dtype)}: torch does not {'add' if op == 'sum' else 'compare'} values of this "
+            f"dtype; convert them and the result: {what}(x.to(torch.float32), ...).to({dtype})"
         )
     if op != "sum" and dtype.is_complex:
-        raise ArgumentError(f"{what} of {short_dtype(dtype)}: complex numbers have no order; take the real part or abs")
+        raise ArgumentError(
+            f"{what} of {short_dtype(dtype)}: complex numbers have no order; take the real part or abs first"
+        )
 
 
 def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:

@@ -7,7 +7,7 @@ this side, so that equal rank sets share one group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 from fspmd import world
 from fspmd.errors import ShapeError
 from fspmd.mesh import Mesh
-from fspmd.transport.call import Options, Pending, Sizes, Transport
+from fspmd.transport.call import Layout, Options, Pending, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 #: dtypes that every backend can move as they are; others travel as bytes
 _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 
@@ -80,10 +80,27 @@ def _in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
     group = group_of(mesh, axes, Options())
     if group.order is not None:
         raise ShapeError(
-            f"{what} over {axes} of {mesh!r}: the mesh orders these ranks otherwise than the process group does, so blocks "
-            f"would have to be copied into place; use {what[:-5]}, or a mesh with ascending ranks"
+            f"{what} over {axes} of {mesh!r}: the mesh orders these ranks otherwise than the process group does, so "
+            f"blocks would have to be copied into place; use {what[:-5]}, or a mesh with ascending ranks"
         )
     return group
+
+
+def _layout(row: Sequence[int]) -> Layout | None:
+    kind, ndim, *shape = row
+    return None if kind < 0 else (_DTYPES[kind], tuple(shape[:ndim]))
+
+
+def gather_integers(mine: list[int], mesh: Mesh) -> list[list[int]]:
+    """The integers of every rank, in row-major order of mesh coordinates; as many from each."""
+    group = group_of(mesh, mesh.axis_names, Options())
+    sent = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
+    if group.size == 1:
+        return [mine]
+    received = sent.new_empty((group.size * len(mine),))
+    group.pg._allgather_base(received, sent).wait()
+    rows: list[list[int]] = received.view(group.size, -1).tolist()
+    return rows if group.order is None else [rows[i] for i in group.order]
 
 
 class ProcessGroupTransport(Transport):
@@ -236,23 +253,42 @@ class ProcessGroupTransport(Transport):
         pending = self.reduce(x, mesh, axes, o)
         return Pending(pending, (), lambda inner: inner.wait() if at_root else torch.zeros_like(inner.wait()))
 
-    def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
-        group = group_of(mesh, axes, Options())
-        found = torch.tensor([x.shape[dim]], dtype=torch.int64, device=x.device)
-        all_found = found.new_empty(group.size)
-        group.pg._allgather_base(all_found, found).wait()
-        lengths = [int(length) for length in all_found.tolist()]
-        ordered = tuple(lengths if group.order is None else [lengths[i] for i in group.order])
-        return "" if ordered == sizes else f"the blocks along {axes} are {ordered} long in dim {dim}"
+    def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
+        mine = []
+        for x in blocks:
+            row = [-1] if x is None else [_DTYPES.index(x.dtype), x.ndim, *x.shape]
+            mine += row + [0] * (_ROW - len(row))
+        return [
+            tuple(_layout(row[start : start + _ROW]) for start in range(0, len(row), _ROW))
+            for row in gather_integers(mine, mesh)
+        ]
 
-    def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:
+    def tell(self, message: bytes, mesh: Mesh, source: int) -> bytes:
         group = group_of(mesh, mesh.axis_names, Options())
-        row = [_DTYPES.index(x.dtype), x.ndim, *x.shape]
-        mine = torch.tensor(row + [0] * (_ROW - len(row)), dtype=torch.int64, device=x.device)
-        rows = mine.new_empty((group.size * _ROW,))
-        group.pg._allgather_base(rows, mine).wait()
-        found = [(_DTYPES[kind], tuple(shape[:ndim])) for kind, ndim, *shape in rows.view(-1, _ROW).tolist()]
-        return found if group.order is None else [found[i] for i in group.order]
+        if group.size == 1:
+            return message
+        options = c10d.BroadcastOptions()
+        options.rootRank = group.peer(source)
+        length = torch.tensor([len(message)], device=mesh.device)
+        group.pg.broadcast([length], options).wait()
+        if group.index == source:
+            told = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
+        else:
+            told = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
+        group.pg.broadcast([told], options).wait()
+        return bytes(told.cpu().tolist())
+
+    def transfer(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mesh: Mesh
+    ) -> Pending:
+        group = group_of(mesh, mesh.axis_names, Options())
+        operations = [
+            dist.P2POp(operation, _movable(x)[0], group=group.pg, group_peer=group.peer(position))
+            for operation, peers in ((dist.isend, sends), (dist.irecv, receives))
+            for position, x in peers
+            if x.numel()
+        ]
+        return Pending(None, tuple(dist.batch_isend_irecv(operations)) if operations else ())
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
@@ -273,7 +309,8 @@ def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     dtype = x.dtype
     if dtype in _MOVABLE:
         return x.reshape(1), lambda flat: flat
-    return x.view(-1).view(torch.uint8), lambda flat: flat.view(dtype)
+    flat = x.view(-1) if x.numel() else x.new_empty(0)  # a dim of an empty tensor may have any stride
+    return flat.view(torch.uint8), lambda flat: flat.view(dtype)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -292,7 +329,8 @@ def _unstack(stacked: Tensor, dim: int, sizes: Sizes | None) -> Tensor:
     """``[n, ..., b, ...] -> [..., n * b, ...]``, without the padding of uneven blocks."""
     if sizes is not None:
         return torch.cat([block.narrow(dim, 0, length) for block, length in zip(stacked, sizes, strict=True)], dim)
-    return stacked.movedim(0, dim).flatten(dim, dim + 1)
+    joined: Tensor = stacked.movedim(0, dim).flatten(dim, dim + 1)
+    return joined
 
 
 def _stack(x: Tensor, dim: int, sizes: Sizes | None, n: int) -> Tensor:
@@ -300,4 +338,5 @@ def _stack(x: Tensor, dim: int, sizes: Sizes | None, n: int) -> Tensor:
     if sizes is not None:
         longest = max(sizes)
         return torch.stack([_pad(block, dim, longest) for block in x.split(sizes, dim)])
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+    blocks: Tensor = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+    return blocks

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fspmd.mesh import Mesh
-from fspmd.transport.call import Options, Pending, Sizes, Transport
+from fspmd.transport.call import Layout, Options, Pending, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import UNEVEN, Frame, frame, groups, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
 
 Table = tuple[tuple[int, ...], ...]
-_REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 class SimulationTransport(Transport):
@@ -107,16 +108,13 @@ class SimulationTransport(Transport):
                 results[group[o.root]] += shards[i]
         return Pending(LocalTensor(results, held))
 
-    def check_blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], dim: int, sizes: Sizes) -> str:
-        _, _, shards, table = _groups(x, mesh, axes, Options())
-        for group in table:
-            found = tuple(shards[i].shape[dim] for i in group)
-            if found != sizes:
-                return f"the blocks along {axes} are {found} long in dim {dim}"
-        return ""
-
-    def layouts(self, x: Tensor, mesh: Mesh) -> list[tuple[torch.dtype, Sizes]]:
-        return [(shard.dtype, tuple(shard.shape)) for shard in shards_of(x, frame(mesh, mesh.axis_names))]
+    def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
+        whole = frame(mesh, mesh.axis_names)
+        columns = [
+            [None] * whole.volume if x is None else [(s.dtype, tuple(s.shape)) for s in shards_of(x, whole)]
+            for x in blocks
+        ]
+        return list(zip(*columns, strict=True))
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         if type(x) is LocalTensor:
@@ -155,7 +153,7 @@ def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[F
 
 
 def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
-    """A value of a dtype that torch cannot reduce, in a dtype that it can; raises `ArgumentError` where none will do."""
+    """A value of a dtype that torch cannot reduce, in one that it can; raises `ArgumentError` where none will do."""
     wide, back = carried(x, op)
     if back is None:
         raise NotImplementedError(f"torch has no {op} of {x.dtype} on {x.device.type}")

@@ -1,0 +1,193 @@
+"""What processes run in `test_gloo`: mistakes that one rank alone could see, values put on meshes, events in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fspmd
+from fspmd import (
+    FspmdError,
+    Mesh,
+    P,
+    TensorSpec,
+    all_gather,
+    all_gather_into,
+    all_to_all,
+    axis_index,
+    device_put,
+    from_callback,
+    from_local,
+    make_mesh,
+    pbroadcast,
+    pmax,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+    rank_map,
+    shard_map,
+)
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import LocalTensor
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def _on_uneven(collective: Callable[[Tensor], Any], shape: tuple[int, ...] = (5, 4)) -> Any:
+    """A collective on the blocks (2, 2, 1, 0) of a dim of 5."""
+
+    def run(mesh: Mesh) -> None:
+        body = shard_map(lambda x: (collective(x), x.sum())[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        body(torch.ones(shape))
+
+    return run
+
+
+def _one_group_uneven(mesh: Mesh) -> None:
+    grid = make_mesh((2, 2), ("x", "y"), transport=mesh.transport, device="cpu")
+
+    def body(x: Tensor) -> Tensor:
+        odd = rank_map(lambda i: torch.ones(3 if int(i) == 3 else 2), axis_index(("x", "y")))
+        return psum(odd, "y").sum() + x.sum()
+
+    shard_map(body, mesh=grid, in_specs=P(), out_specs=P(("x",)))(torch.ones(1))
+
+
+def _other_kind(make: Callable[[int], Tensor]) -> Any:
+    """psum of what `make` makes of a rank's number."""
+
+    def run(mesh: Mesh) -> None:
+        def body(x: Tensor) -> Tensor:
+            return psum(rank_map(lambda i: make(int(i)), axis_index("x")), "x").sum()
+
+        shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(1))
+
+    return run
+
+
+def _local(make: Callable[[int], Tensor], spec: Any) -> Any:
+    """from_local of what `make` makes of a rank's number."""
+
+    def run(mesh: Mesh) -> None:
+        if mesh.transport == "simulation":
+            local: Tensor = LocalTensor([make(i) for i in range(4)], frame(mesh, ("x",)))
+        else:
+            local = make(torch.distributed.get_rank())
+        from_local(local, spec(mesh) if callable(spec) else spec, mesh=mesh)
+
+    return run
+
+
+def _callback(mesh: Mesh) -> None:
+    from_callback((8, 2), P("x"), lambda index: torch.ones(2, 2 + (index[0].start == 4)), mesh=mesh)
+
+
+def _callback_dtype(mesh: Mesh) -> None:
+    from_callback(
+        (8,), P("x"), lambda i: torch.ones(2, dtype=torch.float64 if i[0].start == 4 else torch.float32), mesh=mesh
+    )
+
+
+def _result(mesh: Mesh) -> None:
+    """Blocks of 1, 2, 2 and 2, which torch.chunk would not make."""
+
+    def body(x: Tensor) -> Any:
+        return rank_map(lambda i: torch.ones(1 if int(i) == 0 else 2), axis_index("x"))
+
+    shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("x"))(torch.ones(1))
+
+
+def _float8(collective: Callable[[Tensor], Any]) -> Any:
+    def run(mesh: Mesh) -> None:
+        def body(x: Tensor) -> Tensor:
+            collective(x.to(torch.float8_e5m2))
+            return x
+
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(16))
+
+    return run
+
+
+def _put(tree: Any, specs: Any, src: int | None = None) -> Any:
+    def run(mesh: Mesh) -> None:
+        device_put(tree, specs, mesh=mesh, src=src)
+
+    return run
+
+
+_RING = [(i, (i + 1) % 4) for i in range(4)]
+
+#: what goes wrong on some ranks only, or on all
+MISTAKES: dict[str, Callable[[Mesh], None]] = {
+    "psum": _on_uneven(lambda x: psum(x, "x")),
+    "psum of a tree": _on_uneven(lambda x: psum({"a": x.sum(), "b": [x]}, "x")),
+    "pmax": _on_uneven(lambda x: pmax(x, "x")),
+    "psum without waiting": _on_uneven(lambda x: psum(x, "x", wait=False).wait()),
+    "gather stacked": _on_uneven(lambda x: all_gather(x, "x")),
+    "gather tiled": _on_uneven(lambda x: all_gather(x, "x", tiled=True)),
+    "gather of another size": _on_uneven(lambda x: all_gather(x, "x", tiled=True, size=6)),
+    "gather of an even size": _on_uneven(lambda x: all_gather(x, "x", tiled=True, size=8)),
+    "gather of a smaller size": _on_uneven(lambda x: all_gather(x, "x", tiled=True, size=4)),
+    "gather along another dim": _on_uneven(lambda x: all_gather(x, "x", tiled=True, axis=1, size=16)),
+    "gather of even blocks": _on_uneven(lambda x: all_gather(x, "x", tiled=True, size=5), shape=(8, 4)),
+    "scatter": _on_uneven(lambda x: psum_scatter(x, "x", tiled=True)),
+    "scatter along the other dim": _on_uneven(lambda x: psum_scatter(x, "x", scatter_dimension=1, tiled=True)),
+    "scatter of a size": _on_uneven(lambda x: psum_scatter(x, "x", tiled=True, size=2)),
+    "all to all": _on_uneven(lambda x: all_to_all(x, "x", 1, 0, tiled=True)),
+    "all to all of another size": _on_uneven(lambda x: all_to_all(x, "x", 1, 0, tiled=True, size=7)),
+    "all to all of uneven splits": _on_uneven(lambda x: all_to_all(x, "x", 0, 1, tiled=True, size=16)),
+    "all to all of a split": _on_uneven(lambda x: all_to_all(x, "x", 0, 1, tiled=True)),
+    "permute": _on_uneven(lambda x: ppermute(x, "x", _RING)),
+    "shuffle": _on_uneven(lambda x: pshuffle(x, "x", [3, 2, 1, 0])),
+    "broadcast": _on_uneven(lambda x: pbroadcast(x, "x", 0)),
+    "gather into": _on_uneven(lambda x: all_gather_into(x.new_empty(5, 4), x, "x")),
+    "one group of two": _one_group_uneven,
+    "dtype of one rank": _other_kind(lambda i: torch.ones(2, dtype=torch.float64 if i == 2 else torch.float32)),
+    "dims of one rank": _other_kind(lambda i: torch.ones(2, 1) if i == 2 else torch.ones(2)),
+    "local shape": _local(lambda i: torch.ones(3 if i == 2 else 2), P("x")),
+    "local shape of another dim": _local(lambda i: torch.ones(2, 3 if i == 2 else 2), P("x")),
+    "local shape of a copy": _local(lambda i: torch.ones(3 if i == 3 else 2), P()),
+    "local shape of a spec": _local(
+        lambda i: torch.ones(2), lambda mesh: TensorSpec(mesh, P("x"), (6,), torch.float32)
+    ),
+    "callback shape": _callback,
+    "callback dtype": _callback_dtype,
+    "result blocks": _result,
+    "float8 psum": _float8(lambda x: psum(x, "x")),
+    "float8 pmax": _float8(lambda x: pmax(x, "x")),
+    "float8 scatter": _float8(lambda x: psum_scatter(x, "x", tiled=True)),
+    "put of a long spec": _put({"w": torch.ones(4)}, P(None, "x")),
+    "put of an unknown axis": _put(torch.ones(4), P("z")),
+    "put from a rank outside": _put(torch.ones(4), P("x"), src=9),
+    "put from one rank of a long spec": _put({"w": torch.ones(4)}, P(None, "x"), src=2),
+    "put from one rank of another tree": _put({"w": torch.ones(4)}, {"v": P("x")}, src=1),
+}
+#: mistakes that a simulation cannot make: its blocks are one tensor
+ONLY_PROCESSES: dict[str, Callable[[Mesh], None]] = {
+    "local dtype": _local(lambda i: torch.ones(2, dtype=torch.float64 if i == 1 else torch.float32), P("x")),
+    "local dims": _local(lambda i: torch.ones(2, 1) if i == 1 else torch.ones(2), P("x")),
+}
+#: what a simulation refuses already where the blocks are made
+SEEN_EARLIER = {"dtype of one rank", "dims of one rank"}
+
+
+def complaint(mistake: Callable[[Mesh], None], transport: str) -> str:
+    """What a mistake raises; then a psum that shows whether ranks are still in step."""
+    mesh = make_mesh((4,), ("x",), transport=transport, device="cpu")
+    try:
+        mistake(mesh)
+        text = "nothing was raised"
+    except FspmdError as error:
+        text = f"{type(error).__name__}: {error}"
+    total = shard_map(lambda x: psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
+    assert fspmd.device_get(total).tolist() == [6.0]
+    return text
+
+
+def complaints(names: list[str]) -> list[str]:
+    """The errors of mistakes, by name, on this process."""
+    return [complaint({**MISTAKES, **ONLY_PROCESSES}[name], "process_group") for name in names]
