@@ -15,7 +15,7 @@ import fspmd
 from fspmd import P
 
 Params = dict[str, Tensor]
-mesh = fspmd.make_mesh((4,), ("dp",))
+mesh = fspmd.make_mesh((4,), ("dp",), device="cpu")
 first = not any(mesh.coordinate())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import fspmd
 from fspmd import P
 
-mesh = fspmd.make_mesh((2, 2), ("x", "y"))
+mesh = fspmd.make_mesh((2, 2), ("x", "y"), device="cpu")  # without device: under torchrun the GPUs, if there are any
 first = not any(mesh.coordinate())  # one process prints
 
 

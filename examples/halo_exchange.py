@@ -11,7 +11,7 @@ from torch import Tensor
 import fspmd
 from fspmd import P
 
-mesh = fspmd.make_mesh((2, 2), ("rows", "columns"))
+mesh = fspmd.make_mesh((2, 2), ("rows", "columns"), device="cpu")
 first = not any(mesh.coordinate())
 
 

@@ -14,7 +14,7 @@ from fspmd import P
 
 STAGES, MICROBATCHES, B, D = 4, 6, 5, 8
 HAND_ON = [(stage, stage + 1) for stage in range(STAGES - 1)]
-mesh = fspmd.make_mesh((STAGES,), ("stage",))
+mesh = fspmd.make_mesh((STAGES,), ("stage",), device="cpu")
 
 
 def stage_fn(w: Tensor, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fspmd import P
 RANKS = 4
 RING = [(i, (i + 1) % RANKS) for i in range(RANKS)]
 SPECS = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
-mesh = fspmd.make_mesh((RANKS,), ("tp",))
+mesh = fspmd.make_mesh((RANKS,), ("tp",), device="cpu")
 first = not any(mesh.coordinate())
 
 

@@ -52,6 +52,8 @@ def random_batches(text: Tensor, batch: int, length: int, seed: int) -> Iterator
 
 def even_batches(text: Tensor, batch: int, length: int, count: int) -> list[tuple[Tensor, Tensor]]:
     """``count`` batches whose windows lie evenly over the whole text: what a validation loss is measured on."""
+    if len(text) <= length:
+        raise ValueError(f"{len(text)} bytes are held out, too few for windows of {length}: give a longer text")
     starts = torch.linspace(0, len(text) - length - 1, count * batch).long()
     return [windows(text, part, length) for part in starts.split(batch)]
 

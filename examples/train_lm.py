@@ -26,6 +26,7 @@ import report
 import text_data
 import torch
 import torch.nn.functional as F
+from text_data import VOCAB
 from torch import Tensor
 
 import fspmd
@@ -59,10 +60,10 @@ def init_params(seed: int, layers: int, width: int, heads: int, dtype: torch.dty
         }
 
     return {
-        "embedding": normal(text_data.VOCAB, width, std=0.5),
+        "embedding": normal(VOCAB, width, std=0.5),
         "layers": [layer() for _ in range(layers)],
         "norm": torch.ones(width, dtype=dtype),
-        "head": normal(width, text_data.VOCAB, std=0.02),
+        "head": normal(width, VOCAB, std=0.02),
     }
 
 
@@ -206,7 +207,8 @@ def train(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, text: Tens
     start = time.perf_counter()
     batches = text_data.random_batches(text, args.batch, args.length, args.seed)
     for step in range(args.steps):
-        loss, grads = loss_and_grads(params, next(batches))  # a tree like params, each leaf laid out like its primal
+        batch = fspmd.device_put(next(batches), P("dp"), mesh=mesh)
+        loss, grads = loss_and_grads(params, batch)  # grads: a tree like params, each leaf laid out like its primal
         scale = min(1.0, CLIP / number(norm_fn(grads)))
         for x, g in zip(optree.tree_leaves(params), optree.tree_leaves(grads), strict=True):
             x.grad = g * scale
@@ -223,7 +225,8 @@ def train(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, text: Tens
 def validate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, batches: list[Batch]) -> float:
     specs = (param_specs(args.layers), P("dp"))
     loss_fn = fspmd.shard_map(local_loss, mesh=mesh, in_specs=specs, out_specs=P())
-    return sum(number(loss_fn(params, batch)) for batch in batches) / len(batches)
+    losses = [number(loss_fn(params, fspmd.device_put(batch, P("dp"), mesh=mesh))) for batch in batches]
+    return sum(losses) / len(losses)
 
 
 @torch.no_grad()
@@ -235,7 +238,7 @@ def generate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, prompt:
     rows = torch.tensor([list(prompt)] * mesh.shape["dp"])  # [dp, bytes so far]
     for _ in range(count):
         window = rows[:, -args.length :]  # a causal model does not look at the padding on the right
-        padded = F.pad(window, (0, args.length - window.shape[1]))
+        padded = fspmd.device_put(F.pad(window, (0, args.length - window.shape[1])), P("dp"), mesh=mesh)
         logits = fspmd.device_get(logits_fn(params, padded))[:, window.shape[1] - 1]  # [dp, V]
         drawn = torch.multinomial((logits.cpu().float() / TEMPERATURE).softmax(-1), 1, generator=generator)
         rows = torch.cat([rows, drawn], 1)
@@ -245,9 +248,17 @@ def generate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, prompt:
 # ---------------------------------------------------------------- the program around it
 
 
+def sizes(text: str) -> tuple[int, int]:
+    dp, tp = text.split("x")
+    return int(dp), int(tp)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="2x4", metavar="AxB", help="ranks of dp x ranks of tp (default 2x4)")
+    parser.add_argument(
+        "--mesh", type=sizes, default=(2, 4), metavar="AxB", help="ranks of dp x ranks of tp (default 2x4)"
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: under torchrun the GPUs, if any, else the CPU)")
     parser.add_argument("--text", metavar="FILE", help="train on this file instead of the standard library's source")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batch", type=int, default=32, help="B, windows in a batch (default 32)")
@@ -261,14 +272,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end (default 200)")
     parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    dp, tp = args.mesh
+    cuts = {"batch": (args.batch, dp), "length": (args.length, tp), "heads": (args.heads, tp), "bytes": (VOCAB, tp)}
+    for what, (size, ranks) in cuts.items():
+        if ranks < 1 or size % ranks:
+            parser.error(f"--mesh {dp}x{tp} would cut {size} {what} into {ranks} parts, which must be equal")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    dp, tp = (int(n) for n in args.mesh.split("x"))
-    mesh = fspmd.make_mesh((dp, tp), ("dp", "tp"))
-    first = not any(mesh.coordinate())
+    mesh = fspmd.make_mesh(args.mesh, ("dp", "tp"), device=args.device)
+    here = mesh.coordinate()
+    if here is None:  # more processes than the mesh has ranks
+        return
+    first = not any(here)  # one process prints
     say: Callable = print if first else lambda *_, **__: None
 
     train_text, held_out = text_data.load_text(args.text)

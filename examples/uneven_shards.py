@@ -13,7 +13,7 @@ import fspmd
 from fspmd import P
 
 M, K, N = 5, 6, 3
-mesh = fspmd.make_mesh((4,), ("x",))
+mesh = fspmd.make_mesh((4,), ("x",), device="cpu")
 first = not any(mesh.coordinate())
 
 
