@@ -27,7 +27,7 @@ from fspmd.errors import VarianceError
 from fspmd.pairs import Call, apply, call
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
-from fspmd.variance import ATTRIBUTE, INVARIANT, get_variance, set_variance, show
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show
 
 
 def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
@@ -74,11 +74,11 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = flatten_operand(x, what)
     n = math.prod(body.sizes(axes))
-    index_groups = check_index_groups(groups, n, what, equal=what == "pmean")
+    index_groups = check_index_groups(groups, n, what, equal=False)
     if not axes:
         return x if wait else done(x)
     check_alike(body, leaves, axes, what)
-    count = n if index_groups is None else len(index_groups[0])
+    count = _count(body, axes, n, index_groups)
     mean = what == "pmean"
     steps: list[Step | None] = []
     for i, leaf in enumerate(leaves):
@@ -98,6 +98,17 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
         leaves[i] = _operand(body, leaves[i], axes, step)
         steps.append(step)
     return run(body, leaves, steps, treedef, wait)
+
+
+def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
+    """How many ranks are added up: a number, or a tensor that varies where groups differ in size."""
+    if index_groups is None or len({len(group) for group in index_groups}) == 1:
+        return n if index_groups is None else len(index_groups[0])
+    size_at = {i: len(group) for group in index_groups for i in group}
+    with torch._C.DisableTorchFunction():
+        sizes = torch.tensor([size_at[i] for i in range(n)], device=body.mesh.device)
+        count = torch.ops.aten.index.Tensor(sizes, [body.transport.index(body.mesh, axes)])
+    return set_variance(count, Variance(varying=axes)) if body.checked else count
 
 
 def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, what: str) -> Step:
