@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from fspmd.errors import AxisError
 from fspmd.mesh import Mesh
+from fspmd.messages import described, quoted
 from fspmd.transport import Transport, transport_of
 
 
@@ -44,18 +45,48 @@ class Body:
 class _State(threading.local):
     body: Body | None = None
     tracker: Any = None
+    rank_mapped = False  # in a function that rank_map runs
 
 
 state = _State()
 
 
-def bound_body(what: str, example: str) -> Body:
+#: what a message shows: the call on a block of rows sharded over x, and the spec of its result
+_EXAMPLES: Final = {
+    "psum": ("psum(x, 'x')", "P()"),
+    "pmean": ("pmean(x, 'x')", "P()"),
+    "pmax": ("pmax(x, 'x')", "P()"),
+    "pmin": ("pmin(x, 'x')", "P()"),
+    "all_gather": ("all_gather(x, 'x', tiled=True, to='invarying')", "P()"),
+    "all_gather_into": ("all_gather_into(out, x, 'x')", "P('x')"),
+    "psum_scatter": ("psum_scatter(x, 'x', tiled=True)", "P('x')"),
+    "psum_scatter_into": ("psum_scatter_into(out, x, 'x')", "P('x')"),
+    "all_to_all": ("all_to_all(x, 'x', 1, 0, tiled=True)", "P(None, 'x')"),
+    "ragged_all_to_all": ("ragged_all_to_all(x, out, ..., axis_name='x')", "P('x')"),
+    "ppermute": ("ppermute(x, 'x', [(0, 1), (1, 0)])", "P('x')"),
+    "pshuffle": ("pshuffle(x, 'x', range(axis_size('x')))", "P('x')"),
+    "pswapaxes": ("pswapaxes(x, 'x', 0)", "P('x')"),
+    "pbroadcast": ("pbroadcast(x, 'x', 0)", "P('x')"),
+    "pcast": ("pcast(x, 'x', to='unreduced')", "P(unreduced={'x'})"),
+    "axis_index": ("x * axis_index('x')", "P('x')"),
+    "axis_size": ("x / axis_size('x')", "P('x')"),
+    "rank_map": ("rank_map(torch.sin, x)", "P('x')"),
+}
+
+
+def bound_body(what: str) -> Body:
     """The running body; raises `AxisError` outside any."""
     body = state.body
     if body is None:
+        if state.rank_mapped:
+            raise AxisError(
+                f"{what} was called inside rank_map, which runs rank by rank and has no mesh axes; call it in the "
+                "shard_map body, before or after rank_map"
+            )
+        call, spec = _EXAMPLES[what]
         raise AxisError(
             f"{what} was called outside a shard_map body, where no mesh axis is bound; call it in a function run by "
-            f"shard_map, for example shard_map(lambda x: {example}, mesh=mesh, in_specs=P('x'), out_specs=P())(x)"
+            f"shard_map: shard_map(lambda x: {call}, mesh=mesh, in_specs=P('x'), out_specs={spec})(x)"
         )
     return body
 
@@ -67,24 +98,20 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
     elif isinstance(axis_name, (tuple, list)):
         axes = tuple(axis_name)
     else:
+        hint = "; a set has no order, so write a tuple" if isinstance(axis_name, (set, frozenset)) else ""
         raise AxisError(
-            f"{what} got axis_name={axis_name!r} of type {type(axis_name).__name__}; expected a mesh axis name such "
-            f"as {min(body.axes, default='x')!r}, or a tuple of names in rank order"
+            f"{what} got {described(axis_name)} for axis_name; expected the name of a mesh axis, such as "
+            f"{min(body.axes, default='x')!r}, or a tuple of names in rank order{hint}"
         )
-    known = ", ".join(repr(a) for a in body.mesh.axis_names if a in body.axes) or "none"
     for axis in axes:
-        if not isinstance(axis, str) or axis not in body.axes:
+        if not isinstance(axis, str):
+            raise AxisError(f"{what} got {described(axis)} in axis_name; an axis is named by a string")
+        if axis not in body.axes:
+            known = quoted(a for a in body.mesh.axis_names if a in body.axes)
             hint = ""
             if axis in body.mesh.axis_names:
-                hint = f"; {axis!r} is an axis of {body.mesh!r} but not manual here: add it to axis_names of shard_map"
-            raise AxisError(
-                f"{what} got the axis {axis!r}, which is not bound in {body.name}; bound axes: {known}{hint}"
-            )
-        if axis in body.foreign:
-            raise AxisError(
-                f"{what} got the axis {axis!r} of an enclosing body with check_vma={not body.checked}, but "
-                f"{body.name} has check_vma={body.checked}; give both the same, or communicate in the enclosing body"
-            )
+                hint = f"; {axis!r} is an axis of {body.mesh!r}: to use it, add it to axis_names of shard_map"
+            raise AxisError(f"{what} got the axis {axis!r}, but {body.name} has bound only {known}{hint}")
     if len(set(axes)) < len(axes):
         raise AxisError(f"{what} got the axes {axes}, which repeat an axis; name each axis once")
     return axes

@@ -34,7 +34,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     >>> device_get(f(torch.arange(4)))
     tensor([ 0,  4,  1, 10])
     """
-    body = bound_body("rank_map", "rank_map(fn, x)")
+    body = bound_body("rank_map")
     axes = tuple(axis for axis in body.mesh.axis_names if axis in body.axes)
     leaves, treedef = optree.tree_flatten(args, none_is_leaf=True)
     if body.checked and state.tracker is not None:

@@ -12,23 +12,24 @@ from fspmd.collectives.checks import (
     block_lengths,
     check_alike,
     check_dim,
-    check_divides,
     check_index_groups,
     check_size_use,
+    check_tiles,
 )
 from fspmd.collectives.operands import (
     AxisName,
     Groups,
     as_varying,
     done,
+    steps_of,
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Rows, Step, run
+from fspmd.collectives.steps import Reshape, Rows, Step, run
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
 from fspmd.transport import Options
-from fspmd.variance import INVARIANT, show
+from fspmd.variance import INVARIANT
 
 
 def all_to_all(
@@ -57,54 +58,67 @@ def all_to_all(
     tensor([[0, 1],
             [2, 3]])
     """
-    what = "all_to_all"
-    body = bound_body(what, "all_to_all(x, 'x', 1, 0, tiled=True)")
+    return _all_to_all(x, axis_name, (split_axis, concat_axis), axis_index_groups, tiled, size, wait, "all_to_all")
+
+
+def _all_to_all(
+    x: Any, axis_name: AxisName, dims: tuple[int, int], groups: Groups, tiled: bool, size: Any, wait: bool, what: str
+) -> Any:
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = tensor_leaves(x, what)
     n = math.prod(body.sizes(axes))
-    index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
+    index_groups = check_index_groups(groups, n, what, equal=True)
     if not axes:
         return x if wait else done(x)
     check_size_use(size, tiled, index_groups, what)
-    check_alike(body, leaves, axes, what, concat_axis, size)
+    check_alike(body, leaves, axes, what, dims[1], size)
     count = len(index_groups[0]) if index_groups else n
-    steps: list[Step | None] = []
-    for i, leaf in enumerate(leaves):
+    names = ("axis", "axis") if what == "pswapaxes" else ("split_axis", "concat_axis")
+
+    def build(i: int, leaf: Tensor) -> Step:
         variance = varying_operand(body, leaf, axes, what)
-        split = check_dim(split_axis, leaf.ndim, what, "split_axis")
-        concat = check_dim(concat_axis, leaf.ndim, what, "concat_axis")
-        o = Options(index_groups=index_groups)
-        if size is None and not tiled and leaf.shape[split] != count:
-            raise ShapeError(
-                f"all_to_all of {show(leaf)} without tiled=True: dim {split} is {leaf.shape[split]}, but it must equal "
-                f"the number of ranks, {count}; pass tiled=True to split the dim into {count} blocks"
-            )
-        if size is None and tiled:
-            check_divides(leaf, split, count, what, "pass size= (the global size of concat_axis) for uneven blocks")
+        split = check_dim(dims[0], leaf.ndim, what, names[0])
+        concat = check_dim(dims[1], leaf.ndim, what, names[1])
+        if size is None:
+            check_tiles(leaf, split, count, tiled, what, "for uneven blocks pass size=, the global size of concat_axis")
+        o, before, back = _options(body, leaf, axes, (split, concat), index_groups, tiled, size, what)
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         after = variance.moved(axes, "V") if body.checked else INVARIANT
-        before = back = None
-        if size is not None:
-            joined = block_lengths(body, axes, size) or (size // n,) * n
-            pieces = block_lengths(body, axes, leaf.shape[split]) or (leaf.shape[split] // n,) * n
-            if len(set(pieces)) > 1 or len(set(joined)) > 1:
-                if split == concat:
-                    raise ShapeError("all_to_all with uneven blocks needs different split_axis and concat_axis")
-                o = Options(dim=split, sizes=pieces, concat_dim=concat, concat_sizes=joined)
-            else:
-                o = Options(dim=split, concat_dim=concat)
-        elif tiled:
-            o = Options(dim=split, concat_dim=concat, index_groups=index_groups)
-        else:  # a new dim of one stands where the ranks will be joined; the split dim becomes one
-            new = concat if concat <= split else concat + 1
-            gone = split + 1 if concat <= split else split
-            before = lambda leaf, new=new: leaf.unsqueeze(new)  # noqa: E731
-            back = lambda y, gone=gone: y.squeeze(gone)  # noqa: E731
-            o = Options(dim=gone, concat_dim=new, index_groups=index_groups)
-        steps.append(
-            Step(call(what, body.mesh, axes, o), after, before, back, _exchange_rows(body, leaf, axes, o, back))
-        )
-    return run(body, leaves, steps, treedef, wait)
+        rows = _exchange_rows(body, leaf, axes, o, back)
+        return Step(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
+
+    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+
+
+def _options(
+    body: Body,
+    x: Tensor,
+    axes: tuple[str, ...],
+    dims: tuple[int, int],
+    index_groups: Any,
+    tiled: bool,
+    size: Any,
+    what: str,
+) -> tuple[Options, Reshape | None, Reshape | None]:
+    """The dims and block sizes of the exchange, and the changes of shape before and after it."""
+    split, concat = dims
+    n = math.prod(body.sizes(axes))
+    if size is not None:
+        joined = block_lengths(body, axes, size) or (size // n,) * n
+        if split == concat and len(set(joined)) > 1:
+            raise ShapeError(f"{what} of uneven blocks got {split} for split_axis and concat_axis; name two dims")
+        pieces = block_lengths(body, axes, x.shape[split]) or (x.shape[split] // n,) * n
+        if len(set(pieces)) == len(set(joined)) == 1:
+            return Options(dim=split, concat_dim=concat), None, None
+        return Options(dim=split, sizes=pieces, concat_dim=concat, concat_sizes=joined), None, None
+    if tiled:
+        return Options(dim=split, concat_dim=concat, index_groups=index_groups), None, None
+    # a new dim of one stands where the ranks will be joined; the split dim becomes one
+    new = concat if concat <= split else concat + 1
+    gone = split + 1 if concat <= split else split
+    o = Options(dim=gone, concat_dim=new, index_groups=index_groups)
+    return o, lambda leaf: leaf.unsqueeze(new), lambda y: y.squeeze(gone)
 
 
 def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squeeze: Any) -> Rows | None:
@@ -130,4 +144,4 @@ def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squ
 
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
     """Swap a mesh axis with a dim of its size: ``all_to_all(x, axis_name, axis, axis)``."""
-    return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, wait=wait)
+    return _all_to_all(x, axis_name, (axis, axis), axis_index_groups, False, None, wait, "pswapaxes")

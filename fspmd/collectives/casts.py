@@ -14,9 +14,11 @@ from fspmd.collectives.operands import (
     WORDS,
     AxisName,
     one_state,
+    steps_of,
     tensor_leaves,
 )
 from fspmd.errors import ArgumentError, VarianceError
+from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import apply, call
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
@@ -26,6 +28,9 @@ _PCASTS = {
     ("R", "varying"): ("reduced_to_varying", "V"),
     ("V", "unreduced"): ("varying_to_unreduced", "U"),
 }
+
+
+_NOT_CASTS = dict.fromkeys(("invariant", "invarying"), "; to make a value equal on all ranks use psum or all_gather")
 
 
 def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
@@ -42,15 +47,21 @@ def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
     >>> _ = shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(2))
     f32[2] f32[2]{V:x}
     """
-    body = bound_body("pcast", "psum(pcast(x, 'y', to='varying'), ('x', 'y'))")
+    body = bound_body("pcast")
     axes = resolve_axes(body, axis_name, "pcast")
     targets = sorted({target for _, target in _PCASTS})
     if to not in targets:
-        raise ArgumentError(f"pcast got to={to!r}; expected one of {', '.join(map(repr, targets))}")
+        raise ArgumentError(f"pcast got to={to!r}; expected one of {quoted(targets)}{_NOT_CASTS.get(to, '')}")
     leaves, treedef = tensor_leaves(x, "pcast")
     if not axes or not body.checked:
         return x
-    return optree.tree_unflatten(treedef, [_pcast_one(body, leaf, axes, to) for leaf in leaves])
+    results: list[Any] = list(leaves)
+
+    def build(i: int, leaf: Tensor) -> None:
+        results[i] = _pcast_one(body, leaf, axes, to)
+
+    steps_of(leaves, treedef, "pcast", build)
+    return optree.tree_unflatten(treedef, results)
 
 
 def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
@@ -58,11 +69,14 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
     letter = one_state(x, variance, axes, "pcast")
     row = _PCASTS.get((letter, to))
     if row is None:
-        possible = [target for source, target in _PCASTS if source == letter] or ["none; psum it first"]
-        raise VarianceError(
-            f"pcast of {show(x)} over {axes} to {to!r}: the value is {WORDS[letter]} there; possible: "
-            f"{', '.join(possible)}"
-        )
+        axis = as_axis_name(axes)
+        if WORDS[letter] == to:
+            mend = "it is that already; use it as it is"
+        elif letter == "U":
+            mend = f"it is a pending sum; add it up: psum(x, {axis}) or psum_scatter(x, {axis}, tiled=True)"
+        else:
+            mend = f"from {WORDS[letter]} one can cast to {quoted(t for source, t in _PCASTS if source == letter)} only"
+        raise VarianceError(f"pcast of {show(x)} over {axis} to {to!r}: {mend}")
     with torch._C.DisableTorchFunction():
         y = apply(x, call(row[0], body.mesh, axes))
         if letter == "I":
@@ -80,7 +94,7 @@ def axis_index(axis_name: AxisName) -> Tensor:
     >>> device_get(f(torch.zeros(1)))
     tensor([0., 1., 2., 3.])
     """
-    body = bound_body("axis_index", "x * axis_index('x')")
+    body = bound_body("axis_index")
     axes = resolve_axes(body, axis_name, "axis_index")
     with torch._C.DisableTorchFunction():
         index = body.transport.index(body.mesh, axes)
@@ -89,5 +103,5 @@ def axis_index(axis_name: AxisName) -> Tensor:
 
 def axis_size(axis_name: AxisName) -> int:
     """The number of ranks along the axis, or along all of a tuple of axes: a Python int."""
-    body = bound_body("axis_size", "x / axis_size('x')")
+    body = bound_body("axis_size")
     return math.prod(body.sizes(resolve_axes(body, axis_name, "axis_size")))

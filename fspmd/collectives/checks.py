@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,59 +14,103 @@ from torch import Tensor
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.mesh import Mesh
+from fspmd.messages import as_axis_name, described
 from fspmd.spec import blocks, short_dtype
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import show
 
 
+def _integer(value: Any, what: str, parameter: str, expected: str = "an int") -> int:
+    """The value as an int; bools, tensors and floats are none."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        hint = ": Python numbers are the same on all ranks" if isinstance(value, Tensor) else ""
+        raise ArgumentError(f"{what} got {described(value)} for {parameter}; expected {expected}{hint}")
+    return operator.index(value)
+
+
 def check_dim(dim: Any, ndim: int, what: str, parameter: str) -> int:
     """A dim as a non-negative int."""
-    try:
-        value = operator.index(dim)
-    except TypeError:
-        raise ArgumentError(f"{what} got {parameter}={dim!r} of type {type(dim).__name__}; expected an int") from None
+    value = _integer(dim, what, parameter)
     if not -ndim <= value < ndim:
-        allowed = f"from {-ndim} to {ndim - 1}" if ndim else "none: the value is a scalar"
-        raise ShapeError(f"{what} got {parameter}={dim}, out of range; dims allowed here: {allowed}")
+        allowed = f"it must be from {-ndim} to {ndim - 1}" if ndim else "the value is a scalar and has no dims"
+        raise ShapeError(f"{what} got {parameter}={value}, but {allowed}")
     return value % ndim
+
+
+def check_position(position: Any, size: int, axes: tuple[str, ...], what: str, parameter: str) -> int:
+    """A position along the axes."""
+    value = _integer(position, what, parameter, f"a position along {as_axis_name(axes)}, an int")
+    if not 0 <= value < size:
+        raise ShapeError(
+            f"{what} got {parameter}={value}, but positions along {as_axis_name(axes)} are from 0 to {size - 1}"
+        )
+    return value
 
 
 def check_index_groups(groups: Any, size: int, what: str, equal: bool) -> tuple[tuple[int, ...], ...] | None:
     """Index groups as tuples that cover every position of the axis once."""
     if groups is None:
         return None
-    try:
-        result = tuple(tuple(operator.index(i) for i in group) for group in groups)
-    except TypeError:
-        raise ArgumentError(f"{what} got axis_index_groups={groups!r}; expected a list of lists of positions") from None
+    half = max(size // 2, 1)
+    example = [list(range(half)), list(range(half, size))] if size > 1 else [[0]]
+    if not isinstance(groups, Iterable) or not all(isinstance(group, Iterable) for group in groups):
+        raise ArgumentError(
+            f"{what} got {described(groups)} for axis_index_groups; expected lists of positions, such as {example}"
+        )
+    result = tuple(tuple(_integer(i, what, "axis_index_groups", "positions") for i in group) for group in groups)
     if sorted(i for group in result for i in group) != list(range(size)) or not all(result):
         raise ShapeError(
-            f"{what} got axis_index_groups={groups!r}; together the groups must name every position from 0 to "
-            f"{size - 1} exactly once, for example {[list(range(size))]}"
+            f"{what} got axis_index_groups={groups!r}, but together they must name each position from 0 to {size - 1} "
+            f"once, such as {example}"
         )
     if equal and len({len(group) for group in result}) > 1:
-        raise ShapeError(f"{what} got axis_index_groups={groups!r}; here all groups must have the same size")
+        raise ShapeError(f"{what} got axis_index_groups={groups!r}, but here the groups must be of one size")
     return result
 
 
 def check_permutation(perm: Any, size: int, what: str) -> tuple[tuple[int, int], ...]:
     """(source, destination) pairs within the axis, no source or destination twice."""
-    try:
-        pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
-    except (TypeError, ValueError):
+    if isinstance(perm, dict):
+        raise ArgumentError(f"{what} got {described(perm)} for perm; write its pairs: perm={list(perm.items())}")
+    pairs: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, (str, Tensor)) else [None]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(
-            f"{what} got perm={perm!r}; expected (source, destination) pairs, for example "
+            f"{what} got {described(perm)} for perm; expected (source, destination) pairs, such as "
             f"{[(i, (i + 1) % size) for i in range(size)]}"
-        ) from None
-    outside = sorted({i for pair in pairs for i in pair if not 0 <= i < size})
-    if outside:
-        raise ShapeError(f"{what} got perm={perm!r}; positions {outside} are outside the axis, 0 to {size - 1}")
+        )
+    result = [tuple(_integer(i, what, "a position in perm") for i in pair) for pair in pairs]
+    if outside := sorted({i for pair in result for i in pair if not 0 <= i < size}):
+        raise ShapeError(f"{what} got perm={result}, but positions are from 0 to {size - 1}, not {_listed(outside)}")
     for side, name in ((0, "source"), (1, "destination")):
-        seen = [pair[side] for pair in pairs]
+        seen = [pair[side] for pair in result]
         if repeated := sorted({i for i in seen if seen.count(i) > 1}):
-            raise ShapeError(f"{what} got perm={perm!r}; each {name} can stand once, but {repeated} stand more often")
-    return pairs
+            raise ShapeError(
+                f"{what} got perm={result}, in which {_listed(repeated)} is a {name} more than once; each rank sends "
+                "at most once and receives at most once"
+            )
+    return tuple((source, destination) for source, destination in result)
+
+
+def check_shuffle(perm: Any, size: int, what: str) -> tuple[tuple[int, int], ...]:
+    """The pairs of a full permutation, given as the source of each position."""
+    sources: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, (str, Tensor)) else [None]
+    if any(isinstance(i, Tensor) or not hasattr(i, "__index__") for i in sources):
+        pairs = all(isinstance(i, (tuple, list)) for i in sources)
+        raise ArgumentError(
+            f"{what} got {described(perm)} for perm; expected the source of each position, such as {list(range(size))}"
+            + ("; for pairs use ppermute" if pairs else "")
+        )
+    if sorted(sources) != list(range(size)):
+        raise ShapeError(
+            f"{what} got perm={sources}, but it must name each position from 0 to {size - 1} once; to send to some "
+            "ranks only, use ppermute"
+        )
+    return tuple((source, i) for i, source in enumerate(sources))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def block_lengths(body: Body, axes: tuple[str, ...], size: int) -> tuple[int, ...] | None:
@@ -80,21 +124,29 @@ def block_lengths(body: Body, axes: tuple[str, ...], size: int) -> tuple[int, ..
 
 def check_size(size: Any, what: str) -> int:
     """A global size: a non-negative int."""
-    try:
-        value = operator.index(size)
-    except TypeError:
-        raise ArgumentError(f"{what} got size={size!r} of type {type(size).__name__}; expected an int") from None
+    value = _integer(size, what, "size")
     if value < 0:
         raise ShapeError(f"{what} got size={size}; a global size is not negative")
     return value
 
 
-def check_divides(x: Tensor, dim: int, n: int, what: str, remedy: str) -> None:
-    """The dim must be a multiple of the number of ranks."""
-    if x.shape[dim] % n:
+def check_size_use(size: int | None, tiled: bool, index_groups: Any, what: str) -> None:
+    """A global size goes with tiled, and without index groups."""
+    if size is not None and not tiled:
+        raise ArgumentError(f"{what} got size={size} without tiled=True; uneven blocks are joined, not stacked")
+    if size is not None and index_groups is not None:
+        raise ArgumentError(f"{what} got both size={size} and axis_index_groups; leave out one of them")
+
+
+def check_tiles(x: Tensor, dim: int, n: int, tiled: bool, what: str, remedy: str) -> None:
+    """The dim must be a multiple of the number of ranks; not tiled, that number itself."""
+    if not tiled and x.shape[dim] != n:
         raise ShapeError(
-            f"{what} of {show(x)}: dim {dim} of size {x.shape[dim]} does not divide by {n} ranks; {remedy}"
+            f"{what} of {show(x)} without tiled=True: dim {dim} is {x.shape[dim]}, but must be {n}, the number of "
+            f"ranks; pass tiled=True to split it into {n} blocks"
         )
+    if tiled and x.shape[dim] % n:
+        raise ShapeError(f"{what} of {show(x)}: dim {dim} does not divide into {n} equal blocks; {remedy}")
 
 
 def check_alike(
@@ -113,69 +165,60 @@ def check_alike(
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
     simulated = body.mesh.transport == "simulation"
-    if simulated:
-        if lengths is None and size is None and not any(type(x) is LocalTensor and x.uneven for x in tensors):
-            return
-    elif lengths is None and not (body.uneven and body.checked):
-        if size is not None:
-            _check_even(body, tensors, axes, dim, size, what)
+    if simulated and size is None and not any(type(x) is LocalTensor and x.uneven for x in tensors):
         return
-    with torch._C.DisableTorchFunction():
-        found = body.transport.layouts(tensors, body.mesh)
-    _, table = groups(frame(body.mesh, body.mesh.axis_names), axes)
-    expected = (size // math.prod(body.sizes(axes)),) * len(table[0]) if size is not None else ()
-    for leaf, rows in zip(tensors, zip(*found, strict=True), strict=True):
-        for members in table:
-            _compare(body, leaf, [rows[i] for i in members], members, axes, what, dim, lengths or expected)
-
-
-def _check_even(body: Body, tensors: list[Tensor], axes: tuple[str, ...], dim: Any, size: int, what: str) -> None:
+    asks = simulated or lengths is not None or (body.uneven and body.checked)
+    if not asks and size is None:
+        return
     n = math.prod(body.sizes(axes))
-    for x in tensors:
-        at = check_dim(dim, x.ndim, what, "the dim")
-        if x.shape[at] * n != size:
-            raise ShapeError(
-                f"{what} of {show(x)} got size={size}: a global size of {size} over {n} ranks has blocks of "
-                f"{size // n}, but dim {at} of this block is {x.shape[at]}"
-            )
+    wanted = lengths or (() if size is None else (size // n,) * n)
+    _, table = groups(frame(body.mesh, body.mesh.axis_names), axes)
+    with torch._C.DisableTorchFunction():
+        if asks:
+            found = body.transport.layouts(tensors, body.mesh)
+        else:  # even blocks: all are like this one
+            found, table = [tuple((x.dtype, tuple(x.shape)) for x in tensors)] * body.mesh.size, table[:1]
+    for rows in zip(*found, strict=True):
+        for members in table:
+            _compare(body, [rows[i] for i in members], members, axes, what, dim, wanted, size)
 
 
 def _compare(
     body: Body,
-    x: Tensor,
     rows: list[tuple[Any, tuple[int, ...]]],
     members: tuple[int, ...],
     axes: tuple[str, ...],
     what: str,
     dim: int | None,
     lengths: tuple[int, ...],
+    size: int | None,
 ) -> None:
     """One group's blocks of one leaf, in the order of ``axes``."""
     dtype, first = rows[0]
+    over = f"{what} over {as_axis_name(axes)}"
+    cut = dim % len(first) if type(dim) is int and -len(first) <= dim < len(first) else None
+    if cut is not None and len({(kind, shape[:cut], shape[cut + 1 :]) for kind, shape in rows}) > 1:
+        cut = None  # they differ elsewhere too
+    total = 0 if cut is None else sum(shape[cut] for _, shape in rows)
     for place, (kind, shape) in enumerate(rows):
         expected = list(first)
-        if kind is dtype and len(shape) == len(first) and lengths:
-            expected[check_dim(dim, len(shape), what, "the dim")] = lengths[place]
+        if cut is not None and lengths:
+            expected[cut] = lengths[place]
         if kind is dtype and shape == tuple(expected):
             continue
         at = where(body.mesh, members[place])
-        if lengths and kind is dtype and len(shape) == len(first):
+        if cut is not None and lengths:
             raise ShapeError(
-                f"{what} over {axes} got size={sum(lengths)}, of which torch.chunk makes blocks of {lengths}: {at} "
-                f"should have a block of shape {tuple(expected)}, but has {shape}; pass the size that all blocks make "
-                "together"
+                f"{over} got size={size}, which makes blocks of {_listed(lengths)}: {at} should have one of shape "
+                f"{tuple(expected)}, but has {shape}; pass size={total}"
             )
+        mend = "all ranks must pass the same shape: pad the blocks to one size first"
+        if total and what in ("all_gather", "all_to_all"):
+            mend = f"for uneven blocks pass tiled=True and size={total}, the global size"
         raise ShapeError(
-            f"{what} over {axes}: {at} has {short_dtype(kind)} of shape {shape}, but {where(body.mesh, members[0])} "
-            f"has {short_dtype(dtype)} of shape {first}; {_EVEN_OUT.get(what, _PAD)}"
+            f"{over}: {at} has {short_dtype(kind)} of shape {shape}, but {where(body.mesh, members[0])} has "
+            f"{short_dtype(dtype)} of shape {first}; {mend}"
         )
-
-
-_PAD = "all ranks must pass the same shape: pad the blocks to one size first"
-_EVEN_OUT = {
-    "all_gather": "for uneven blocks pass tiled=True and size=, the global size of the dim",
-    "all_to_all": "for uneven blocks pass tiled=True and size=, the global size of concat_axis",
-}
 
 
 def where(mesh: Mesh, position: int) -> str:
@@ -183,10 +226,3 @@ def where(mesh: Mesh, position: int) -> str:
     at = next(itertools.islice(itertools.product(*map(range, mesh.shape.values())), position, None))
     place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
     return f"rank {mesh.rank_at(at)} at {place}"
-
-
-def check_size_use(size: int | None, tiled: bool, index_groups: Any, what: str) -> None:
-    if size is not None and not tiled:
-        raise ArgumentError(f"{what} got size={size} without tiled=True; uneven blocks have no common shape to stack")
-    if size is not None and index_groups is not None:
-        raise ArgumentError(f"{what} got both size={size} and axis_index_groups; uneven blocks follow the mesh axes")

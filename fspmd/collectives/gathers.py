@@ -12,10 +12,10 @@ from fspmd.collectives.checks import (
     block_lengths,
     check_alike,
     check_dim,
-    check_divides,
     check_index_groups,
     check_size,
     check_size_use,
+    check_tiles,
 )
 from fspmd.collectives.operands import (
     AxisName,
@@ -23,11 +23,13 @@ from fspmd.collectives.operands import (
     as_varying,
     done,
     one_state,
+    steps_of,
     tensor_leaves,
     varying_operand,
 )
 from fspmd.collectives.steps import Rows, Step, run
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import call
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
@@ -60,27 +62,30 @@ def all_gather(
     tensor([0, 1, 2, 3, 4])
     """
     what = "all_gather"
-    body = bound_body(what, "all_gather(x, 'x', tiled=True, to='invarying')")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     if to not in _GATHER_ROWS:
-        raise ArgumentError(f"all_gather got to={to!r}; expected one of {', '.join(map(repr, _GATHER_ROWS))}")
+        raise ArgumentError(f"all_gather got to={to!r}; expected one of {quoted(_GATHER_ROWS)}")
     leaves, treedef = tensor_leaves(x, what)
     n = math.prod(body.sizes(axes))
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
     if index_groups and to != "varying":
-        raise ArgumentError(f"all_gather with axis_index_groups differs from group to group; to={to!r} is not possible")
+        raise ArgumentError(
+            f"all_gather got axis_index_groups with to={to!r}, but groups gather different values; write to='varying'"
+        )
     if not axes:
         return x if wait else done(x)
     check_size_use(size, tiled, index_groups, what)
     check_alike(body, leaves, axes, what, axis, size)
     name, letter = _GATHER_ROWS[to] if body.checked else _GATHER_ROWS["varying"]
-    steps: list[Step | None] = []
-    for i, leaf in enumerate(leaves):
+
+    def build(i: int, leaf: Tensor) -> Step:
         variance = varying_operand(body, leaf, axes, what)
         if letter == "R" and body.checked and not variance.varying.intersection(axes):
+            axis_name = as_axis_name(axes)
             raise VarianceError(
-                f"all_gather(to='reduced') of {show(leaf)} over {axes}: the value does not vary there, so its gradient "
-                "would not be a pending sum of different blocks; use pcast(x, axis, to='reduced')"
+                f"all_gather of {show(leaf)} over {axis_name} to='reduced': the value is equal there already, with "
+                f"nothing to gather; write pcast(x, {axis_name}, to='reduced')"
             )
         dim = check_dim(axis, leaf.ndim + (not tiled), what, "axis")
         lengths = None
@@ -88,8 +93,9 @@ def all_gather(
             lengths = block_lengths(body, axes, size)
         after = variance.moved(axes, letter) if body.checked else INVARIANT
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
-        steps.append(_gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after))
-    return run(body, leaves, steps, treedef, wait)
+        return _gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after)
+
+    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
 
 _GATHER_ROWS = {
@@ -150,7 +156,7 @@ def psum_scatter(
     tensor([ 0,  4,  8, 12, 16])
     """
     what = "psum_scatter"
-    body = bound_body(what, "psum_scatter(x, 'x', tiled=True)")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = tensor_leaves(x, what)
     n = math.prod(body.sizes(axes))
@@ -160,37 +166,37 @@ def psum_scatter(
     check_size_use(size, tiled, index_groups, what)
     check_alike(body, leaves, axes, what)
     count = len(index_groups[0]) if index_groups else n
-    steps: list[Step | None] = []
-    for i, leaf in enumerate(leaves):
+
+    def build(i: int, leaf: Tensor) -> Step:
         variance = get_variance(leaf)
         letter = one_state(leaf, variance, axes, what) if body.checked else "V"
         if letter == "R":
-            raise VarianceError(f"psum_scatter of {show(leaf)}: the value is reduced over {axes}, not a sum to be made")
+            raise VarianceError(
+                f"psum_scatter of {show(leaf)} over {as_axis_name(axes)}: it is reduced, equal on all ranks; to add "
+                f"up equal copies, psum_scatter(pcast(x, {as_axis_name(axes)}, to='varying'), ...)"
+            )
         check_adds(leaf.dtype, what)
         dim = check_dim(scatter_dimension, leaf.ndim, what, "scatter_dimension")
         lengths = None
         if size is not None:
             lengths = block_lengths(body, axes, check_size(size, what))
             if leaf.shape[dim] != size:
-                raise ShapeError(f"psum_scatter of {show(leaf)} got size={size}, but dim {dim} is {leaf.shape[dim]}")
-        elif not tiled and leaf.shape[dim] != count:
-            raise ShapeError(
-                f"psum_scatter of {show(leaf)} without tiled=True: dim {dim} is {leaf.shape[dim]}, but it must equal "
-                f"the number of ranks, {count}; pass tiled=True to split the dim into {count} blocks"
-            )
-        elif tiled:
-            check_divides(
-                leaf, dim, count, what, f"pass size={leaf.shape[dim]} for uneven blocks as torch.chunk cuts them"
-            )
+                raise ShapeError(
+                    f"psum_scatter of {show(leaf)} got size={size}, but dim {dim} is {leaf.shape[dim]}; pass that"
+                )
+        else:
+            remedy = f"for uneven blocks pass size={leaf.shape[dim]}"
+            check_tiles(leaf, dim, count, tiled, what, remedy)
         name = "psum_scatter_unreduced" if letter == "U" else "psum_scatter"
         after = variance.moved(axes, "V") if body.checked else INVARIANT
         if letter == "I" and body.checked:
             leaves[i] = as_varying(body, leaf, after)
         o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
-        squeeze = None if tiled else (lambda y, dim=dim: y.squeeze(dim))
+        squeeze = None if tiled else (lambda y: y.squeeze(dim))
         rows = None if lengths else _scatter_rows(body, leaf, axes, name, dim, tiled, count, index_groups)
-        steps.append(Step(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows))
-    return run(body, leaves, steps, treedef, wait)
+        return Step(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
+
+    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
 
 def _scatter_rows(

@@ -52,7 +52,7 @@ def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = Tr
 
 
 def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather: bool) -> Any:
-    body = bound_body(what, f"{what}(out, x, 'x')")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     with torch._C.DisableTorchFunction():
         check_alike(body, (out, x), axes, what)

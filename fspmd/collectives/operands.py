@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.collectives.steps import Handle, Rows, Step
-from fspmd.errors import ArgumentError, VarianceError
+from fspmd.errors import ArgumentError, FspmdError, VarianceError
+from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import Call
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.variance import Variance, get_variance, show
 
 AxisName = str | Sequence[str]
@@ -22,19 +24,45 @@ WORDS = {"I": "invariant", "V": "varying", "U": "unreduced", "R": "reduced"}
 
 
 def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
-    if type(tree) is Tensor:
+    """The leaves, all tensors or Python numbers, and the treedef."""
+    if isinstance(tree, Tensor):
         return [tree], _LEAF
-    leaves, treedef = optree.tree_flatten(tree)
-    for path, leaf in zip(treedef.paths(), leaves, strict=True):
-        if not isinstance(leaf, (Tensor, int, float, complex, bool)):
-            at = "".join(f"[{entry!r}]" for entry in path)
-            raise ArgumentError(
-                f"{what} got x{at} of type {type(leaf).__name__}; every leaf must be a torch.Tensor (this rank's block)"
-            )
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded)
+    failures = []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, (Tensor, int, float, complex)):
+            label = treedef.accessors()[i].codify("x")
+            if isinstance(leaf, Sharded):
+                text = f"{label} is {leaf!r}; pass it as an argument of the function, with its spec in in_specs"
+            elif isinstance(leaf, Handle):
+                text = f"{label} is the handle of a collective; take its value: handle.wait()"
+            else:
+                text = f"{label} is {described(leaf)}"
+            failures.append(Failure(text, ArgumentError))
+    if failures:
+        refuse(f"{what} takes tensors and numbers", failures)
     return leaves, treedef
 
 
 _LEAF = optree.tree_structure(0)
+
+
+def steps_of(
+    leaves: list[Any], treedef: optree.PyTreeSpec, what: str, build: Callable[[int, Any], Step | None]
+) -> list[Step | None]:
+    """A step per leaf; of a tree, every leaf that does not fit is in one message."""
+    if treedef == _LEAF:
+        return [build(0, leaves[0])]
+    steps: list[Step | None] = []
+    failures = []
+    for i, leaf in enumerate(leaves):
+        try:
+            steps.append(build(i, leaf))
+        except FspmdError as error:
+            failures.append(Failure(f"{treedef.accessors()[i].codify('x')}: {error}", type(error)))
+    if failures:
+        refuse(f"{what}: leaves that do not fit", failures)
+    return steps
 
 
 def tensor_leaves(tree: Any, what: str) -> tuple[list[Any], Any]:
@@ -62,19 +90,22 @@ def one_state(x: Tensor, variance: Variance, axes: tuple[str, ...], what: str) -
         return letters.pop()
     states = ", ".join(f"{WORDS[variance.state(axis)]} over {axis!r}" for axis in axes)
     varying = tuple(axis for axis in axes if variance.state(axis) == "V")
+    invariant = tuple(axis for axis in axes if variance.state(axis) == "I")
+    mend = "call it once for the axes of each type"
+    if len(varying) + len(invariant) == len(axes):
+        mend = f"name only {as_axis_name(varying)}, or cast it first: pcast(x, {as_axis_name(invariant)}, to='varying')"
     raise VarianceError(
-        f"{what} of {show(x)} over {axes}: the value is {states}; one call needs one type over all its axes: name only "
-        f"the axes it varies over, {varying}, or pcast it to varying over the others first"
+        f"{what} of {show(x)} over {as_axis_name(axes)}: it is {states}, and one call takes one type; {mend}"
     )
 
 
 def varying_operand(body: Body, x: Tensor, axes: tuple[str, ...], what: str) -> Variance:
     variance = get_variance(x)
     if body.checked and (pending := [a for a in axes if variance.state(a) in "UR"]):
+        letter = variance.state(pending[0])
+        mend = "add it up first: psum or psum_scatter" if letter == "U" else "cast it first: pcast to='varying'"
         raise VarianceError(
-            f"{what} of {show(x)}: the value is {WORDS[variance.state(pending[0])]} over "
-            + f"{', '.join(map(repr, pending))}; "
-            + ("psum or psum_scatter it first" if variance.state(pending[0]) == "U" else "pcast it to varying first")
+            f"{what} of {show(x)} over {as_axis_name(axes)}: it is {WORDS[letter]} over {quoted(pending)}; {mend}"
         )
     return variance
 

@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes
-from fspmd.collectives.checks import check_alike, check_permutation
+from fspmd.collectives.checks import check_alike, check_permutation, check_position, check_shuffle
 from fspmd.collectives.operands import (
     AxisName,
     as_varying,
     done,
     elementwise_step,
+    steps_of,
     tensor_leaves,
     varying_operand,
 )
 from fspmd.collectives.steps import Step, run
-from fspmd.errors import ShapeError
 from fspmd.pairs import Call, call
 from fspmd.transport import Options
 from fspmd.variance import INVARIANT
@@ -42,18 +42,11 @@ def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wa
 def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = True) -> Any:
     """`ppermute` by a full permutation: position ``i`` receives from ``perm[i]``."""
 
-    def pairs(size: int) -> tuple[tuple[int, int], ...]:
-        if sorted(perm) != list(range(size)):
-            raise ShapeError(
-                f"pshuffle got perm={list(perm)}; expected a permutation of all positions, such as {list(range(size))}"
-            )
-        return tuple((source, i) for i, source in enumerate(perm))
-
-    return _permute(x, axis_name, pairs, wait, "pshuffle")
+    return _permute(x, axis_name, lambda size: check_shuffle(perm, size, "pshuffle"), wait, "pshuffle")
 
 
 def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: bool, what: str) -> Any:
-    body = bound_body(what, f"{what}(x, 'x', perm)")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = tensor_leaves(x, what)
     if not axes:
@@ -66,24 +59,23 @@ def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: boo
 def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -> Any:
     """The block of position ``source`` on every rank. Backward: the sum of all cotangents goes to the source."""
     what = "pbroadcast"
-    body = bound_body(what, "pbroadcast(x, 'x', 0)")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = tensor_leaves(x, what)
     n = math.prod(body.sizes(axes))
-    if not isinstance(source, int) or not 0 <= source < n:
-        raise ShapeError(f"pbroadcast got source={source!r}; expected a position from 0 to {n - 1} along {axes}")
+    root = check_position(source, n, axes, what, "source")
     if not axes:
         return x if wait else done(x)
     check_alike(body, leaves, axes, what)
-    return _moved(body, leaves, treedef, axes, call(what, body.mesh, axes, Options(root=source)), wait, what)
+    return _moved(body, leaves, treedef, axes, call(what, body.mesh, axes, Options(root=root)), wait, what)
 
 
 def _moved(
     body: Body, leaves: list[Tensor], treedef: Any, axes: tuple[str, ...], the_call: Call, wait: bool, what: str
 ) -> Any:
-    steps: list[Step | None] = []
-    for i, leaf in enumerate(leaves):
+    def build(i: int, leaf: Tensor) -> Step:
         after = varying_operand(body, leaf, axes, what).moved(axes, "V") if body.checked else INVARIANT
         leaves[i] = as_varying(body, leaf, after)
-        steps.append(elementwise_step(the_call, after, leaf))
-    return run(body, leaves, steps, treedef, wait)
+        return elementwise_step(the_call, after, leaf)
+
+    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)

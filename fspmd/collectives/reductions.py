@@ -19,11 +19,13 @@ from fspmd.collectives.operands import (
     elementwise_step,
     flatten_operand,
     one_state,
+    steps_of,
     then,
     varying_operand,
 )
 from fspmd.collectives.steps import Step, run
 from fspmd.errors import VarianceError
+from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
@@ -46,7 +48,7 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     Sharded f32[1] on mesh(x=4)
     """
     body = state.body
-    if body is not None and wait and axis_index_groups is None and isinstance(x, Tensor):
+    if body is not None and wait is True and axis_index_groups is None and isinstance(x, Tensor):
         known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
         if known is not None and not body.uneven:
             with torch._C.DisableTorchFunction():
@@ -70,7 +72,7 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait
 
 
 def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: str) -> Any:
-    body = bound_body(what, f"{what}(x, 'x')")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = flatten_operand(x, what)
     n = math.prod(body.sizes(axes))
@@ -80,12 +82,11 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
     check_alike(body, leaves, axes, what)
     count = _count(body, axes, n, index_groups)
     mean = what == "pmean"
-    steps: list[Step | None] = []
-    for i, leaf in enumerate(leaves):
+
+    def build(i: int, leaf: Any) -> Step | None:
         if not isinstance(leaf, Tensor):  # a Python number: no communication
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
-            steps.append(None)
-            continue
+            return None
         check_adds(leaf.dtype, what)
         if leaf.dtype is torch.bool:
             with torch._C.DisableTorchFunction():
@@ -96,8 +97,9 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
         elif leaves[i] is leaf and type(axis_name) is str and index_groups is None:
             _remember_psum(body, axis_name, leaf, step)
         leaves[i] = _operand(body, leaves[i], axes, step)
-        steps.append(step)
-    return run(body, leaves, steps, treedef, wait)
+        return step
+
+    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
 
 def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
@@ -116,8 +118,8 @@ def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, 
     letter = one_state(x, variance, axes, what) if body.checked else "V"
     if letter == "R":
         raise VarianceError(
-            f"{what} of {show(x)} over {axes}: the value is reduced there, so it is equal on all ranks already; use it "
-            "as it is, or pcast(x, axis, to='varying') if a sum of equal copies is meant"
+            f"{what} of {show(x)} over {as_axis_name(axes)}: it is reduced, equal on all ranks; use it as it is, or to "
+            f"add up equal copies {what}(pcast(x, {as_axis_name(axes)}, to='varying'), ...)"
         )
     if index_groups is not None:
         name, after = "psum_varying", variance.moved(axes, "V") if body.checked else INVARIANT
@@ -156,18 +158,17 @@ def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
 
 def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) -> Any:
     what = f"p{op}"
-    body = bound_body(what, f"{what}(x, 'x')")
+    body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = flatten_operand(x, what)
     index_groups = check_index_groups(groups, math.prod(body.sizes(axes)), what, equal=False)
     if not axes:
         return x if wait else done(x)
     check_alike(body, leaves, axes, what)
-    steps: list[Step | None] = []
-    for i, leaf in enumerate(leaves):
+
+    def build(i: int, leaf: Any) -> Step | None:
         if not isinstance(leaf, Tensor):
-            steps.append(None)
-            continue
+            return None
         check_adds(leaf.dtype, what, op)
         variance = varying_operand(body, leaf, axes, what)
         after = variance.moved(axes, "V" if index_groups else "I") if body.checked else INVARIANT
@@ -177,10 +178,10 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         if leaf.requires_grad or torch._C._are_functorch_transforms_active():
             count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
-            steps.append(Step(None, after, after=functools.partial(_extremum_of, find, count)))
-        else:
-            steps.append(elementwise_step(find, after, leaf))
-    return run(body, leaves, steps, treedef, wait)
+            return Step(None, after, after=functools.partial(_extremum_of, find, count))
+        return elementwise_step(find, after, leaf)
+
+    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
 
 def _extremum_of(find: Call, count: Call, x: Tensor) -> Tensor:

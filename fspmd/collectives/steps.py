@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
 import torch
 from torch import Tensor
 
 from fspmd.body import Body, state
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
 from fspmd.pairs import Call, Flight, apply, depart, land
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance
 
@@ -41,6 +43,10 @@ class Step:
     rows: Rows | None = None
 
 
+class HandleAttributeError(ArgumentError, AttributeError):
+    """A tensor's attribute asked of a handle."""
+
+
 class Handle:
     """A collective under way over a pytree; `wait` gives the result."""
 
@@ -54,9 +60,44 @@ class Handle:
             self._result, self._finish = self._finish(), None
         return self._result
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse_handle(f"{getattr(func, '__name__', func)}()")
 
-def run(body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree.PyTreeSpec, wait: bool) -> Any:
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise AttributeError(f"a Handle has no attribute {name!r}")
+            _refuse_handle(f".{name}", HandleAttributeError)
+
+
+def _refuse_handle(operation: str, error: type[ArgumentError] = ArgumentError) -> NoReturn:
+    raise error(f"{operation} was used on the handle of a collective with wait=False; use its value: handle.wait()")
+
+
+def _operator(shown: str) -> Any:
+    def refuse(self: Handle, *args: Any) -> NoReturn:
+        _refuse_handle(shown)
+
+    return refuse
+
+
+for _shown, _names in {
+    **{"+": "add radd", "-": "sub rsub neg", "*": "mul rmul", "/": "truediv rtruediv", "@": "matmul rmatmul"},
+    **{"**": "pow", "[]": "getitem setitem", "a comparison": "lt le gt ge", "bool() or a branch": "bool"},
+    **{"float()": "float", "int()": "int index", "a loop": "iter", "len()": "len"},
+}.items():
+    for _name in _names.split():
+        setattr(Handle, f"__{_name}__", _operator(_shown))
+
+
+def run(
+    body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree.PyTreeSpec, wait: bool, what: str
+) -> Any:
     """Run every step; a leaf whose step is None stays as it is."""
+    if wait is not True and wait is not False:
+        raise ArgumentError(f"{what} got {described(wait)} for wait; expected True, or False for a handle")
     kept: list[Variance] | None = None
     if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
         kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
