@@ -93,10 +93,23 @@ def refuse(header: str, failures: Sequence[Failure]) -> NoReturn:
     raise failures[0].error(join_failures(header, [failure.text for failure in failures], advice))
 
 
-def per_rank(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
-    """The message for a Python value asked of a value that differs from rank to rank."""
+def one_python_value(call: str, shown: str, axes: Iterable[str]) -> str:
+    """For a Python value asked of a value that differs from rank to rank."""
     return (
-        f"{call} on {shown}, which varies over {quoted(sorted(axes))}: Python needs one value for all ranks; "
-        + (instead or "make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where")
-        + ", or run it rank by rank with rank_map"
+        f"{call} of {shown}, which varies over {quoted(sorted(axes))}: Python needs one value for all; make it equal "
+        "first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, rank by rank"
     )
+
+
+def written_in_place(call: str, shown: str, axes: Iterable[str]) -> str:
+    """For a write of a value that differs from rank to rank into one that does not."""
+    return (
+        f"{call} would write a value that varies over {quoted(sorted(axes))} into {shown}, which is equal on all ranks "
+        "there; compute a new tensor (x = x + y, not x += y), or write into one that varies: torch.zeros_like(y)"
+    )
+
+
+WRITTEN_CAST = (
+    "{} would write into the result of pcast, which shares its memory with its argument; write into a copy: "
+    "pcast(...).clone()"
+)

@@ -9,24 +9,37 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, join_failures
+from fspmd.body import state
+from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError
 from fspmd.exit import spec_of_blocks
 from fspmd.mesh import Mesh, current_mesh
+from fspmd.messages import Failure, described, refuse
 from fspmd.redistribute import from_blocks, redistribute, to_blocks
-from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec, complain
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.trees import broadcast_prefix, key_path
+from fspmd.trees import broadcast_prefix, leaf_paths
 
 
 def _the_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    _check_outside(what)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
     found = mesh or current_mesh()
     if found is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
     _check_member(found, what)
     return found
+
+
+def _check_outside(what: str) -> None:
+    if state.body is not None:
+        raise ArgumentError(
+            f"{what} was called inside {state.body.name}, whose values are this rank's blocks; call it outside, and "
+            "pass its result as an argument"
+        )
 
 
 def _check_member(mesh: Mesh, what: str) -> None:
@@ -56,9 +69,9 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
         from fspmd.scatter import scatter_from
 
         return scatter_from(tree, specs, mesh, src)
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_sharded, none_is_leaf=True)
-    partitions = broadcast_prefix(specs, tree, "specs", "the tree", "device_put: specs does not match the tree")
-    check_leaves(leaves, partitions, treedef, mesh, "device_put")
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), mesh, "device_put")
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -66,22 +79,26 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
     return treedef.unflatten(placed)
 
 
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)
-
-
-def check_leaves(leaves: list[Any], partitions: list[Any], treedef: Any, mesh: Mesh, what: str) -> None:
+def check_leaves(leaves: list[Any], partitions: list[Any], labels: list[str], mesh: Mesh, what: str) -> None:
     """Every leaf a tensor, every spec fitting it; all failures in one message."""
     failures = []
-    for path, leaf, partition in zip(treedef.paths(), leaves, partitions, strict=True):
+    for leaf, partition, label in zip(leaves, partitions, labels, strict=True):
         if leaf is None or partition is None:
             continue
         if not isinstance(leaf, (Tensor, Sharded)):
-            failures.append(f"tree{key_path(path)} is a {type(leaf).__name__}; expected a torch.Tensor or a Sharded")
+            failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
         elif wrong := complain(partition, mesh, leaf.ndim):
-            failures.append(f"tree{key_path(path)} of shape {tuple(leaf.shape)}: {wrong}")
+            failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
     if failures:
-        raise SpecError(join_failures(f"{what}: the specs do not fit the tree", failures))
+        refuse(f"{what}: the tree does not fit its specs", failures)
+
+
+def _as_tensor(leaf: Any) -> str:
+    if isinstance(leaf, (int, float, complex)):
+        return f"write torch.tensor({leaf!r}), or give it None in specs to leave it as it is"
+    if type(leaf).__name__ == "ndarray":
+        return "write torch.from_numpy(array)"
+    return "give it None in specs to leave it as it is"
 
 
 def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
@@ -108,10 +125,11 @@ def device_get(tree: Any) -> Any:
     >>> device_get(x)
     tensor([0, 1, 2, 3, 4])
     """
+    _check_outside("device_get")
     return optree.tree_map(
         lambda x: from_blocks(x.local, x.spec) if isinstance(x, Sharded) else x,
         tree,
-        is_leaf=_is_sharded,
+        is_leaf=is_sharded,
         none_is_leaf=True,
     )
 
@@ -137,10 +155,10 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
     if not isinstance(local, Tensor):
         if mesh.transport != "simulation":  # the others wait for this rank's shape
             transport_of(mesh).layouts([None], mesh)
-        raise ArgumentError(f"from_local got local of type {type(local).__name__}; expected a torch.Tensor")
+        raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
     found = spec_of_blocks(local, partition, mesh, "from_local")
     if isinstance(spec, TensorSpec) and found is not spec:
-        raise ShapeError(f"from_local: the blocks of all ranks make {found!r}, but the spec given is {spec!r}")
+        raise ShapeError(f"from_local got the spec {spec!r}, but the blocks of all ranks make {found!r}")
     return Sharded(local, found)
 
 
@@ -158,6 +176,12 @@ def from_callback(
     tensor([0., 1., 2., 3., 4., 5.])
     """
     mesh = _the_mesh(mesh, "from_callback")
+    if not callable(fn):
+        raise ArgumentError(f"from_callback got {described(fn)} for fn; give it a function of a tuple of slices")
+    if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ArgumentError(f"from_callback got {described(shape)} for shape; give it the global shape, such as (8, 4)")
+    if wrong := complain(spec, mesh, len(shape)):
+        raise SpecError(f"from_callback: a tensor of shape {tuple(shape)}: {wrong}")
     layout = TensorSpec(mesh, spec, shape, torch.float32)
     simulated = mesh.transport == "simulation"
     held = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
@@ -200,11 +224,16 @@ def _check_made(
         if block is None or block[1] != expected:
             given = "no tensor" if block is None else f"one of shape {block[1]}"
             raise ShapeError(
-                f"from_callback: the block at {at} of a tensor {layout.shape} under {layout.partition!r} is "
-                f"{expected}, but the callback returned {given}"
+                f"from_callback: at {_place(layout, at)} the callback returned {given}, but the block there, of "
+                f"{layout.shape} under {layout.partition!r}, has shape {expected}; return whole[index]"
             )
         if found[0] is not None and block[0] != found[0][0]:
             raise ShapeError(
-                f"from_callback: the callback returned a block of {found[0][0]} at {where[0]}, but one of {block[0]} "
-                f"at {at}; all blocks must have one dtype"
+                f"from_callback: the callback returned {short_dtype(found[0][0])} at {_place(layout, where[0])}, but "
+                f"{short_dtype(block[0])} at {_place(layout, at)}; all blocks must have one dtype"
             )
+
+
+def _place(layout: TensorSpec, at: tuple[int, ...]) -> str:
+    """``x=1, y=0``."""
+    return ", ".join(f"{axis}={i}" for axis, i in zip(layout.mesh.axis_names, at, strict=True))

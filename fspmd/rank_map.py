@@ -12,8 +12,10 @@ from torch import Tensor
 from fspmd import world
 from fspmd.body import Body, bound_body, state, within
 from fspmd.errors import ArgumentError, TreeError
+from fspmd.messages import described
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
+from fspmd.trees import tree_text
 from fspmd.unbind import bind, unbind
 from fspmd.variance import Variance, set_variance
 
@@ -35,6 +37,8 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     tensor([ 0,  4,  1, 10])
     """
     body = bound_body("rank_map")
+    if not callable(fn):
+        raise ArgumentError(f"rank_map got {described(fn)} for fn; give it a function: rank_map(fn, x)")
     axes = tuple(axis for axis in body.mesh.axis_names if axis in body.axes)
     leaves, treedef = optree.tree_flatten(args, none_is_leaf=True)
     if body.checked and state.tracker is not None:
@@ -42,8 +46,12 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
         leaves = [state.tracker.cast(x, varying) if isinstance(x, Tensor) else x for x in leaves]
     body.uneven = True
     run = _simulated if body.mesh.transport == "simulation" else _here
-    with torch._C.DisableTorchFunction(), within(None, None):
-        out_leaves, out_treedef = run(fn, leaves, treedef, body, axes)
+    state.rank_mapped = True
+    try:
+        with torch._C.DisableTorchFunction(), within(None, None):
+            out_leaves, out_treedef = run(fn, leaves, treedef, body, axes)
+    finally:
+        state.rank_mapped = False
     if body.checked:
         for x in out_leaves:
             if isinstance(x, Tensor):
@@ -74,8 +82,8 @@ def _simulated(fn: Callable[..., Any], leaves: list[Any], treedef: Any, body: Bo
     if any(tree != trees[0] for tree in trees):
         other = next(i for i, tree in enumerate(trees) if tree != trees[0])
         raise TreeError(
-            f"rank_map: the function returned {trees[0]} on the first rank, but {trees[other]} on another (number "
-            f"{other}); return one structure on every rank"
+            f"rank_map: the function returned the tree {tree_text(trees[0])} on the first rank, but "
+            f"{tree_text(trees[other])} on rank {other}; return the same structure on all ranks"
         )
     outs = zip(*(row for row, _ in rows), strict=True)
     return [_bound(column, held) for column in outs], trees[0]
@@ -86,12 +94,12 @@ def _bound(column: tuple[Any, ...], held: Frame) -> Any:
         if other := next((i for i, x in enumerate(column) if x.dtype is not column[0].dtype), 0):
             raise ArgumentError(
                 f"rank_map: the function returned {column[0].dtype} on the first rank, but {column[other].dtype} on "
-                f"another (number {other}); return one dtype on every rank"
+                f"rank {other}; return one dtype on all ranks"
             )
         return bind(column, held)
     if all(type(x) is type(column[0]) and x == column[0] for x in column):
         return column[0]
     raise ArgumentError(
-        f"rank_map: the function returned {column[0]!r} on the first rank and other values on others; results that "
-        "differ from rank to rank must be tensors or numbers"
+        f"rank_map: the function returned {described(column[0])} on the first rank, and something else on "
+        "others; results that differ from rank to rank must be tensors or numbers"
     )

@@ -14,10 +14,10 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, FspmdError, MeshError, TreeError
 from fspmd.mesh import Mesh
 from fspmd.placement import check_leaves, device_put
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport import transport_of
-from fspmd.trees import broadcast_prefix
+from fspmd.trees import broadcast_prefix, leaf_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,11 @@ def _check_held(tree: Any, src: int) -> None:
 def _describe(tree: Any, specs: Any, mesh: Mesh, src: int) -> tuple[list[Any], Any]:
     """The leaves on the source, and all that the other ranks need to know of them."""
     _check_held(tree, src)
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, Sharded), none_is_leaf=True)
-    partitions = broadcast_prefix(specs, tree, "specs", "the tree", "device_put: specs does not match the tree")
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
     if any(isinstance(leaf, Sharded) for leaf in leaves):
         raise ArgumentError(f"device_put got src={src} and a Sharded, which all ranks hold already; leave out src")
-    check_leaves(leaves, partitions, treedef, mesh, "device_put")
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), mesh, "device_put")
     rows: list[Any] = []
     for leaf, partition in zip(leaves, partitions, strict=True):
         if leaf is None or partition is None:
