@@ -156,7 +156,11 @@ def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
     if isinstance(value, Tensor):
-        return unbind(value, held) if type(_inner(value)) is LocalTensor else (value,) * held.volume
+        if type(_inner(value)) is not LocalTensor:
+            if not differentiated(value, forward=True):
+                return (value,) * held.volume
+            value = apply(value, call("apart", held.mesh, held.axes))  # each rank's gradient is its own
+        return unbind(value, held)
     if type(value) in (list, tuple, torch.Size):
         columns = [_rank_column(one, held) for one in value]
         kind = list if type(value) is list else tuple
