@@ -175,20 +175,20 @@ def _place(row: Any, leaf: Any, mesh: Mesh, position: int, place: int) -> Any:
 
 def scatter(whole: Tensor, route: Route) -> Tensor:
     """This rank's block of what the source holds; ``whole`` is looked at on the source only."""
-    spec, count = route.spec, route.spec.mesh.size
-    mine = torch.zeros(route.shape(route.place), dtype=spec.dtype, device=spec.mesh.device)
+    mesh, dtype = route.spec.mesh, route.spec.dtype
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, Tensor]] = []
     if route.at_source:
-        if route.holds(route.place):
-            mine.copy_(whole[route.window(route.place)])
-        for position in range(count):
-            if position != route.place and route.holds(position):
-                block = whole[route.window(position)]
-                sends.append((position, block.to(spec.mesh.device).contiguous()))
-    elif route.holds(route.place):
-        receives.append((route.source, mine))
-    transport_of(spec.mesh).transfer(sends, receives, spec.mesh).wait()
+        others = (i for i in range(mesh.size) if i != route.place and route.holds(i))
+        sends = [(i, whole[route.window(i)].to(mesh.device).contiguous()) for i in others]
+    if not route.holds(route.place):
+        mine = torch.zeros(route.shape(route.place), dtype=dtype, device=mesh.device)
+    elif route.at_source:
+        mine = whole[route.window(route.place)].to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+    else:
+        mine = torch.empty(route.shape(route.place), dtype=dtype, device=mesh.device)
+        receives = [(route.source, mine)]
+    transport_of(mesh).transfer(sends, receives, mesh).wait()
     return mine
 
 

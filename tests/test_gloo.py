@@ -22,6 +22,7 @@ from collective_cases import (
     some_cases,
 )
 from gloo_programs import MISTAKES, ONLY_PROCESSES, SEEN_EARLIER, complaint, complaints
+from placement_cases import RESULTS, Placement, expected_placement, run_placement, some_placements
 from processes import Processes
 from torch import Tensor
 
@@ -133,3 +134,49 @@ def test_all_ranks_fail_alike_and_go_on(four: Processes) -> None:
         if name in MISTAKES:
             simulated = complaint(MISTAKES[name], "simulation")
             assert simulated == text or (name in SEEN_EARLIER and "Error: " in simulated), name
+
+
+# --- values put on a mesh and taken off -----------------------------------------------------------------------------
+
+
+def place_on_gloo(cases: list[Placement]) -> list[Any]:
+    """Per case the results on this process, None where it is no member, or the traceback."""
+    found: list[Any] = []
+    for case in cases:
+        try:
+            results = run_placement(case, "process_group")
+            found.append(None if results is None else [pack(one) for (one,) in results])
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
+
+
+def check_placement(case: Placement, on_gloo: list[Any]) -> str:
+    judge = expected_placement(case)
+    simulated = run_placement(case, "simulation")
+    assert simulated is not None
+    for i, (name, ours) in enumerate(zip(RESULTS, simulated, strict=False)):
+        bits = "gradient" not in name and name != "second" and not case.unreduced
+        for position, rank in enumerate(case.mesh("simulation").ranks):
+            if isinstance(on_gloo[rank], str):
+                return f"rank {rank}: {on_gloo[rank]}"
+            reference, got = judge[name][position], unpack(on_gloo[rank][i])
+            if not same(got, reference, bits):
+                return f"{name} of rank {rank} on Gloo: {got}\nbut the judge: {reference}"
+            if name == "second" or (name == "scattered gradient" and position != case.source):
+                continue
+            if not same(ours[position], reference, bits):
+                return f"{name} at {position} in the simulation: {ours[position]}\nbut the judge: {reference}"
+    return ""
+
+
+def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
+    cases = some_placements(2000 if FULL else 200)
+    failures = []
+    for start in range(0, len(cases), _CHUNK):
+        part = cases[start : start + _CHUNK]
+        on_gloo = four.run(place_on_gloo, part, seconds=300)
+        for i, case in enumerate(part):
+            if wrong := check_placement(case, [found[i] for found in on_gloo]):
+                failures.append(f"{case}\n{wrong}")
+    assert not failures, f"{len(failures)} of {len(cases)} cases:\n" + "\n\n".join(failures[:5])

@@ -188,7 +188,7 @@ def expand(x: Tensor, held: Frame) -> LocalTensor:
     if type(x) is LocalTensor:
         whole = union(x.frame, held)
         return x if whole is x.frame else LocalTensor(x.at(whole), whole, borrowed=True)
-    return LocalTensor([resolved(x)] * held.volume, held, borrowed=True)
+    return LocalTensor([resolved(x.detach())] * held.volume, held, borrowed=True)  # shards lie below autograd
 
 
 # --- one op on every rank -------------------------------------------------------------------------------------------

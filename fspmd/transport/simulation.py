@@ -126,9 +126,10 @@ class SimulationTransport(Transport):
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         if type(x) is not LocalTensor:
-            return Pending(x)
+            return Pending(x.view_as(x))
         rest, table = groups(x.frame, tuple(axis for axis in x.frame.axes if axis in axes))
-        return Pending(local_tensor([x.shards[group[0]] for group in table], rest))
+        firsts = [x.shards[group[0]] for group in table]
+        return Pending(local_tensor([shard.view_as(shard) for shard in firsts], rest))
 
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         return _index(mesh, axes).clone()
