@@ -21,7 +21,7 @@ class Op:
 
     name: str
     special: bool = False
-    python_value: bool = False  # gives Python one value: a branch
+    python_value: Predicate | None = None  # gives Python one value, given these arguments: a branch
     writes: bool = False  # writes into an operand
     draws: Predicate | None = None  # draws random numbers, given these arguments
     ragged: Predicate | None = None  # the sizes of its result depend on values, given these arguments
@@ -111,6 +111,14 @@ def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
     return bool(_argument(args, kwargs, 3, "training", False))
 
 
+def _of_list(*args: Any, **kwargs: Any) -> bool:
+    return isinstance(_argument(args, kwargs, 0, "data", None), (list, tuple))
+
+
+_BRANCHES: Final[dict[str, Predicate]] = {
+    **dict.fromkeys(_PYTHON_VALUE, _ALWAYS),
+    **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads the numbers out of 0-d tensors
+}
 _DRAWS: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_RANDOM, _ALWAYS),
     "scaled_dot_product_attention": _draws_in_attention,
@@ -153,7 +161,7 @@ def learn(func: Any) -> Op:
         or (schema is not None and schema.is_mutable)
     )
     traits: dict[str, Any] = {
-        "python_value": name in _PYTHON_VALUE,
+        "python_value": _BRANCHES.get(name),
         "writes": writes,
         "draws": _DRAWS.get(name, _ALWAYS if seeded else None),
         "ragged": _RAGGED_WHEN.get(name),

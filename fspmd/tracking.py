@@ -6,22 +6,33 @@ once per body and all its uses share the cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fspmd.body import Body
+from fspmd.body import Body, state
 from fspmd.errors import VarianceError
 from fspmd.indexing import index_by_tensor
-from fspmd.op_kinds import OPS, Op, learn, written_operands
+from fspmd.op_kinds import OPS, Op, learn
 from fspmd.pairs import apply, call
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream, streams
-from fspmd.uneven import call_uneven, call_with_numbers, differentiated, hold_each, numbers_frame, numbers_to_tensors
-from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, join, set_variance, show
+from fspmd.type_rules import (
+    Borrowed,
+    beside_pending,
+    check_known_to_vary,
+    check_stays_real,
+    check_writes,
+    parts_by_type,
+    pending_sum,
+    refuse_branch,
+    show_value,
+    tensors_of,
+)
+from fspmd.uneven import call_uneven, call_with_numbers, hold_each, numbers_frame, numbers_to_tensors
+from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, join, set_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -36,6 +47,7 @@ class Tracker(TorchFunctionMode):
         self.simulated = body.mesh.transport == "simulation"
         self.marks_invariant = False  # inside a custom Function: results must be told from tensors never seen
         self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
+        self.borrowed: Borrowed = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         op = OPS.get(func) or learn(func)
@@ -68,11 +80,15 @@ class Tracker(TorchFunctionMode):
         self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
     ) -> Any:
         """Any call. ``numbers``: the frame of sizes among the arguments that differ from rank to rank."""
-        tensors = list(_tensors(args))
+        tensors = list(tensors_of(args))
         if kwargs:
-            tensors.extend(_tensors(kwargs.values()))
+            tensors.extend(tensors_of(kwargs.values()))
         if op.gradient:
             return self._gradient(func, args, kwargs)
+        if op.hook:
+            return func(args[0], _typed_hook(args[0], args[1], self.body), *args[2:], **kwargs)
+        if op.elementwise and (parts := parts_by_type(args)):
+            return self._in_parts(op, func, args, kwargs, parts)
         variances = [get_variance(x) for x in tensors]
         result = INVARIANT if numbers is None else Variance(varying=numbers.axes)
         for variance in variances:
@@ -82,12 +98,12 @@ class Tracker(TorchFunctionMode):
             return self._invariant(func, args, kwargs)
         if op.ragged is not None and op.ragged(*args, **kwargs):
             self.body.uneven = True
-        if op.python_value and result.varying:
+        if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
             refuse_branch(op.name, tensors[0], result)
         if result.unreduced:
             result = pending_sum(op, tensors, variances, args)
         if op.writes or "out" in kwargs:
-            _check_writes(func, op, args, kwargs, result)
+            check_writes(func, op, args, kwargs, result, self.borrowed)
         if any(variance is not result for variance in variances):
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
             args = self.cast_all(args, result)
@@ -100,8 +116,25 @@ class Tracker(TorchFunctionMode):
             out = call_uneven(func, args, kwargs, numbers, op.pure)
         else:
             out = func(*args, **kwargs)
+        if result.unreduced and op.linear != "metadata":
+            check_stays_real(op, tensors[0], out)
         annotate(out, result.dual if op.dual else result)
         return out
+
+    def _in_parts(
+        self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]
+    ) -> Any:
+        """A call on lists of tensors, such as ``torch._foreach_add_``, whose entries have different types."""
+        count = sum(map(len, parts))
+        results: dict[int, Any] = {}
+        for positions in parts:
+            chosen = tuple(
+                [a[i] for i in positions] if type(a) in (list, tuple) and len(a) == count else a for a in args
+            )
+            out = self._general(op, func, chosen, kwargs)
+            if out is not None:
+                results.update(zip(positions, out, strict=True))
+        return [results[i] for i in range(count)] if results else None
 
     def _invariant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Invariant operands give an invariant result."""
@@ -115,14 +148,20 @@ class Tracker(TorchFunctionMode):
         numbers = numbers_frame((*args, *kwargs.values()))
         if numbers is None:
             return self._general(op, func, args, kwargs)
-        operands = [*_tensors(args), *_tensors(kwargs.values())]
+        operands = [*tensors_of(args), *tensors_of(kwargs.values())]
         if not operands:
             out = call_with_numbers(func, args, kwargs, numbers)
             annotate(out, Variance(varying=numbers.axes))
             return out
-        _check_known_to_vary(op, operands, numbers)
+        check_known_to_vary(op, operands, numbers)
         args, kwargs = numbers_to_tensors(op.name, args, kwargs, numbers)
         return self._general(op, func, args, kwargs, numbers)
+
+    def borrow(self, x: Tensor, source: Variance) -> None:
+        """``x`` aliases a value of the type ``source``; writing into it, or into a view of it, is refused."""
+        setattr(x, BORROWED, True)
+        if not self.simulated:  # simulated values know it themselves
+            self.borrowed[x.untyped_storage()._cdata] = x, source
 
     def cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
         """Every tensor among the values, in lists and tuples too, cast to one type."""
@@ -139,7 +178,7 @@ class Tracker(TorchFunctionMode):
         """``x`` as a value of type ``to``; made once per body, shared by all uses."""
         variance = get_variance(x)
         if to.unreduced:
-            to = _beside_pending(variance, to)
+            to = beside_pending(variance, to)
         if variance is to or not (x.is_floating_point() or x.is_complex()):
             return x
         if not torch.is_grad_enabled() or not (x.requires_grad or _transforms_active()):
@@ -178,7 +217,7 @@ class Tracker(TorchFunctionMode):
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
         cotangents = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
         if cotangents is not None:
-            pairs = zip(_tensors((outputs,)), _tensors((cotangents,)), strict=False)
+            pairs = zip(tensors_of((outputs,)), tensors_of((cotangents,)), strict=False)
             for output, cotangent in pairs:
                 if extra := get_variance(cotangent).varying - get_variance(output).varying:
                     raise VarianceError(
@@ -186,71 +225,30 @@ class Tracker(TorchFunctionMode):
                         f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
                     )
         results = func(*args, **kwargs)
-        for x, gradient in zip(_tensors((inputs,)), results, strict=True):
+        for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
             if gradient is not None:
                 set_variance(gradient, get_variance(x).dual)
         return results
 
 
-def _check_known_to_vary(op: Op, operands: list[Tensor], numbers: Frame) -> None:
-    for x in operands:
-        missing = [axis for axis in numbers.axes if axis not in get_variance(x).varying]
-        if missing and torch.is_grad_enabled() and differentiated(x):
-            axes = missing[0] if len(missing) == 1 else tuple(missing)
+def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
+    """A hook that runs in the body again: its gradient typed, its axes bound."""
+    from fspmd.modes import again
+
+    body, dual = state.body, get_variance(x).dual
+
+    def run(gradient: Tensor) -> Any:
+        set_variance(gradient, dual)
+        with again(body, typed_by):
+            out = hook(gradient)
+        if isinstance(out, Tensor) and (extra := get_variance(out).varying - dual.varying):
             raise VarianceError(
-                f"{op.name} of {show_value(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
-                "as processes see a plain int there and could not tell that the result varies, so the gradient would "
-                f"not be summed; cast the value first: pcast(x, {axes!r}, to='varying')"
+                f"a hook on {show_value(x)} returned {show_value(out)}, which varies over "
+                f"{', '.join(map(repr, sorted(extra)))}; a gradient varies where its value does: psum it first"
             )
+        return out
 
-
-def _check_writes(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], result: Variance) -> None:
-    for target in written_operands(func, op, args, kwargs):
-        if missing := result.varying - get_variance(target).varying:
-            axes = ", ".join(map(repr, sorted(missing)))
-            raise VarianceError(
-                f"{op.name} would write a value that varies over {axes} in place into {show_value(target)}, which is "
-                "invariant there; compute a new tensor instead (x = x + y, not x += y), or start from one that "
-                "varies: torch.zeros_like(y), y.new_zeros(shape)"
-            )
-        if getattr(target, BORROWED, False):
-            raise VarianceError(
-                f"{op.name} would write in place into the result of a pcast, which aliases its argument; "
-                "write into a copy: x = pcast(x, ...).clone()"
-            )
-
-
-def pending_sum(op: Op, tensors: list[Tensor], variances: list[Variance], args: tuple[Any, ...]) -> Variance:
-    """The type of a linear op on unreduced operands; raises `VarianceError` for any other op."""
-    unreduced = [v for v in variances if v.unreduced]
-    axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
-    others = [v for v in variances if not v.unreduced]
-    numbers = any(isinstance(arg, (int, float, complex)) for arg in args)
-    alike = not others and all(v is unreduced[0] for v in unreduced)
-    allowed = {
-        "sum": alike and not numbers,
-        "collect": alike,
-        "product": len(unreduced) == 1 and (op.name != "linear" or len(tensors) == 2),
-        "first": len(unreduced) == 1 and variances[0].unreduced == axes,
-        "metadata": True,
-    }.get(op.linear, False) and not any(v.varying & axes for v in others)
-    if not allowed:
-        shown = ", ".join(show_value(x) for x in tensors)
-        raise VarianceError(
-            f"{op.name}({shown}): a value unreduced over {', '.join(map(repr, sorted(axes)))} is a pending sum, and "
-            "only linear ops keep it one (sums of values unreduced alike, products with a value that is not "
-            "unreduced and does not vary there); reduce it first: psum or psum_scatter over the axis"
-        )
-    varying = frozenset[str]().union(*(v.varying for v in variances)) - axes
-    reduced = frozenset[str]().union(*(v.reduced for v in variances)) - axes - varying
-    return Variance(varying, axes, reduced)
-
-
-def _beside_pending(variance: Variance, to: Variance) -> Variance:
-    """What an operand of an op with an unreduced result must be: unreduced itself, or reduced over those axes."""
-    if variance.unreduced:
-        return Variance(to.varying, to.unreduced, to.reduced)
-    return Variance(to.varying, (), to.reduced | to.unreduced)
+    return run
 
 
 def convert(x: Tensor, variance: Variance, to: Variance, body: Body) -> Tensor:
@@ -273,31 +271,5 @@ def annotate(out: Any, variance: Variance) -> None:
 
 def mark_invariant(out: Any) -> None:
     """Say of a result that it was seen, and is invariant."""
-    for x in _tensors((out,)):
+    for x in tensors_of((out,)):
         setattr(x, ATTRIBUTE, INVARIANT)
-
-
-def refuse_branch(name: str, x: Tensor, variance: Variance) -> NoReturn:
-    """Python cannot branch on a value that differs from rank to rank."""
-    axes = ", ".join(map(repr, sorted(variance.varying)))
-    raise VarianceError(
-        f"{name} asks for one Python value of {show_value(x)}, which varies over {axes}: ranks would take "
-        "different branches; make it equal first (psum, pmax, all_gather(to='invarying')), choose with torch.where, "
-        "or run per-rank Python with rank_map"
-    )
-
-
-def show_value(x: Tensor) -> str:
-    """A tensor's dtype, shape and type, for messages."""
-    with torch._C.DisableTorchFunction():
-        return show(x)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (list, tuple) or (isinstance(value, tuple)):
-            yield from _tensors(value)
-        elif type(value) is slice:
-            yield from _tensors((value.start, value.stop, value.step))

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.collectives.operands import (
     WORDS,
     AxisName,
@@ -20,7 +20,7 @@ from fspmd.collectives.operands import (
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import apply, call
-from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
+from fspmd.variance import Variance, get_variance, set_variance, show
 
 _PCASTS = {
     ("I", "varying"): ("invariant_to_varying", "V"),
@@ -81,7 +81,7 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
         y = apply(x, call(row[0], body.mesh, axes))
         if letter == "I":
             y = apply(y, call("apart", body.mesh, axes))
-    setattr(y, BORROWED, True)
+    state.tracker.borrow(y, variance)
     return set_variance(y, variance.moved(axes, row[1]))
 
 

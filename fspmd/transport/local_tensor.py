@@ -123,6 +123,14 @@ class LocalTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise VarianceError("a LocalTensor holds simulated ranks and is not pickled; save device_get(x) instead")
 
+    def share_memory_(self) -> NoReturn:
+        raise FspmdError(
+            "x.share_memory_() on a simulated value: all ranks live in this process, nothing is to be shared"
+        )
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_python_value(self, "x.__dlpack__()")
+
     def tolist(self) -> NoReturn:
         _refuse_python_value(self, "x.tolist()")
 
@@ -169,7 +177,9 @@ def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """``x`` without lazy conjugation or negation, which torch resolves above the dispatch to a `LocalTensor` only."""
+    """``x`` in memory: torch resolves lazy conjugates, negatives and zeros above the dispatch to a `LocalTensor`."""
+    if x._is_zerotensor():
+        return torch.zeros_like(x)
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
