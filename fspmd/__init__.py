@@ -19,6 +19,7 @@ from fspmd.collectives import (
     psum_scatter,
     psum_scatter_into,
     pswapaxes,
+    ragged_all_to_all,
 )
 from fspmd.errors import (
     ArgumentError,
@@ -76,6 +77,7 @@ __all__ = [
     "psum_scatter",
     "psum_scatter_into",
     "pswapaxes",
+    "ragged_all_to_all",
     "rank_map",
     "set_mesh",
     "shard_map",

@@ -10,6 +10,7 @@ from fspmd.collectives.casts import axis_index, axis_size, pcast
 from fspmd.collectives.gathers import all_gather, psum_scatter
 from fspmd.collectives.in_place import all_gather_into, psum_scatter_into
 from fspmd.collectives.permutations import pbroadcast, ppermute, pshuffle
+from fspmd.collectives.ragged import ragged_all_to_all
 from fspmd.collectives.reductions import pmax, pmean, pmin, psum
 from fspmd.collectives.steps import Handle
 
@@ -31,4 +32,5 @@ __all__ = [
     "psum_scatter",
     "psum_scatter_into",
     "pswapaxes",
+    "ragged_all_to_all",
 ]

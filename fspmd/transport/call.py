@@ -89,6 +89,12 @@ class Transport:
         """``[A0, A1] [B0, B1] => [A0, B0] [A1, B1]``: split along ``dim``, joined along ``concat_dim``."""
         raise NotImplementedError
 
+    def exchange_rows(
+        self, x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options
+    ) -> Tensor:
+        """`exchange` along dim 0 with ``send[j]`` rows for position j and ``recv[j]`` from it."""
+        raise NotImplementedError
+
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """Each pair ``(i, j)`` sends rank i's block to rank j; a rank nobody sends to gets zeros."""
         raise NotImplementedError

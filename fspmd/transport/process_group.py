@@ -224,6 +224,22 @@ class ProcessGroupTransport(Transport):
 
         return Pending(out, (work,), arrange)
 
+    def exchange_rows(
+        self, x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options
+    ) -> Tensor:
+        group = group_of(mesh, axes, o)
+        leaving, arriving = send.tolist(), recv.tolist()
+        row, order = tuple(x.shape[1:]), range(group.size) if group.back is None else group.back
+        pieces = x.split(leaving)
+        flat = torch.cat([pieces[i].reshape(-1) for i in order])
+        sent, restore = _movable(flat)
+        width = _numel(row) * flat.element_size() // sent.element_size()
+        out = sent.new_empty(sum(arriving) * width)
+        sizes = [[rows[i] * width for i in order] for rows in (arriving, leaving)]
+        group.pg.alltoall_base(out, sent, *sizes, c10d.AllToAllOptions()).wait()
+        blocks = (restore(out) if restore else out).view(-1, *row).split([arriving[i] for i in order])
+        return torch.cat(blocks if group.order is None else [blocks[i] for i in group.order])
+
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)

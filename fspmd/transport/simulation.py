@@ -86,6 +86,18 @@ class SimulationTransport(Transport):
                 received[i] = torch.cat([pieces[place] for pieces in sent], o.concat_dim)
         return Pending(LocalTensor(received, held))
 
+    def exchange_rows(
+        self, x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options
+    ) -> Tensor:
+        whole = union(frame_of(x, mesh), union(frame_of(send, mesh), frame(mesh, axes)))
+        held, _, shards, table = _groups(expand(x, whole), mesh, axes, o)
+        pieces = [shard.split(rows.tolist()) for shard, rows in zip(shards, shards_of(send, held), strict=True)]
+        received: list[Tensor] = [x] * held.volume
+        for group in table:
+            for place, i in enumerate(group):
+                received[i] = torch.cat([pieces[sender][place] for sender in group])
+        return LocalTensor(received, held)
+
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
