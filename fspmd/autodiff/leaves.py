@@ -74,7 +74,8 @@ def check_leaves(leaves: list[Any], labels: list[str], what: str) -> None:
 def check_function(f: Any, what: str) -> None:
     """``f`` can be called."""
     if not callable(f):
-        raise ArgumentError(f"{what} takes a function, but got {described(f)}; write {what}(f), not {what}(f(x))")
+        call = {"vjp": "vjp(f, x)", "jvp": "jvp(f, (x,), (tangent,))"}.get(what, f"{what}(f)")
+        raise ArgumentError(f"{what} takes a function, but got {described(f)}; write {call}, not {what}(f(x))")
 
 
 def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
