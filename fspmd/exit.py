@@ -14,7 +14,7 @@ from fspmd.body import Body
 from fspmd.collectives.steps import Handle
 from fspmd.entry import manual_complaint
 from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
-from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
+from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribute import from_blocks
 from fspmd.sharded import Sharded
@@ -125,7 +125,7 @@ def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> 
 
 
 _SETTLE = {
-    "unreduced": "add it up: psum(value, {0}) or psum_scatter(value, {0}, tiled=True); or write unreduced={{{1}}}",
+    "unreduced": "add it up: psum(value, {0}), or psum_scatter with tiled=True; or write unreduced={{{1}}} in its spec",
     "reduced": "cast it: pcast(value, {0}, to='varying'), a copy per rank; or write reduced={{{1}}} in its spec",
 }
 _BECOME = {
@@ -256,7 +256,7 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
                 f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
             )
     if wrong := complain(partition, mesh, len(first)):
-        raise SpecError(f"{name} of blocks of {len(first)} dims: {wrong}")
+        raise SpecError(f"{name} of blocks with {counted(len(first), 'dim')}: {wrong}")
     total = list(first)
     for dim, entry in enumerate(partition):
         axes = entry_axes(entry)
@@ -269,8 +269,8 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
     for at, (_, shape) in zip(coordinates, found, strict=True):
         if shape != spec.local_shape(at):
             raise ShapeError(
-                f"{name}: {_where(mesh, at)} has a block of shape {shape}, but its part of {spec!r} is "
-                f"{spec.local_shape(at)}; blocks must lie as torch.chunk cuts the whole"
+                f"{name}: {_where(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
+                f"gives it {spec.local_shape(at)}; pad the blocks to one shape, or put them together first: all_gather"
             )
     return spec
 

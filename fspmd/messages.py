@@ -93,19 +93,22 @@ def refuse(header: str, failures: Sequence[Failure]) -> NoReturn:
     raise failures[0].error(join_failures(header, [failure.text for failure in failures], advice))
 
 
-def one_python_value(call: str, shown: str, axes: Iterable[str]) -> str:
+def one_python_value(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
     """For a Python value asked of a value that differs from rank to rank."""
-    return (
-        f"{call} of {shown}, which varies over {quoted(sorted(axes))}: Python needs one value for all; make it equal "
-        "first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, rank by rank"
+    equal = (
+        "make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, "
+        "rank by rank"
     )
+    over = quoted(sorted(axes))
+    return f"{call} needs one Python value for all ranks, but {shown} varies over {over}; {instead or equal}"
 
 
-def written_in_place(call: str, shown: str, axes: Iterable[str]) -> str:
+def written_in_place(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
     """For a write of a value that differs from rank to rank into one that does not."""
+    new = "compute a new tensor (x = x + y, not x += y), or write into one that varies: torch.zeros_like(y)"
     return (
         f"{call} would write a value that varies over {quoted(sorted(axes))} into {shown}, which is equal on all ranks "
-        "there; compute a new tensor (x = x + y, not x += y), or write into one that varies: torch.zeros_like(y)"
+        f"there; {instead or new}"
     )
 
 

@@ -5,12 +5,14 @@ Data, by name: most torch functions need no row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from fspmd.variance import get_variance
 
 Predicate = Callable[..., bool]
 
@@ -33,6 +35,16 @@ class Op:
     linear: str = ""  # sum, collect, product, first or metadata: see the tables below
 
     @property
+    def shown(self) -> str:
+        """The call as a message names it."""
+        return _SHOWN.get(self.name, f"{self.name}()")
+
+    @property
+    def instead(self) -> str:
+        """What to write instead of it, where the common advice does not fit."""
+        return _INSTEAD.get(self.name, "")
+
+    @property
     def pure(self) -> bool:
         """Whether a call computes new values of its operands and nothing else."""
         return self.name == "batch_norm" or not (self.special or self.linear == "metadata")
@@ -46,6 +58,37 @@ _PYTHON_VALUE: Final = _names(
     "__bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ item tolist numpy is_nonzero equal "
     "allclose"
 )
+#: take Python numbers: a tensor among their arguments is asked for one
+_OF_NUMBERS: Final = _names(
+    "zeros ones empty full rand randn randint randperm arange linspace logspace range eye empty_strided"
+)
+#: the same after their first operand
+_SIZED: Final = _names("view reshape expand repeat tile new_zeros new_ones new_empty new_full unflatten roll")
+_SHOWN: Final = {
+    "__bool__": "a branch (if, while, and, or, not, assert)",
+    **{f"__{name}__": f"{name}()" for name in ("int", "float", "complex")},
+    "__index__": "a Python index (in range(), of a list)",
+    "__array__": "numpy",
+    "__contains__": "the operator in",
+    "__format__": "a format such as f'{x:.3f}'",
+    "__setitem__": "x[...] = y",
+    "set data": "x.data = y",
+    "set grad": "x.grad = y",
+    **{f"__i{name}__": f"x {sign}= y" for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("truediv", "/"))},
+    **{name: f"torch.{name}()" for name in ("equal", "allclose", "tensor", "is_nonzero", *_OF_NUMBERS)},
+    **{name: f"x.{name}()" for name in ("item", "tolist", "numpy")},
+}
+_STATISTICS: Final = (
+    "its running statistics would be each rank's own: keep none (track_running_stats=False), or compute mean and "
+    "variance with pmean"
+)
+_INSTEAD: Final = {
+    **dict.fromkeys(("tensor", "as_tensor", "asarray"), "join tensors with torch.stack or torch.cat"),
+    "one_hot": "pass num_classes",
+    "batch_norm": _STATISTICS,
+    "instance_norm": _STATISTICS,
+    "set grad": "the gradient of a value that is equal on all ranks is a sum over them: psum it first",
+}
 _NOT_WRITES: Final = _names("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
 _IN_PLACE_DUNDERS: Final = _names(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
@@ -111,13 +154,33 @@ def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
     return bool(_argument(args, kwargs, 3, "training", False))
 
 
+def _among(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _among(value)
+
+
+def _tensor_as_size(*args: Any, **kwargs: Any) -> bool:
+    """A 0-d tensor that varies, after the first operand."""
+    return any(not x.ndim and get_variance(x).varying for x in _among((*args[1:], *kwargs.values())))
+
+
 def _of_list(*args: Any, **kwargs: Any) -> bool:
     return isinstance(_argument(args, kwargs, 0, "data", None), (list, tuple))
 
 
+def _unknown_classes(*args: Any, **kwargs: Any) -> bool:
+    return bool(_argument(args, kwargs, 1, "num_classes", -1) == -1)
+
+
 _BRANCHES: Final[dict[str, Predicate]] = {
-    **dict.fromkeys(_PYTHON_VALUE, _ALWAYS),
+    **dict.fromkeys((*_PYTHON_VALUE, *_OF_NUMBERS), _ALWAYS),
+    **dict.fromkeys(_SIZED, _tensor_as_size),
+    "one_hot": _unknown_classes,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads the numbers out of 0-d tensors
+    "__format__": lambda *args, **kwargs: len(args) > 1 and args[1] != "",
 }
 _DRAWS: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_RANDOM, _ALWAYS),
@@ -156,7 +219,7 @@ def learn(func: Any) -> Op:
     elementwise = name.startswith(("_foreach_", "_fused_"))
     writes = name not in _NOT_WRITES and (
         name in _IN_PLACE_DUNDERS
-        or name in ("batch_norm", "set data")
+        or name in ("batch_norm", "instance_norm", "set data", "set grad")
         or (name.endswith("_") and not name.startswith("__"))
         or (schema is not None and schema.is_mutable)
     )
@@ -189,9 +252,12 @@ def _name(func: Any) -> str:
 def written_operands(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes into."""
     targets: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
-    if op.name == "batch_norm":
-        training = kwargs.get("training", args[5] if len(args) > 5 else False)
-        targets += [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")] if training else []
+    if op.name in ("batch_norm", "instance_norm"):
+        functional = func is torch.nn.functional.batch_norm or func is torch.nn.functional.instance_norm
+        training = ("training", False) if op.name == "batch_norm" else ("use_input_stats", True)
+        if _argument(args, kwargs, 5, *training):
+            first = 1 if functional else 3
+            targets += [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     elif op.writes and args:
         schema = getattr(func, "_schema", None)
         if schema is None:

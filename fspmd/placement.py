@@ -158,7 +158,10 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
         raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
     found = spec_of_blocks(local, partition, mesh, "from_local")
     if isinstance(spec, TensorSpec) and found is not spec:
-        raise ShapeError(f"from_local got the spec {spec!r}, but the blocks of all ranks make {found!r}")
+        raise ShapeError(
+            f"from_local got the spec {spec!r}, but the blocks of all ranks make {found!r}; "
+            "pass blocks of its shape, or a P to have the global shape inferred"
+        )
     return Sharded(local, found)
 
 
@@ -222,10 +225,10 @@ def _check_made(
     for at, block in zip(where, found, strict=True):
         expected = layout.local_shape(at)
         if block is None or block[1] != expected:
-            given = "no tensor" if block is None else f"one of shape {block[1]}"
+            given = "no tensor" if block is None else f"a tensor of shape {block[1]}"
             raise ShapeError(
-                f"from_callback: at {_place(layout, at)} the callback returned {given}, but the block there, of "
-                f"{layout.shape} under {layout.partition!r}, has shape {expected}; return whole[index]"
+                f"from_callback: at {_place(layout, at)} the callback returned {given}, but there the block of "
+                f"{layout!r} has shape {expected}; of a global tensor return whole[index]"
             )
         if found[0] is not None and block[0] != found[0][0]:
             raise ShapeError(

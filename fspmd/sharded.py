@@ -37,7 +37,7 @@ class Sharded:
     def __init__(self, local: Tensor, spec: TensorSpec) -> None:
         if type(spec) is not TensorSpec:
             raise ArgumentError(
-                f"Sharded(local, spec) got spec={described(spec)}; it takes a TensorSpec: for a P write "
+                f"Sharded(local, spec) got {described(spec)} for spec; it takes a TensorSpec: for a P write "
                 "from_local(local, P(...), mesh=mesh)"
             )
         self.local = local

@@ -211,8 +211,8 @@ class TensorSpec:
     def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
         if len(coordinate) != len(self.mesh.axis_names):
             raise ShapeError(
-                f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {self.mesh!r} has the axes "
-                f"{quoted(self.mesh.axis_names)}; give one index per mesh axis, as mesh.coordinate() does"
+                f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {self.mesh!r} has "
+                f"{len(self.mesh.axis_names)}; give one index per axis, as mesh.coordinate() does"
             )
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:

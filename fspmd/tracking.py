@@ -99,7 +99,7 @@ class Tracker(TorchFunctionMode):
         if op.ragged is not None and op.ragged(*args, **kwargs):
             self.body.uneven = True
         if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
-            refuse_branch(op.name, tensors[0], result)
+            refuse_branch(op, tensors, result)
         if result.unreduced:
             result = pending_sum(op, tensors, variances, args)
         if op.writes or "out" in kwargs:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import VarianceError
+from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.op_kinds import Op, written_operands
+from fspmd.spec import describe
 from fspmd.transport.frame import Frame
 from fspmd.uneven import differentiated
 from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, join, show
@@ -55,9 +57,8 @@ def pending_sum(op: Op, tensors: list[Tensor], variances: list[Variance], args: 
     if not allowed:
         shown = ", ".join(show_value(x) for x in tensors)
         raise VarianceError(
-            f"{op.name}({shown}): a value unreduced over {', '.join(map(repr, sorted(axes)))} is a pending sum, and "
-            "only linear ops keep it one (sums of values unreduced alike, products with a value that is not "
-            "unreduced and does not vary there); reduce it first: psum or psum_scatter over the axis"
+            f"{op.name}({shown}): a value unreduced over {quoted(sorted(axes))} is a sum still pending, which only "
+            f"linear ops keep so; add it up first: psum(x, {as_axis_name(sorted(axes))}), or psum_scatter"
         )
     varying = frozenset[str]().union(*(v.varying for v in variances)) - axes
     reduced = frozenset[str]().union(*(v.reduced for v in variances)) - axes - varying
@@ -103,28 +104,18 @@ def check_writes(
     for target in written_operands(func, op, args, kwargs):
         have = get_variance(target)
         if missing := result.varying - have.varying:
-            axes = ", ".join(map(repr, sorted(missing)))
-            raise VarianceError(
-                f"{op.name} would write a value that varies over {axes} in place into {show_value(target)}, which is "
-                "invariant there; compute a new tensor instead (x = x + y, not x += y), or start from one that "
-                "varies: torch.zeros_like(y), y.new_zeros(shape)"
-            )
+            raise VarianceError(written_in_place(op.shown, show_value(target), missing, op.instead))
         known = borrowed.get(target.untyped_storage()._cdata) if borrowed else None
         if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
-            raise VarianceError(
-                f"{op.name} would write in place into the result of a pcast, which aliases its argument; "
-                "write into a copy: x = pcast(x, ...).clone()"
-            )
+            raise VarianceError(WRITTEN_CAST.format(op.shown))
 
 
-def refuse_branch(name: str, x: Tensor, variance: Variance) -> NoReturn:
+def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn:
     """Python cannot branch on a value that differs from rank to rank."""
-    axes = ", ".join(map(repr, sorted(variance.varying)))
-    raise VarianceError(
-        f"{name} asks for one Python value of {show_value(x)}, which varies over {axes}: ranks would take "
-        "different branches; make it equal first (psum, pmax, all_gather(to='invarying')), choose with torch.where, "
-        "or run per-rank Python with rank_map"
-    )
+    x = next(x for x in tensors if get_variance(x).varying)
+    with torch._C.DisableTorchFunction():
+        shown = describe(x.dtype, x.shape).replace(", ", ",")
+    raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))
 
 
 def show_value(x: Tensor) -> str:

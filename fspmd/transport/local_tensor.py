@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fspmd.errors import FspmdError, ShapeError, VarianceError
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.mesh import Mesh
+from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
+from fspmd.spec import describe
 from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.op_facts import FACTS, OpFacts, learn
 from fspmd.transport.randomness import per_rank_generators
 
 _make = Tensor._make_wrapper_subclass
-_BRANCH = (
-    "a value that differs from rank to rank has no single Python value: in a program run by all ranks alike, make it "
-    "equal first (psum, pmax, all_gather), choose with torch.where, or run per-rank Python with rank_map"
-)
 _SYMBOLS = frozenset(SYMBOLS)
 _SEQUENCES = frozenset((list, tuple, torch.Size))
 
@@ -89,7 +87,7 @@ class LocalTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, LocalTensor):
-            raise FspmdError(
+            raise VarianceError(
                 "x.data = y where x differs from rank to rank and y does not: expand it first, "
                 "y.expand_as(x).clone(), or copy into x under torch.no_grad(): x.copy_(y)"
             )
@@ -105,13 +103,15 @@ class LocalTensor(Tensor):
         return "\n".join(lines)
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else _refuse_python_value(self, f"format(x, {spec!r})")
+        return repr(self) if not spec else _refuse_python_value(self, "a format such as f'{x:.3f}'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise FspmdError("copy.deepcopy of a tensor computed by autograd is not possible; copy x.detach() instead")
+            raise ArgumentError(
+                "copy.deepcopy of a tensor computed by autograd is not possible; copy x.detach() instead"
+            )
         copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copy._is_param = True
@@ -124,7 +124,7 @@ class LocalTensor(Tensor):
         raise VarianceError("a LocalTensor holds simulated ranks and is not pickled; save device_get(x) instead")
 
     def share_memory_(self) -> NoReturn:
-        raise FspmdError(
+        raise ArgumentError(
             "x.share_memory_() on a simulated value: all ranks live in this process, nothing is to be shared"
         )
 
@@ -138,19 +138,22 @@ class LocalTensor(Tensor):
         _refuse_python_value(self, "x.numpy()")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_python_value(self, "numpy.asarray(x)")
+        _refuse_python_value(self, "numpy")
 
 
 _DATA: Any = Tensor.data
 
 
 def _refuse_python_value(x: LocalTensor, call: str) -> NoReturn:
-    axes = ", ".join(map(repr, x.frame.axes))
-    raise VarianceError(f"{call} on a value that varies over {axes}: {_BRANCH}")
+    raise VarianceError(one_python_value(call, _shown(x), x.frame.axes))
+
+
+def _shown(x: Tensor) -> str:
+    return describe(x.dtype, x.shape).replace(", ", ",")
 
 
 def _refuse_layout(x: Tensor) -> NoReturn:
-    raise FspmdError(
+    raise ArgumentError(
         f"a simulated value that differs from rank to rank cannot have the layout {x.layout}; keep it dense "
         "(torch.strided), or work on such tensors inside rank_map"
     )
@@ -316,7 +319,7 @@ def _apply_in_parts(
 
 def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:
     if asks == "value":
-        _refuse_python_value(x, "bool(x), int(x), float(x), x.item() or a branch")
+        _refuse_python_value(x, "a branch, or a Python number such as x.item(),")
     if x.uneven:
         raise ShapeError(
             f"this torch function needs the sizes of its operand as plain numbers, but a block of shape "
@@ -341,16 +344,13 @@ def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict
     for target in _written_tensors(facts, args, kwargs):
         axes = frame_of(target, held.mesh).axes
         if missing := [axis for axis in held.axes if axis not in axes]:
-            raise VarianceError(
-                f"{func.name()} would write a value that varies over {', '.join(map(repr, missing))} in place into "
-                f"a tensor of shape {tuple(target.shape)} that is equal along that axis; compute a new tensor instead "
-                "(x = x + y, not x += y), or start from one that varies: torch.zeros_like(y), y.new_zeros(shape)"
-            )
+            raise VarianceError(written_in_place(_name_of(func), _shown(target), missing))
         if type(target) is LocalTensor and target.borrowed:
-            raise VarianceError(
-                f"{func.name()} would write in place into the result of a pcast (or of a lazy conj), which aliases its "
-                "argument; write into a copy: x = pcast(x, ...).clone()"
-            )
+            raise VarianceError(WRITTEN_CAST.format(_name_of(func)))
+
+
+def _name_of(func: Any) -> str:
+    return f"{func._schema.name.split('::')[-1]}()"
 
 
 def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], results: list[Any], held: Frame) -> Any:
@@ -405,5 +405,8 @@ def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, b
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
             return local_int(held, results)
-        raise VarianceError(f"{func} gave different Python values on different ranks: {_BRANCH}")
+        raise VarianceError(
+            f"{func} gave different Python values on different ranks; make its operands equal first (psum, pmax, "
+            "all_gather to='invarying'), or run it rank by rank with rank_map"
+        )
     return first
