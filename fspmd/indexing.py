@@ -40,10 +40,34 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     x, index, *value = args
     entries = tuple(map(_bounds, index)) if isinstance(index, tuple) else (_bounds(index),)
     alone = [_differs(entry) for entry in entries]
-    if any(alone) and not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
+    if not any(alone):
+        return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
+    if not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
         return _by_aten(x, entries, value)
-    entries = tuple(rank_number(e) if differs else e for e, differs in zip(entries, alone, strict=True))
-    return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
+    return _by_selecting(func, x, entries, alone, value)
+
+
+def _by_selecting(func: Any, x: Tensor, entries: tuple[Any, ...], alone: list[bool], value: list[Any]) -> Any:
+    """Integers first, each a number per rank, as views; then the rest of the index."""
+    dims = _dims(x, entries)
+    for entry, differs, dim in reversed(list(zip(entries, alone, dims, strict=True))):
+        if differs:
+            x = _with_numbers(Tensor.select, (x, dim, rank_number(entry)), {})
+    rest = tuple(entry for entry, differs in zip(entries, alone, strict=True) if not differs)
+    return _with_numbers(func, (x, rest, *value), {})
+
+
+def _dims(x: Tensor, entries: tuple[Any, ...]) -> list[int]:
+    """The dim of ``x`` that each entry of an index begins at."""
+    taken = [_width(entry) for entry in entries]
+    widths = [x.ndim - sum(taken) if entry is Ellipsis else width for entry, width in zip(entries, taken, strict=True)]
+    return [sum(widths[:i]) for i in range(len(widths))]
+
+
+def _width(entry: Any) -> int:
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
+        return 0
+    return entry.ndim if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _bounds(entry: Any) -> Any:

@@ -1,0 +1,42 @@
+"""What tests of simulated ranks share: meshes, local tensors, and running a function in a body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd import P, device_put, make_mesh, shard_map
+from fspmd.transport.frame import Frame, frame
+from fspmd.transport.local_tensor import shards_of
+
+F64 = torch.float64
+SHARDED = P("x")
+MESH = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 3), ("x", "y"), transport="simulation")
+CUBE = make_mesh((2, 3, 2), ("x", "y", "z"), transport="simulation")
+
+
+def simulated(*shape: int, seed: int = 0) -> Tensor:
+    """A local tensor of four ranks, outside any body."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * shape[0], *shape[1:], generator=generator, dtype=F64)
+    return device_put(x, P("x"), mesh=MESH).local
+
+
+def shards(x: Tensor, held: Frame | None = None) -> list[Tensor]:
+    return shards_of(x.detach(), held or frame(MESH, ("x",)))
+
+
+def run(f: Callable[..., Any], *args: Any, mesh: Any = MESH, specs: Any = SHARDED, check_vma: bool = True) -> Any:
+    """What ``f`` returns in a body, as it is there."""
+    kept = []
+
+    def body(*xs: Any) -> Tensor:
+        kept.append(f(*xs))
+        return torch.zeros(())
+
+    shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(*args)
+    return kept[0]
