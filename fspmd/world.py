@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import atexit
 import os
 import threading
 import weakref
@@ -169,11 +170,20 @@ def ensure_initialised(device: str | None = None) -> None:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not: start the program with torchrun, call "
             'torch.distributed.init_process_group first, or pass transport="simulation"'
         )
+    atexit.register(_leave_world)
     if device_type == "cpu":
         dist.init_process_group("gloo")
         return
     torch.get_device_module(device_type).set_device(_own_index(device_type))
     dist.init_process_group(dist.get_default_backend_for_device(device_type))
+
+
+def _leave_world() -> None:
+    """End what we began, or a process may die in the threads of its groups while it exits."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _own_index(device_type: str) -> int:
