@@ -181,15 +181,24 @@ class _Transformable(torch.autograd.Function):
 
 
 class Flight:
-    """A collective between its start and its wait, and its transpose's once backward has begun it."""
+    """A collective between its start and its wait. The graph keeps only its route, so that nothing refers to itself."""
 
-    __slots__ = ("back", "call", "pending", "token")
+    __slots__ = ("pending", "route", "token")
+
+    def __init__(self, call: Call) -> None:
+        self.route = _Route(call)
+        self.pending: Pending | None = None
+        self.token: Tensor | None = None
+
+
+class _Route:
+    """What is called, and the transpose's flight once backward has begun it."""
+
+    __slots__ = ("back", "call")
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.pending: Pending | None = None
         self.back: Flight | None = None
-        self.token: Tensor | None = None
 
 
 def depart(x: Tensor, call: Call) -> Flight:
@@ -217,13 +226,15 @@ def land(flight: Flight) -> Tensor:
 class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.pending = flight.call.start(x)
+        ctx.route = flight.route
+        flight.pending = flight.route.call.start(x)
         return x.new_empty(0)  # carries the graph; the data travels in the flight
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        back: Flight = ctx.flight.back
+        route: _Route = ctx.route
+        back, route.back = route.back, None
+        assert back is not None
         if back.token is not None:
             back.token = g
         return land(back), None
@@ -232,14 +243,14 @@ class _Depart(torch.autograd.Function):
 class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
+        ctx.route = flight.route
         assert flight.pending is not None
         return flight.pending.wait()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        flight: Flight = ctx.flight
+        route: _Route = ctx.route
         with _untracked():
-            flight.back = depart(g, flight.call.transposed)
-            token = flight.back.token
+            route.back = depart(g, route.call.transposed)
+            token = route.back.token
             return (g.new_empty(0) if token is None else token), None

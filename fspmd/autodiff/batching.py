@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.autodiff.leaves import check_function
+from fspmd.body import state
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.mesh import current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
@@ -33,8 +34,9 @@ def vmap(
 ) -> Callable[..., Any]:
     """Map ``f`` over a dim of its arguments. ``in_dims`` and ``out_dims`` are pytree prefixes of ints and None.
 
-    Dims of a `Sharded` are those of its global tensor; the mapped dim must be whole. With ``spmd_axis_name`` the
-    mapped dim is sharded over that mesh axis: each rank maps over its own block, and results are sharded alike.
+    None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
+    `Sharded` are those of its global tensor; the mapped dim must be whole. With ``spmd_axis_name`` the mapped dim is
+    sharded over that mesh axis: each rank maps over its own block, and results are sharded alike.
 
     >>> from fspmd import P, device_get, make_mesh, psum
     >>> f = shard_map(lambda x: psum(x, "x"), mesh=make_mesh((2,), ("x",)), in_specs=P("x"), out_specs=P())
@@ -55,7 +57,8 @@ def vmap(
         dims = _dims_of(in_dims, args, leaves, parameter_names(f, len(args)))
         if spmd_axis_name is not None:
             return _over_axis(f, leaves, dims, treedef, out_dims, spmd_axis_name, randomness)
-        return _batched(f, leaves, dims, treedef, out_dims, randomness)
+        results, tree, wanted = _batched(f, leaves, dims, treedef, out_dims, randomness)
+        return tree.unflatten(map(_placed, results, wanted))
 
     return mapped
 
@@ -103,33 +106,56 @@ def _dim_of(leaf: Any, dim: int | None, label: str, failures: list[Failure]) -> 
 
 
 def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, randomness: str) -> Any:
+    """The results as leaves with the mapped dim in front, their tree, and where each wants that dim."""
     specs: list[Any] = [
         _without(leaf.spec, dim) if isinstance(leaf, Sharded) and dim is not None else getattr(leaf, "spec", None)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     batch = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
     locals_ = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
-    kept: dict[str, Any] = {}
+    outs: list[Any] = []
+    values: list[Tensor] = []
+    wanted: list[int | None] = []
+    tree: Any = None
 
     def flat(*xs: Any) -> tuple[Tensor, ...]:
-        values = [
+        nonlocal tree
+        args = [
             Sharded(x, spec) if isinstance(leaf, Sharded) else x
             for x, spec, leaf in zip(xs, specs, leaves, strict=True)
         ]
-        out = f(*treedef.unflatten(values))
-        kept["outs"], kept["tree"] = optree.tree_flatten(out, is_leaf=is_sharded)
-        kept["labels"] = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
-        outs = [_result(*row) for row in zip(kept["outs"], kept["labels"], strict=True)]
-        kept["variances"] = [get_variance(o) for o in outs]
-        return tuple(outs)
+        out = f(*treedef.unflatten(args))
+        outs[:], tree = optree.tree_flatten(out, is_leaf=is_sharded)
+        labels = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
+        values[:] = [_result(*row) for row in zip(outs, labels, strict=True)]
+        wanted[:] = _out_dims(out_dims, tree, values, labels)
+        return tuple(value for value, dim in zip(values, wanted, strict=True) if dim is not None)
 
-    mapped = torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_)
-    wanted = _out_dims(out_dims, kept["tree"], mapped, kept["labels"])
-    results = []
-    for out, local, dim, variance in zip(kept["outs"], mapped, wanted, kept["variances"], strict=True):
-        local = set_variance(local.movedim(0, dim), variance)  # noqa: PLW2901
-        results.append(Sharded(local, _with(out.spec, dim, batch)) if isinstance(out, Sharded) else local)
-    return kept["tree"].unflatten(results)
+    mapped = iter(torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_))
+    results: list[Any] = []
+    for out, value, dim in zip(outs, values, wanted, strict=True):
+        local = value if dim is None else set_variance(next(mapped), get_variance(value))
+        if isinstance(out, Sharded):
+            results.append(Sharded(local, out.spec if dim is None else _with(out.spec, 0, batch)))
+        else:
+            results.append(local)
+    return results, tree, wanted
+
+
+def _placed(x: Any, dim: int | None) -> Any:
+    """A result with its mapped dim moved from the front to where it is wanted."""
+    if not dim:
+        return x
+    local = x.local if isinstance(x, Sharded) else x
+    moved = set_variance(local.movedim(0, dim), get_variance(local))
+    if not isinstance(x, Sharded):
+        return moved
+    p, shape = x.spec.partition, x.spec.shape
+    entries = (*p.entries[1 : dim + 1], p.entries[0], *p.entries[dim + 1 :])
+    sizes = (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :])
+    return Sharded(
+        moved, TensorSpec(x.spec.mesh, P(*entries, unreduced=p.unreduced, reduced=p.reduced), sizes, x.dtype)
+    )
 
 
 def _result(x: Any, label: str) -> Tensor:
@@ -140,21 +166,30 @@ def _result(x: Any, label: str) -> Tensor:
     return torch.as_tensor(x)
 
 
-def _out_dims(out_dims: Dims, treedef: Any, outs: tuple[Tensor, ...], labels: list[str]) -> list[int]:
-    """Where the mapped dim stands in each result, not negative."""
+def _out_dims(out_dims: Dims, treedef: Any, outs: list[Tensor], labels: list[str]) -> list[int | None]:
+    """Where the mapped dim stands in each result, not negative; None for a result that is the same for all."""
     failures: list[Failure] = []
     dims = prefix_over(out_dims, treedef.unflatten(outs), "out_dims", "result", failures, DIMS)
     if failures:
         refuse("vmap: out_dims does not match the results", failures)
     for out, dim, label in zip(outs, dims, labels, strict=True):
+        ndim = out.ndim + 1
         if dim is None:
-            failures.append(Failure(f"{label} has None; a result is mapped, so give it an int", ArgumentError))
-        elif not -out.ndim <= dim < out.ndim:
-            allowed = f"with the mapped dim it has {counted(out.ndim, 'dim')}"
+            if _is_mapped(out):
+                text = f"{label} has None, but it differs along the mapped dim; give it an int"
+                failures.append(Failure(text, ArgumentError))
+        elif not -ndim <= dim < ndim:
+            allowed = f"with the mapped dim it has {counted(ndim, 'dim')}"
             failures.append(Failure(f"{label} cannot have its mapped dim at {dim}: {allowed}", ShapeError))
     if failures:
         refuse("vmap: out_dims does not fit the results", failures)
-    return [dim % out.ndim for dim, out in zip(dims, outs, strict=True)]
+    return [None if dim is None else dim % (out.ndim + 1) for dim, out in zip(dims, outs, strict=True)]
+
+
+def _is_mapped(x: Tensor) -> bool:
+    """Whether a value in a mapped function has one element per place of the mapped dim."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
 
 
 def _without(spec: TensorSpec, dim: int) -> TensorSpec:
@@ -179,7 +214,8 @@ def _with(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
 def _over_axis(
     f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, axis: str, randomness: str
 ) -> Any:
-    mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None) or current_mesh()
+    mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
+    mesh = mesh or (current_mesh() if state.body is None else state.body.mesh)
     if mesh is None or axis not in mesh.shape:
         raise AxisError(
             f"vmap got spmd_axis_name={axis!r}, but "
@@ -199,10 +235,14 @@ def _over_axis(
                 f"vmap over dim {dim} of {leaf!r}, which is not sharded over {axis!r} alone; lay it out so first: "
                 f"device_put(x, {P(*(None,) * dim, axis)!r})"
             )
-    flat_dims = list(dims)
+    tree: Any = None
+    wanted: list[int | None] = []
 
     def body(*xs: Any) -> Any:
-        return _batched(f, list(xs), flat_dims, treedef, out_dims, randomness)
+        nonlocal tree
+        results, tree, wanted[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
+        return tree.unflatten(results)
 
-    out_specs = optree.tree_map(lambda d: P(*(None,) * d, axis), out_dims)
-    return shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis})(*leaves)
+    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(axis), out_dims, none_is_leaf=True)
+    out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis})(*leaves)
+    return tree.unflatten(map(_placed, optree.tree_leaves(out, is_leaf=is_sharded), wanted))

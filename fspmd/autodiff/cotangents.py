@@ -10,7 +10,7 @@ from torch import Tensor
 from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
-from fspmd.messages import Failure, described, quoted, refuse
+from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.redistribute import to_blocks
 from fspmd.sharded import Sharded, dual, is_sharded
 from fspmd.spec import TensorSpec, describe
@@ -27,15 +27,24 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
             f"{what} got a cotangent with the tree {tree_text(tree)}, but the result has the tree "
             f"{tree_text(out_tree)}; give one tensor per leaf of the result"
         )
-    paths = [
-        leaf_paths(tree, root, is_sharded, none_is_leaf=False)
-        for tree, root in ((cotangent, "cotangent"), (out, "result"))
+    if any(_cotangent_failure(c, o, "", "") is not None for c, o in zip(given, outputs, strict=True)):
+        paths = [
+            leaf_paths(tree, root, is_sharded, none_is_leaf=False)
+            for tree, root in ((cotangent, "cotangent"), (out, "result"))
+        ]
+        rows = zip(given, outputs, *paths, strict=True)
+        found = (_cotangent_failure(*row) for row in rows)
+        refuse(f"{what}: cotangents that do not fit", [failure for failure in found if failure is not None])
+    return [
+        _block(c, dual(o.spec)) if isinstance(o, Sharded) else _cast(c, get_variance(o).dual)
+        for c, o in zip(given, outputs, strict=True)
     ]
-    rows = zip(given, outputs, *paths, strict=True)
-    failures = [failure for row in rows if (failure := _cotangent_failure(*row)) is not None]
-    if failures:
-        refuse(f"{what}: cotangents that do not fit", failures)
-    return [_block(c, dual(o.spec) if isinstance(o, Sharded) else None) for c, o in zip(given, outputs, strict=True)]
+
+
+def _cast(cotangent: Tensor, to: Variance) -> Tensor:
+    """An invariant cotangent of a varying result stands for one on each rank, as an operand beside it would."""
+    cast: Tensor = cotangent if state.tracker is None else state.tracker.cast(cotangent, to)
+    return cast
 
 
 def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
@@ -71,6 +80,12 @@ def scalar_of(out: Any, what: str) -> Tensor:
         raise VarianceError(
             f"{what} needs a scalar that is equal on all ranks, but the result is {out!r}; psum it over "
             f"{quoted(sorted(axes))} in the function, and write P() in its out_specs"
+        )
+    if state.tracker is not None and (reduced := get_variance(x).reduced):
+        axis = as_axis_name(sorted(reduced))
+        raise VarianceError(
+            f"{what} needs a scalar that is invariant or varying, but the result is {show_leaf(out)}: its cotangent "
+            f"is a pending sum; return pmean(pcast(value, {axis}, to='varying'), {axis})"
         )
     return x
 

@@ -13,17 +13,18 @@ from fspmd.autodiff.leaves import (
     Function,
     check_function,
     check_leaves,
+    check_results,
     differentiating,
     flatten,
     like,
     local_of,
+    rewrapped,
     typed,
 )
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import described
 from fspmd.sharded import is_sharded
 from fspmd.trees import leaf_paths, tree_text
-from fspmd.variance import get_variance, set_variance
 
 
 def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -50,24 +51,20 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
             "give one tangent per leaf of the primals"
         )
     labels = leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
-    check_leaves(leaves, labels, "jvp")
+    check_leaves(leaves, lambda: labels, "jvp")
     locals_ = tangents_of(given, leaves, labels, "jvp")
-    kept: dict[str, Any] = {}
+    outs: list[Any] = []
+    out_tree: Any = None
 
     def flat(*xs: Tensor) -> tuple[Tensor, ...]:
+        nonlocal out_tree
         xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
-        kept["outs"], kept["tree"] = flatten(
-            f(*treedef.unflatten([like(o, x) for o, x in zip(leaves, xs, strict=True)]))
-        )
-        kept["variances"] = [get_variance(local_of(o)) for o in kept["outs"]]
-        return tuple(local_of(o) for o in kept["outs"])
+        out = f(*treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
+        check_results(out, "jvp")
+        outs[:], out_tree = flatten(out)
+        return tuple(map(local_of, outs))
 
     with differentiating():
-        both: Any = torch.func.jvp(flat, tuple(local_of(leaf) for leaf in leaves), tuple(locals_))
-    values, derivatives = both
-    sides = []
-    for side in (values, derivatives):
-        for value, variance in zip(side, kept["variances"], strict=True):
-            set_variance(value, variance)
-        sides.append(kept["tree"].unflatten([like(o, v) for o, v in zip(kept["outs"], side, strict=True)]))
-    return sides[0], sides[1]
+        both: Any = torch.func.jvp(flat, tuple(map(local_of, leaves)), tuple(locals_))
+    value, tangent = (out_tree.unflatten(rewrapped(outs, side)) for side in both)
+    return value, tangent

@@ -14,6 +14,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
 from fspmd.sharded import Sharded, dual, is_sharded
+from fspmd.trees import leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
 transforms_active = torch._C._are_functorch_transforms_active
@@ -59,16 +60,33 @@ def differentiable(leaf: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def check_leaves(leaves: list[Any], labels: list[str], what: str) -> None:
+def check_leaves(leaves: list[Any], labels: Callable[[], list[str]], what: str) -> None:
     """Every leaf has a derivative; those that have none are in one message."""
+    if all(map(differentiable, leaves)):
+        return
     failures = []
-    for leaf, label in zip(leaves, labels, strict=True):
+    for leaf, label in zip(leaves, labels(), strict=True):
         if not differentiable(leaf):
             others = "close over the others" if what in ("vjp", "jvp") else "give the others as another argument"
             advice = f"differentiate floating-point tensors only: {others}, or convert them: x.float()"
             failures.append(Failure(f"{label} is {show_leaf(leaf)}", ArgumentError, advice))
     if failures:
         refuse(f"{what}: values that have no derivative", failures)
+
+
+def check_results(out: Any, what: str) -> None:
+    """Every leaf of a result is a tensor."""
+    if all(isinstance(local_of(leaf), Tensor) for leaf in flatten(out)[0]):
+        return
+    paths = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
+    aux = ", or return them beside the result with has_aux=True" if what == "vjp" else ""
+    advice = f"a differentiated function returns tensors: leave other values out{aux}"
+    failures = [
+        Failure(f"{path} is {described(leaf)}", ArgumentError, advice)
+        for leaf, path in zip(flatten(out)[0], paths, strict=True)
+        if not isinstance(local_of(leaf), Tensor)
+    ]
+    refuse(f"{what}: results that have no derivative", failures)
 
 
 def check_function(f: Any, what: str) -> None:
@@ -96,6 +114,14 @@ def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
 
 def typed(x: Tensor, like: Tensor) -> Tensor:
     return set_variance(x, get_variance(like))
+
+
+def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
+    """What the leaves were, with the values that a transform gave for them, typed alike."""
+    return [
+        like(leaf, typed(value, local_of(leaf))) if isinstance(value, Tensor) else leaf
+        for leaf, value in zip(leaves, values, strict=True)
+    ]
 
 
 def detached(tree: Any) -> Any:

@@ -16,16 +16,19 @@ from fspmd.autodiff.leaves import (
     check_argnums,
     check_function,
     check_leaves,
+    check_results,
     detached,
     differentiating,
     flatten,
     gradient_like,
     like,
     local_of,
+    rewrapped,
     show_leaf,
     transforms_active,
     typed,
 )
+from fspmd.closures import INNER, depends_on_others
 from fspmd.errors import TreeError
 from fspmd.sharded import is_sharded
 from fspmd.trees import leaf_paths, parameter_names
@@ -46,10 +49,11 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     """
     leaves, treedef = flatten(primals)
     check_function(f, "vjp")
-    check_leaves(leaves, leaf_paths(primals, "primals", is_sharded, none_is_leaf=False), "vjp")
+    check_leaves(leaves, lambda: leaf_paths(primals, "primals", is_sharded, none_is_leaf=False), "vjp")
     if transforms_active():
-        return _vjp_by_transform(f, leaves, treedef, has_aux)
+        return _vjp_by_transform(f, leaves, treedef, has_aux, "vjp")
     inputs, out, aux, create = _trace(f, leaves, treedef, has_aux)
+    check_results(out, "vjp")
 
     def pull(cotangent: Any) -> Any:
         outputs, _ = flatten(out)
@@ -58,11 +62,16 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
         grads = _autograd(used, inputs, create or any(c.requires_grad for _, c in used), retain=True)
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, grads, strict=True)])
 
-    return (out, pull, aux) if has_aux else (out, pull)
+    value = out if create else detached(out)
+    return (value, pull, aux) if has_aux else (value, pull)
 
 
 def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple[list[Tensor], Any, Any, bool]:
-    """Run ``f`` on fresh autograd leaves (connected to what the primals came from) and give its result."""
+    """Run ``f`` on fresh autograd leaves (connected to what the primals came from) and give its result.
+
+    The last of the four says whether gradients must be differentiable: inside another derivative, or where ``f``
+    depends on other tensors that require grad.
+    """
     create = torch.is_grad_enabled() and (DEPTH.value > 0 or any(local_of(leaf).requires_grad for leaf in leaves))
     with torch.enable_grad(), differentiating():
         inputs = [_fresh(local_of(leaf), create) for leaf in leaves]
@@ -71,8 +80,9 @@ def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple
     aux = None
     if has_aux:
         out, aux = _with_aux(out)
-        aux = detached(aux) if not create else aux
-    return inputs, out, aux, create
+    if not create and torch.is_grad_enabled():
+        create = depends_on_others(map(local_of, flatten((out, aux))[0]), inputs)
+    return inputs, out, aux if create else detached(aux), create
 
 
 def _with_aux(out: Any) -> tuple[Any, Any]:
@@ -84,13 +94,17 @@ def _with_aux(out: Any) -> tuple[Any, Any]:
 
 def _fresh(x: Tensor, connected: bool) -> Tensor:
     with torch._C.DisableTorchFunction():
-        y = x.view_as(x) if connected and x.requires_grad else x.detach().requires_grad_()
+        if connected and x.requires_grad:
+            y = x.view_as(x)
+        else:
+            y = x.detach().requires_grad_()
+            setattr(y, INNER, True)
     return typed(y, x)
 
 
 def _autograd(used: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create: bool, retain: bool) -> list[Tensor]:
     if not used:
-        return [typed(torch.zeros_like(x), x) for x in inputs]
+        return [set_variance(torch.zeros_like(x), get_variance(x).dual) for x in inputs]
     with torch._C.DisableTorchFunction(), differentiating():
         found = torch.autograd.grad(
             [o for o, _ in used],
@@ -152,8 +166,11 @@ def _value_and_grad(
     numbers = check_argnums(argnums, len(args), what)
     chosen = tuple(args[i] for i in numbers)
     leaves, treedef = flatten(chosen)
-    names = parameter_names(f, len(args))
-    labels = [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
+
+    def labels() -> list[str]:
+        names = parameter_names(f, len(args))
+        return [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
+
     check_leaves(leaves, labels, what)
 
     def of_chosen(*values: Any) -> Any:
@@ -163,14 +180,14 @@ def _value_and_grad(
         return f(*full, **kwargs)
 
     if transforms_active():
-        result = _vjp_by_transform(of_chosen, leaves, treedef, has_aux)
+        result = _vjp_by_transform(of_chosen, leaves, treedef, has_aux, what)
         out, pull, aux = result if has_aux else (*result, None)
         scalar_of(out, what)
         grads = pull(_like_ones(out))
     else:
         inputs, out, aux, create = _trace(of_chosen, leaves, treedef, has_aux)
         loss = scalar_of(out, what)
-        used = [(loss, typed(torch.ones_like(loss), loss))] if loss.requires_grad else []
+        used = [(loss, _seed(loss))] if loss.requires_grad else []
         found = _autograd(used, inputs, create, retain=False)
         grads = treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, found, strict=True)])
         out = out if create else detached(out)
@@ -179,29 +196,32 @@ def _value_and_grad(
 
 
 def _like_ones(out: Any) -> Any:
-    return like(out, typed(torch.ones_like(local_of(out)), local_of(out)))
+    return gradient_like(out, _seed(local_of(out)))
 
 
-def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> Any:
+def _seed(loss: Tensor) -> Tensor:
+    return set_variance(torch.ones_like(loss), get_variance(loss).dual)
+
+
+def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: bool, what: str) -> Any:
     """The same through ``torch.func``, where one of its transforms is active already."""
     kept: dict[str, Any] = {}
 
-    def flat(*xs: Tensor) -> tuple[Tensor, ...]:
+    def flat(*xs: Tensor) -> Any:
         xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
         out = f(*treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
+        aux = None
         if has_aux:
-            out, kept["aux"] = _with_aux(out)
-        kept["outs"], kept["tree"] = flatten(out)
-        kept["variances"] = [get_variance(local_of(o)) for o in kept["outs"]]
-        return tuple(local_of(o) for o in kept["outs"])
+            out, aux = _with_aux(out)
+        check_results(out, what)
+        kept["out"], kept["aux"] = flatten(out), flatten(aux)
+        return _unwrappable(kept["out"][0]), _unwrappable(kept["aux"][0])
 
     with differentiating():
-        traced: Any = torch.func.vjp(flat, *(local_of(leaf) for leaf in leaves))
-    values, pull_flat = traced
-    for value, variance in zip(values, kept["variances"], strict=True):
-        set_variance(value, variance)
-    outs = [like(o, value) for o, value in zip(kept["outs"], values, strict=True)]
-    out = kept["tree"].unflatten(outs)
+        traced: Any = torch.func.vjp(flat, *map(local_of, leaves), has_aux=True)
+    values, pull_flat, aux_values = traced
+    outs = rewrapped(kept["out"][0], values)
+    out = kept["out"][1].unflatten(outs)
 
     def pull(cotangent: Any) -> Any:
         cotangents = cotangents_of(cotangent, out, outs, "vjp")
@@ -209,4 +229,10 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         typed = [set_variance(g, get_variance(local_of(leaf)).dual) for g, leaf in zip(grads, leaves, strict=True)]
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, typed, strict=True)])
 
-    return (out, pull, kept["aux"]) if has_aux else (out, pull)
+    aux = kept["aux"][1].unflatten(rewrapped(kept["aux"][0], aux_values))
+    return (out, pull, aux) if has_aux else (out, pull)
+
+
+def _unwrappable(leaves: list[Any]) -> tuple[Any, ...]:
+    """Leaves as a transform takes them: tensors, nothing for what is none."""
+    return tuple(x if isinstance(x := local_of(leaf), Tensor) else () for leaf in leaves)
