@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import atexit
+import hashlib
 import os
 import threading
 import weakref
