@@ -29,7 +29,32 @@ def sgd_by_hand(m: Any, w: Any, a: Any) -> Any:
     return w - 0.1 * m.psum(m.grad(lambda w: m.sum(m.sin(a * w)))(w), "x")
 
 
+def through(name: str, apply: Any) -> Program:
+    """The gradient and a tangent, inside the body, of a collective followed by a function that tells ranks apart."""
+
+    def body(m: Any, a: Any) -> Any:
+        def f(a: Any) -> Any:
+            return apply(m, m.sin(a)) * (1 + m.axis_index("x"))
+
+        gradient = m.grad(lambda a: m.sum(f(a) ** 2))(a)
+        return gradient, m.jvp(f, (a,), (m.cos(a),))[1]
+
+    return raw(f"derivatives_of_{name}", M4, [F(16, 4)], [P("x")], (P("x"), P("x")), body)
+
+
 PROGRAMS = [
+    through("psum", lambda m, a: m.psum(a, "x")),
+    through("pmean", lambda m, a: m.pmean(a, "x")),
+    through("all_gather", lambda m, a: m.all_gather(a, "x", axis=1)),
+    through("psum_scatter", lambda m, a: m.psum_scatter(a, "x")),
+    through("all_to_all", lambda m, a: m.all_to_all(a, "x", 1, 0, tiled=True)),
+    through("ppermute", lambda m, a: m.ppermute(a, "x", RING4[:3])),
+    through("pcast", lambda m, a: m.pcast(a, "x", to="varying")),
+    through("psum_groups", lambda m, a: m.psum(a, "x", axis_index_groups=GROUPS)),
+    raw(
+        "vmap_inside", M4, [F(8, 3)], [P("x")], P(), lambda m, a: m.vmap(lambda c: m.psum(m.sin(c), "x"), in_axes=1)(a)
+    ),
+    raw("two_axes", M22, [F(4, 4), F(4)], [P("x", "y"), P("y")], P("x"), lambda m, a, w: m.psum(m.sin(a) @ w, "y")),
     raw("psum", M4, [F(8)], [P("x")], P(), lambda m, a: m.psum(m.sin(a), "x")),
     raw("psum_left_sharded", M4, [F(8)], [P("x")], P("x"), lambda m, a: m.psum(m.sin(a), "x")),
     raw("psum_yx", M23, [F(6)], [P(XY)], P(), lambda m, a: m.psum(m.sin(a), YX)),
