@@ -32,6 +32,7 @@ class Op:
     gradient: bool = False  # torch.autograd.grad
     hook: bool = False  # registers a function of the gradient
     dual: bool = False  # gives the gradient of its operand
+    constant: bool = False  # takes only dtype and device of its first operand, and makes a value of other data
     linear: str = ""  # sum, collect, product, first or metadata: see the tables below
 
     @property
@@ -233,6 +234,7 @@ def learn(func: Any) -> Op:
         "gradient": func is torch.autograd.grad,
         "hook": name == "register_hook",
         "dual": name == "get grad",
+        "constant": name == "new_tensor",
     }
     linear = _LINEAR.get(name, "metadata" if name.startswith("get ") else "")
     op = OPS[func] = Op(name, special=any(traits.values()), linear=linear, **traits)

@@ -18,7 +18,8 @@ from fspmd.indexing import index_by_tensor
 from fspmd.op_kinds import OPS, Op, learn
 from fspmd.pairs import apply, call
 from fspmd.transport.frame import UNEVEN, Frame, frame
-from fspmd.transport.randomness import draw_seed, one_stream, streams
+from fspmd.transport.randomness import draw_seed, one_stream
+from fspmd.transport.rank_draws import draw_apart
 from fspmd.type_rules import (
     Borrowed,
     beside_pending,
@@ -80,7 +81,7 @@ class Tracker(TorchFunctionMode):
         self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
     ) -> Any:
         """Any call. ``numbers``: the frame of sizes among the arguments that differ from rank to rank."""
-        tensors = list(tensors_of(args))
+        tensors = list(tensors_of(args[1:] if op.constant else args))
         if kwargs:
             tensors.extend(tensors_of(kwargs.values()))
         if op.gradient:
@@ -205,7 +206,7 @@ class Tracker(TorchFunctionMode):
                 tuple(hold_each(args, apart)),
                 dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True)),
             )
-            with streams(frame(body.mesh, axes), seed):
+            with draw_apart(frame(body.mesh, axes), seed):
                 return func(*args, **kwargs)
         index = int(body.transport.index(body.mesh, axes))
         with one_stream(seed, index):

@@ -1,0 +1,59 @@
+"""A random torch function on simulated ranks: each draws from a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fspmd.transport.frame import Frame
+from fspmd.transport.local_tensor import call_per_rank
+from fspmd.transport.randomness import per_rank_generators, streams
+
+
+@contextmanager
+def draw_apart(held: Frame, seed: int) -> Iterator[None]:
+    """Random ops inside draw from the streams of ``seed`` over the coordinates of ``held``.
+
+    So do those on tensors that the function makes of sizes alone, as dropout under ``torch.func`` does.
+    """
+    with streams(held, seed), _MadeApart(held):
+        yield
+
+
+class _MadeApart(TorchDispatchMode):
+    """Tensors made of no other tensors are held apart per rank."""
+
+    def __init__(self, held: Frame) -> None:
+        super().__init__()
+        self.frame = held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _makes_tensor(func):
+            return func(*args, **kwargs)
+        with per_rank_generators(self.frame) as switch:
+            ranks = iter(range(self.frame.volume))
+
+            def on_one_rank(*row: Any, **named: Any) -> Tensor:
+                switch(next(ranks))
+                made: Tensor = func(*row, **named)
+                return made
+
+            return call_per_rank(on_one_rank, args, kwargs, self.frame)
+
+
+_MAKES: dict[Any, bool] = {}
+
+
+def _makes_tensor(func: Any) -> bool:
+    """Whether an op has a tensor for a result and none among its arguments."""
+    known = _MAKES.get(func)
+    if known is None:
+        schema = func._schema
+        takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        known = _MAKES[func] = not takes and [str(r.type) for r in schema.returns] == ["Tensor"]
+    return known
