@@ -53,6 +53,14 @@ PAIRS: Final[dict[str, Pair]] = {
             "[+A0,+A1] [+B0,+B1] => [A0+B0] [A1+B1]",
         ),
         ("all_to_all", "V", "V", "exchange", "all_to_all", "[A0,A1] [B0,B1] => [A0,B0] [A1,B1]"),
+        (
+            "ragged_all_to_all",
+            "V",
+            "V",
+            "ragged",
+            "ragged_all_to_all",
+            "[a0,a1] [b0,b1] => [a0,b0] [a1,b1], any lengths",
+        ),
         ("ppermute", "V", "V", "permute", "ppermute", "[A] [B] => [B] [A]"),
         ("pbroadcast", "V", "V", "broadcast", "psum_to_root", "[A] [B] => [A] [A]"),
         ("psum_to_root", "V", "V", "reduce_to_root", "pbroadcast", "[A] [B] => [A+B] [0]"),
@@ -104,13 +112,19 @@ class Call:
                 o = replace(o, perm=tuple((destination, source) for source, destination in o.perm))
             elif self.pair.kernel == "exchange":
                 o = replace(o, dim=o.concat_dim, sizes=o.concat_sizes, concat_dim=o.dim, concat_sizes=o.sizes)
+            elif o.routes is not None:  # not interned: routes are as many as calls
+                self._transposed = Call(
+                    self.pair.transpose, self.mesh, self.axes, replace(o, routes=o.routes.transposed)
+                )
+                return self._transposed
             self._transposed = call(self.pair.transpose, self.mesh, self.axes, o)
         return self._transposed
 
     def batched(self) -> Call:
         """The same map with one more dim in front of every dim."""
         o = self.options
-        return call(self.pair.name, self.mesh, self.axes, replace(o, dim=o.dim + 1, concat_dim=o.concat_dim + 1))
+        make = call if o.routes is None else Call
+        return make(self.pair.name, self.mesh, self.axes, replace(o, dim=o.dim + 1, concat_dim=o.concat_dim + 1))
 
 
 @functools.lru_cache(maxsize=8192)

@@ -28,6 +28,7 @@ from fspmd import (
     pshuffle,
     psum,
     psum_scatter,
+    ragged_all_to_all,
     rank_map,
     shard_map,
 )
@@ -112,6 +113,33 @@ def _float8(collective: Callable[[Tensor], Any]) -> Any:
     return run
 
 
+def _ragged(change: Callable[[int, list[Tensor]], None], odd: bool = False) -> Any:
+    """An exchange of one row with each rank, after ``change`` of a rank's four lists of numbers."""
+
+    def run(mesh: Mesh) -> None:
+        def numbers(index: Tensor) -> Tensor:
+            rows = [torch.arange(4), torch.ones(4), int(index) * torch.ones(4), torch.ones(4)]
+            change(int(index), rows)
+            return torch.stack(rows).long()
+
+        def body(x: Tensor) -> Tensor:
+            operand = rank_map(lambda i: torch.ones(4, 2 + (odd and int(i) == 1)), axis_index("x"))
+            lists = rank_map(numbers, axis_index("x")).unbind(0)
+            return ragged_all_to_all(operand, operand.new_zeros(4, 2), *lists, axis_name="x").sum() + x.sum()
+
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(4))
+
+    return run
+
+
+def _set(rank: int, which: int, place: int, value: int) -> Callable[[int, list[Tensor]], None]:
+    def change(index: int, rows: list[Tensor]) -> None:
+        if index == rank:
+            rows[which][place] = value
+
+    return change
+
+
 def _put(tree: Any, specs: Any, src: int | None = None) -> Any:
     def run(mesh: Mesh) -> None:
         device_put(tree, specs, mesh=mesh, src=src)
@@ -160,6 +188,11 @@ MISTAKES: dict[str, Callable[[Mesh], None]] = {
     "float8 psum": _float8(lambda x: psum(x, "x")),
     "float8 pmax": _float8(lambda x: pmax(x, "x")),
     "float8 scatter": _float8(lambda x: psum_scatter(x, "x", tiled=True)),
+    "ragged offset outside": _ragged(_set(2, 0, 1, 4)),
+    "ragged sizes that differ": _ragged(_set(1, 1, 3, 0)),
+    "ragged place outside": _ragged(_set(3, 2, 0, 4)),
+    "ragged received size": _ragged(_set(3, 3, 0, 2)),
+    "ragged rows of other lengths": _ragged(_set(0, 0, 0, 0), odd=True),
     "put of a long spec": _put({"w": torch.ones(4)}, P(None, "x")),
     "put of an unknown axis": _put(torch.ones(4), P("z")),
     "put from a rank outside": _put(torch.ones(4), P("x"), src=9),

@@ -24,6 +24,7 @@ from collective_cases import (
 from gloo_programs import MISTAKES, ONLY_PROCESSES, SEEN_EARLIER, complaint, complaints
 from placement_cases import RESULTS, Placement, expected_placement, run_placement, some_placements
 from processes import Processes
+from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
 from torch import Tensor
 
 FULL = bool(os.environ.get("FSPMD_FULL"))
@@ -118,6 +119,39 @@ def test_every_collective_on_six_processes(six: Processes) -> None:
 def test_the_sample_has_every_dtype_of_every_call() -> None:
     sample = some_cases(4, 300)
     assert {(case.call, case.dtype) for case in sample} >= {(call, d) for call, ds in CALLS.items() for d in ds}
+
+
+# --- ragged exchanges -----------------------------------------------------------------------------------------------
+
+
+def exchange_on_gloo(cases: list[Ragged]) -> list[Any]:
+    """Per case what this process computed, None where it is no member, or the traceback."""
+    found: list[Any] = []
+    for case in cases:
+        try:
+            results = run_ragged(case, "process_group")
+            found.append(None if results is None else [pack(one) for (one,) in results])
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
+
+
+def test_ragged_exchanges_are_those_of_the_loop(four: Processes) -> None:
+    cases = some_ragged(2000 if FULL else 120, seed=1)
+    failures = []
+    on_gloo = four.run(exchange_on_gloo, cases, seconds=300)
+    for i, case in enumerate(cases):
+        judged = expected_ragged(case)
+        for position, rank in enumerate(case.mesh("simulation").ranks):
+            there = on_gloo[rank][i]
+            if isinstance(there, str):
+                failures.append(f"{case}\nrank {rank}: {there}")
+            elif not all(
+                same(unpack(got), blocks[position], bits=name == 0)
+                for name, (got, blocks) in enumerate(zip(there, judged, strict=True))
+            ):
+                failures.append(f"{case}\nrank {rank} differs from the judge")
+    assert not failures, f"{len(failures)} of {len(cases)} cases:\n" + "\n\n".join(failures[:5])
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fspmd.pairs import PAIRS, Call, apply, call, depart, land
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, shards_of
+from fspmd.transport.rows import Routes, plan_route
 
 Blocks = list[Tensor]
 Where = tuple[int, ...]
@@ -83,6 +84,31 @@ def reduce_to_root(b: Blocks, o: Options) -> Blocks:
     return [total(b) if i == o.root else torch.zeros_like(x) for i, x in enumerate(b)]
 
 
+def ragged(b: Blocks, o: Options) -> Blocks:
+    """Rank i sends min(i, j, 2) + 1 of its rows from j on to rank j, which puts them at 3 * i; or the way back."""
+    n = len(b)
+    forward = b[0].shape[o.dim] == 2 * n
+    rows = 3 * n if forward else 2 * n
+    out = [x.new_zeros(*x.shape[: o.dim], rows, *x.shape[o.dim + 1 :]) for x in b]
+    for i, j in itertools.product(range(n), repeat=2):
+        for k in range(min(i, j, 2) + 1):
+            here, there = (i, j + k), (j, 3 * i + k)
+            (source, row), (target, place) = (here, there) if forward else (there, here)
+            out[target].select(o.dim, place).add_(b[source].select(o.dim, row))
+    return out
+
+
+def ragged_routes(mesh: Mesh, axes: tuple[str, ...]) -> Routes:
+    """The routes of `ragged` on every rank."""
+    n, found = mesh.axis_size(axes), {}
+    for members in groups(mesh, axes):
+        for i, at in enumerate(members):
+            sizes = [min(i, j, 2) + 1 for j in range(n)]
+            offsets = [3 * j for j in range(n)]
+            found[at] = plan_route(list(range(n)), sizes, offsets, sizes, (2 * n, 3 * n), n, torch.device("cpu"))
+    return Routes(tuple(found[at] for at in coordinates(mesh)), frame(mesh, mesh.axis_names))
+
+
 def same(b: Blocks, o: Options) -> Blocks:
     return b
 
@@ -114,6 +140,7 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "all_gather_reduced": gather,
     "psum_scatter_unreduced": reduce_scatter,
     "all_to_all": exchange,
+    "ragged_all_to_all": ragged,
     "ppermute": permute,
     "pbroadcast": broadcast,
     "psum_to_root": reduce_to_root,
@@ -229,6 +256,8 @@ def prepared(name: str, where: str, uneven: bool) -> tuple[Call, Any]:
             sizes=lengths if uneven else None,
             concat_sizes=chunks(2 * n + 1, n) if uneven else None,
         )
+    elif kernel == "ragged":
+        options = Options(dim=1, routes=ragged_routes(mesh, axes))
     c = call(name, mesh, axes, options)
 
     def shape_at(at: Where) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from fspmd.messages import as_axis_name, described
 from fspmd.spec import blocks, short_dtype
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import show
 
 
@@ -165,7 +166,7 @@ def check_alike(
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
     simulated = body.mesh.transport == "simulation"
-    if simulated and size is None and not any(type(x) is LocalTensor and x.uneven for x in tensors):
+    if simulated and size is None and not any(_is_uneven(x) for x in tensors):
         return
     asks = simulated or lengths is not None or (body.uneven and body.checked)
     if not asks and size is None:
@@ -173,7 +174,7 @@ def check_alike(
     n = math.prod(body.sizes(axes))
     wanted = lengths or (() if size is None else (size // n,) * n)
     _, table = groups(frame(body.mesh, body.mesh.axis_names), axes)
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), outside_transforms():
         if asks:
             found = body.transport.layouts(tensors, body.mesh)
         else:  # even blocks: all are like this one
@@ -181,6 +182,13 @@ def check_alike(
     for rows in zip(*found, strict=True):
         for members in table:
             _compare(body, [rows[i] for i in members], members, axes, what, dim, wanted, size)
+
+
+def _is_uneven(x: Tensor) -> bool:
+    """Whether simulated ranks hold blocks of different shapes, under a ``torch.func`` transform too."""
+    if type(x) is LocalTensor:
+        return x.uneven
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) and not all(type(length) is int for length in x.shape)
 
 
 def _compare(
@@ -196,6 +204,7 @@ def _compare(
     """One group's blocks of one leaf, in the order of ``axes``."""
     dtype, first = rows[0]
     over = f"{what} over {as_axis_name(axes)}"
+    places = [where(body.mesh, _coordinate(body.mesh, position)) for position in members]
     cut = dim % len(first) if type(dim) is int and -len(first) <= dim < len(first) else None
     if cut is not None and len({(kind, shape[:cut], shape[cut + 1 :]) for kind, shape in rows}) > 1:
         cut = None  # they differ elsewhere too
@@ -206,7 +215,7 @@ def _compare(
             expected[cut] = lengths[place]
         if kind is dtype and shape == tuple(expected):
             continue
-        at = where(body.mesh, members[place])
+        at = places[place]
         if cut is not None and lengths:
             raise ShapeError(
                 f"{over} got size={size}, which makes blocks of {_listed(lengths)}: {at} should have one of shape "
@@ -216,13 +225,17 @@ def _compare(
         if total and what in ("all_gather", "all_to_all"):
             mend = f"for uneven blocks pass tiled=True and size={total}, the global size"
         raise ShapeError(
-            f"{over}: {at} has {short_dtype(kind)} of shape {shape}, but {where(body.mesh, members[0])} has "
+            f"{over}: {at} has {short_dtype(kind)} of shape {shape}, but {places[0]} has "
             f"{short_dtype(dtype)} of shape {first}; {mend}"
         )
 
 
-def where(mesh: Mesh, position: int) -> str:
-    """``rank 3 at x=1, y=1`` for a position in row-major order."""
-    at = next(itertools.islice(itertools.product(*map(range, mesh.shape.values())), position, None))
+def _coordinate(mesh: Mesh, position: int) -> tuple[int, ...]:
+    """The coordinate at a position in row-major order."""
+    return next(itertools.islice(itertools.product(*map(range, mesh.shape.values())), position, None))
+
+
+def where(mesh: Mesh, at: tuple[int, ...]) -> str:
+    """``rank 3 at x=1, y=1`` for a coordinate."""
     place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
     return f"rank {mesh.rank_at(at)} at {place}"

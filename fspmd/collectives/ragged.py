@@ -1,23 +1,31 @@
-"""`ragged_all_to_all`: every rank sends every other a slice of its own length."""
+"""Slices of any lengths exchanged between ranks."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fspmd.body import bound_body, resolve_axes
-from fspmd.collectives.all_to_all import all_to_all
-from fspmd.collectives.checks import check_index_groups
-from fspmd.collectives.operands import AxisName, Groups, done
-from fspmd.collectives.reductions import pmax
-from fspmd.errors import ArgumentError, ShapeError
-from fspmd.mesh import Mesh
-from fspmd.rank_map import rank_map
-from fspmd.transport import Options, transport_of
-from fspmd.variance import get_variance, set_variance, show
+from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.collectives.checks import check_alike, check_index_groups, where
+from fspmd.collectives.operands import AxisName, Groups, as_varying, varying_operand
+from fspmd.collectives.steps import Handle
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.messages import described
+from fspmd.pairs import Call, apply, depart, land
+from fspmd.transport import Options
+from fspmd.transport.frame import Frame, frame, union
+from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
+from fspmd.transport.randomness import outside_transforms
+from fspmd.transport.rows import Routes, landing_mask, plan_route
+from fspmd.transport.simulation import shapes_of
+from fspmd.variance import INVARIANT, Variance, join, set_variance, show
+
+_NAMES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
 
 def ragged_all_to_all(
@@ -32,118 +40,184 @@ def ragged_all_to_all(
     axis_index_groups: Groups = None,
     wait: bool = True,
 ) -> Any:
-    """``output`` with the rows that all ranks sent written into it; the result varies over the axes.
+    """Send slices of ``operand``'s leading dim to other ranks, which get ``output`` with the slices written into it.
 
-    This rank sends rank ``j`` the rows ``operand[input_offsets[j] : input_offsets[j] + send_sizes[j]]``, which stand in
-    rank ``j``'s output from row ``output_offsets[j]`` on; from rank ``j`` it receives ``recv_sizes[j]`` rows. The four
-    are integer tensors with one entry per rank of the group. Backward sends the gradients of the rows back; rows of
-    ``output`` that were written over have none. Reads the sizes on the host.
+    With K slices and n ranks, slice ``i`` goes to rank ``i // (K // n)``: it is the ``send_sizes[i]`` rows from
+    ``input_offsets[i]`` here and is written at ``output_offsets[i]`` there. ``recv_sizes[i]`` is the size of the i-th
+    slice that arrives here, counted in the same way over the ranks it comes from. Where arriving slices overlap, the
+    last one stays.
+
+    Args:
+        operand: ``[N, ...]``.
+        output: ``[M, ...]``, of the same dtype; it is not written in place.
+        input_offsets, send_sizes, output_offsets, recv_sizes: integers, ``[K]``, K a multiple of n. Their values are
+            read on the host.
+        axis_name: One mesh axis, or several in rank order.
+        axis_index_groups: Parts of the axis, of equal size, that exchange among themselves.
+        wait: False gives a handle.
+
+    Returns:
+        ``[M, ...]``; it varies over the axes. Differentiable with respect to ``operand`` and ``output``: the backward
+        sends each slice's cotangent back, where the cotangents of a row sent more than once are added.
 
     Raises:
-        ArgumentError, ShapeError: on all ranks alike, for wrong dtypes and shapes, slices that leave their tensor, or
-            sizes on which sender and receiver do not agree.
+        ShapeError: on all ranks alike, of slices outside of the tensors, or sizes that do not match.
 
-    >>> from fspmd import P, axis_index, device_get, make_mesh, shard_map
-    >>> def body(x):  # rank r sends one row to rank 0 and two to rank 1, which line them up by sender
-    ...     one, two = torch.tensor([1, 2]), axis_index("x")
-    ...     there = torch.stack([two * 1, two * 2])
-    ...     received = (two + 1) * torch.tensor([1, 1])
-    ...     return ragged_all_to_all(
-    ...         x, x.new_zeros(4), torch.tensor([0, 1]), one, there, received, axis_name="x"
-    ...     )
+    >>> from fspmd import P, all_to_all, axis_index, device_get, make_mesh, shard_map
+    >>> def body(x, sizes):  # rank 0 keeps 1 and sends 2; rank 1 sends 1 and keeps 1
+    ...     offsets, there = torch.tensor([0, 1]), axis_index("x") * torch.tensor([1, 2])
+    ...     received = all_to_all(sizes, "x", 0, 0, tiled=True)
+    ...     return ragged_all_to_all(x, x.new_zeros(4), offsets, sizes, there, received, axis_name="x")
     >>> f = shard_map(body, mesh=make_mesh((2,), ("x",)), in_specs=P("x"), out_specs=P("x"))
-    >>> device_get(f(torch.arange(1.0, 7.0)))
-    tensor([1., 4., 0., 0., 2., 3., 5., 6.])
+    >>> device_get(f(torch.tensor([1, 2, 2, 3, 4, 0]), torch.tensor([1, 2, 1, 1])))
+    tensor([1, 3, 0, 0, 2, 2, 4, 0])
     """
     what = "ragged_all_to_all"
     body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
+    numbers = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    _check_kinds(operand, output, numbers)
     n = math.prod(body.sizes(axes))
-    groups = check_index_groups(axis_index_groups, n, what, equal=True)
-    count = len(groups[0]) if groups else n
-    numbers = {
-        "input_offsets": input_offsets,
-        "send_sizes": send_sizes,
-        "output_offsets": output_offsets,
-        "recv_sizes": recv_sizes,
-    }
-    _check_arguments(operand, output, numbers, count)
-    arriving = all_to_all(output_offsets, axes, 0, 0, tiled=True, axis_index_groups=groups)
-    announced = all_to_all(send_sizes, axes, 0, 0, tiled=True, axis_index_groups=groups)
-    wrong = rank_map(_complaint, operand, output, input_offsets, send_sizes, arriving, announced, recv_sizes)
-    worst = int(pmax(wrong, tuple(axis for axis in body.mesh.axis_names if axis in body.axes)))
-    if worst:
-        raise ShapeError(f"{what} of {show(operand)} into {show(output)}: on some rank {_COMPLAINTS[worst - 1]}")
-    rows = torch.index_select(operand, 0, rank_map(_rows, input_offsets, send_sizes))
+    index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
+    count = len(index_groups[0]) if index_groups else n
     with torch._C.DisableTorchFunction():
-        options = Options(index_groups=groups)
-        received: Tensor = _Exchange.apply(rows, send_sizes, recv_sizes, body.mesh, axes, options)
-    if body.checked:
-        set_variance(received, get_variance(rows))
-    result = torch.index_copy(output, 0, rank_map(_rows, arriving, recv_sizes), received)
-    return result if wait else done(result)
+        check_alike(body, (*numbers, operand[:0], output[:0]), axes, what)
+        _check_shapes(operand, output, numbers, count)
+        after = _result_type(body, (operand, output, *numbers), axes, what)
+        o = Options(index_groups=index_groups)
+        routes, mask = _plan(body, axes, o, operand, output, numbers, count)
+        exchange = Call("ragged_all_to_all", body.mesh, axes, Options(index_groups=index_groups, routes=routes))
+        operand, output = as_varying(body, operand, after), as_varying(body, output, after)
+        mask = mask.view(-1, *(1,) * (output.ndim - 1))
+        if wait:
+            landed = functools.partial(apply, operand, exchange)
+        else:
+            landed = functools.partial(land, depart(operand, exchange))
+
+    def finish() -> Tensor:
+        with torch._C.DisableTorchFunction():
+            result = torch.where(mask, landed(), output)
+            return set_variance(result, after) if body.checked else result
+
+    return finish() if wait else Handle(finish)
 
 
-def _check_arguments(operand: Any, output: Any, numbers: dict[str, Any], count: int) -> None:
-    what = "ragged_all_to_all"
-    for name, x in {"operand": operand, "output": output, **numbers}.items():
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{what} got {name} of type {type(x).__name__}; expected a torch.Tensor")
-    for name, x in numbers.items():
-        if x.dtype not in (torch.int64, torch.int32) or tuple(x.shape) != (count,):
-            raise ShapeError(
-                f"{what} got {name} {show(x)}; expected int32 or int64, one entry for each of {count} ranks"
-            )
-    if not operand.ndim or operand.ndim != output.ndim or operand.dtype != output.dtype:
-        raise ShapeError(
-            f"{what} got operand {show(operand)} and output {show(output)}; both need the same number of dims, "
-            "at least one, and the same dtype"
+def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:
+    for name, value in zip(("operand", "output", *_NAMES), (operand, output, *numbers), strict=True):
+        if not isinstance(value, Tensor):
+            raise ArgumentError(f"ragged_all_to_all got {described(value)} for {name}; pass a torch.Tensor")
+    for name, value in zip(_NAMES, numbers, strict=True):
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool:
+            raise ArgumentError(f"ragged_all_to_all got {name}, {show(value)}; pass integers")
+        if torch._C._functorch.is_batchedtensor(value):
+            raise ArgumentError(f"ragged_all_to_all under vmap got a batch of {name}; map over operand and output only")
+    if operand.dtype is not output.dtype:
+        raise ArgumentError(
+            f"ragged_all_to_all got operand, {show(operand)}, and output, {show(output)}; pass two of one dtype"
         )
-    if tuple(operand.shape[1:]) != tuple(output.shape[1:]):
-        raise ShapeError(f"{what} got operand {show(operand)} and output {show(output)}; rows must have the same shape")
 
 
-_COMPLAINTS = (
-    "input_offsets and send_sizes leave the operand",
-    "output_offsets and recv_sizes leave the output",
-    "recv_sizes differ from what the other ranks send (their send_sizes)",
-)
+def _check_shapes(operand: Tensor, output: Tensor, numbers: tuple[Tensor, ...], n: int) -> None:
+    if not operand.ndim or not output.ndim or operand.shape[1:] != output.shape[1:]:
+        raise ShapeError(
+            f"ragged_all_to_all got operand, {show(operand)}, and output, {show(output)}; only their leading dims, of "
+            "which slices are sent, may differ"
+        )
+    shapes = {tuple(value.shape) for value in numbers}
+    slices = len(numbers[0]) if numbers[0].ndim == 1 else 0
+    if len(shapes) > 1 or not slices or slices % n:
+        given = ", ".join(f"{name} of shape {tuple(v.shape)}" for name, v in zip(_NAMES, numbers, strict=True))
+        raise ShapeError(
+            f"ragged_all_to_all over {n} ranks got {given}; pass four 1-d tensors of one length, a multiple of {n}: as "
+            "many slices for each rank"
+        )
+
+
+def _result_type(body: Body, values: tuple[Tensor, ...], axes: tuple[str, ...], what: str) -> Variance:
+    if not body.checked:
+        return INVARIANT
+    result = Variance(varying=axes)
+    for x in values:
+        variance = varying_operand(body, x, axes, what)
+        if variance.unreduced:
+            raise VarianceError(f"{what} of {show(x)}: a pending sum is not sent row by row; psum it first")
+        result = join(result, variance)
+    return result
+
+
+def _plan(
+    body: Body,
+    axes: tuple[str, ...],
+    o: Options,
+    operand: Tensor,
+    output: Tensor,
+    numbers: tuple[Tensor, ...],
+    n: int,
+) -> tuple[Routes, Tensor]:
+    """Which rows go where, on this rank or on all simulated ones, and which rows of the result arrive."""
+    mesh, transport = body.mesh, body.transport
+    with outside_transforms():
+        starts, sizes, targets, receiving = (_unwrapped(value).to(torch.int64) for value in numbers)
+        told, told_to = torch.stack([targets, sizes]), Options(dim=1, concat_dim=1, index_groups=o.index_groups)
+        incoming = transport.exchange(told, mesh, axes, told_to).wait()
+        held: Frame | None = None
+        columns: list[list[Tensor]] = [[x] for x in (starts, sizes, targets, receiving, incoming)]
+        lengths = [[operand.shape[0]], [output.shape[0]]]
+        if mesh.transport == "simulation":
+            values = (*(column[0] for column in columns), _unwrapped(operand), _unwrapped(output))
+            held = functools.reduce(union, (frame_of(x, mesh) for x in values), frame(mesh, axes))
+            columns = [shards_of(x, held) for (x,) in columns]
+            lengths = [[shape[0] for shape in shapes_of(x, held)] for x in (operand, output)]
+        routes, complaint = [], ""
+        for place, (row, rows) in enumerate(zip(zip(*columns, strict=True), zip(*lengths, strict=True), strict=True)):
+            *lists, there = (x.tolist() for x in row)
+            complaint = complaint or _complaint(body, held, place, lists, there, rows)
+            if not complaint:
+                routes.append(plan_route(lists[0], lists[1], there[0], lists[3], rows, n, operand.device))
+        if complaint := transport.agree(complaint, mesh):
+            raise ShapeError(complaint)
+        masks = [landing_mask(route) for route in routes]
+        return Routes(tuple(routes), held), local_tensor(masks, held) if held is not None else masks[0]
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    """The values a ``torch.func`` transform wraps."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.detach()
 
 
 def _complaint(
-    operand: Tensor, output: Tensor, start: Tensor, length: Tensor, there: Tensor, announced: Tensor, expected: Tensor
-) -> int:
-    """The number of what is wrong on one rank, 0 for nothing."""
-    if bool((start < 0).any() or (length < 0).any() or (start + length > operand.shape[0]).any()):
-        return 1
-    if bool((there < 0).any() or (expected < 0).any() or (there + expected > output.shape[0]).any()):
-        return 2
-    return 0 if torch.equal(announced, expected.to(announced.dtype)) else 3
-
-
-def _rows(offsets: Tensor, lengths: Tensor) -> Tensor:
-    """The row numbers of all slices, one slice after the other."""
-    slices = zip(offsets.tolist(), lengths.tolist(), strict=True)
-    return torch.cat([torch.arange(start, start + length, device=offsets.device) for start, length in slices])
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows in the order of their receivers become rows in the order of their senders; the transpose swaps the sizes."""
-
-    @staticmethod
-    def forward(x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        return transport_of(mesh).exchange_rows(x, send, recv, mesh, axes, o)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.send, ctx.recv, *ctx.where = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        with torch._C.DisableTorchFunction():
-            return _Exchange.apply(g, ctx.recv, ctx.send, *ctx.where), None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        result: Tensor = _Exchange.apply(tangent, ctx.send, ctx.recv, *ctx.where)
-        return result
+    body: Body,
+    held: Frame | None,
+    place: int,
+    lists: Sequence[list[int]],
+    there: list[list[int]],
+    rows: tuple[int, int],
+) -> str:
+    """What is wrong with one rank's slices, or ""."""
+    starts, sizes, _, receiving = lists
+    targets, arriving = there
+    wrong = ""
+    for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if not 0 <= start <= start + size <= rows[0]:
+            wrong = f"slice {i}, {size} rows from input_offsets[{i}]={start}, is outside of operand's {rows[0]} rows"
+            break
+    for i, (target, size, expected) in enumerate(zip(targets, arriving, receiving, strict=True)):
+        if wrong:
+            break
+        if size != expected:
+            wrong = f"recv_sizes[{i}] is {expected}, but the slice that arrives there has {size} rows"
+        elif not 0 <= target <= target + size <= rows[1]:
+            wrong = f"slice {i} to arrive, {size} rows to be put at {target}, is outside of output's {rows[1]} rows"
+    if not wrong:
+        return ""
+    mesh = body.mesh
+    at = mesh.coordinate() or ()
+    if held is not None:
+        coordinate = list(held.coordinates())[place]
+        at = tuple((dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, coordinate, strict=True))).values())
+    return (
+        f"ragged_all_to_all: on {where(mesh, at)} {wrong}; recv_sizes is all_to_all(send_sizes, axis_name, 0, 0, "
+        "tiled=True), and offsets and sizes must stay within the tensors"
+    )

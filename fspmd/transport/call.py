@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fspmd.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fspmd.transport.rows import Routes
 
 Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
@@ -30,6 +33,7 @@ class Options:
     perm: tuple[tuple[int, int], ...] = ()  # permute: (source, destination)
     index_groups: tuple[Sizes, ...] | None = None
     root: int = 0  # broadcast: the position whose value is everybody's
+    routes: Routes | None = None  # ragged: which rows go where
     factor: float = 1.0  # scale: what the cotangent is multiplied with
 
 
@@ -89,10 +93,8 @@ class Transport:
         """``[A0, A1] [B0, B1] => [A0, B0] [A1, B1]``: split along ``dim``, joined along ``concat_dim``."""
         raise NotImplementedError
 
-    def exchange_rows(
-        self, x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options
-    ) -> Tensor:
-        """`exchange` along dim 0 with ``send[j]`` rows for position j and ``recv[j]`` from it."""
+    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """Rows along ``dim`` sent as ``routes`` say, into zeros."""
         raise NotImplementedError
 
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -105,6 +107,10 @@ class Transport:
 
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A] [B] [C] => [A+B+C] [0] [0]``."""
+        raise NotImplementedError
+
+    def agree(self, complaint: str, mesh: Mesh) -> str:
+        """The complaint of the first rank that has one, on all ranks; "" when none has."""
         raise NotImplementedError
 
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:

@@ -32,6 +32,8 @@ BITS: Final = {
     )
     if hasattr(torch, name)
 }
+#: the same for dtypes that torch does not index
+_WORDS: Final = {**BITS, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOAT8: Final = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and "float8" in str(d))
 _WIDER: Final = {
     torch.bool: torch.int32,
@@ -89,6 +91,12 @@ def _sortable(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
 
     keys = flip(wide.view(kind)).masked_fill_(wide.isnan(), limits.max if op == "max" else limits.min)
     return keys, lambda best: flip(best).view(wide.dtype).to(dtype)
+
+
+def as_words(x: Tensor) -> Tensor:
+    """``x``, or its bits as a dtype of the same width whose rows torch can index."""
+    words = torch.uint8 if x.dtype in _FLOAT8 else _WORDS.get(x.dtype)
+    return x if words is None else x.view(words)
 
 
 def moves_bits(kernel: Callable[..., Pending]) -> Callable[..., Pending]:

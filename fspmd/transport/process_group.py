@@ -224,21 +224,30 @@ class ProcessGroupTransport(Transport):
 
         return Pending(out, (work,), arrange)
 
-    def exchange_rows(
-        self, x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options
-    ) -> Tensor:
+    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
-        leaving, arriving = send.tolist(), recv.tolist()
-        row, order = tuple(x.shape[1:]), range(group.size) if group.back is None else group.back
-        pieces = x.split(leaving)
-        flat = torch.cat([pieces[i].reshape(-1) for i in order])
-        sent, restore = _movable(flat)
-        width = _numel(row) * flat.element_size() // sent.element_size()
-        out = sent.new_empty(sum(arriving) * width)
-        sizes = [[rows[i] * width for i in order] for rows in (arriving, leaving)]
-        group.pg.alltoall_base(out, sent, *sizes, c10d.AllToAllOptions()).wait()
-        blocks = (restore(out) if restore else out).view(-1, *row).split([arriving[i] for i in order])
-        return torch.cat(blocks if group.order is None else [blocks[i] for i in group.order])
+        assert o.routes is not None
+        (route,) = o.routes.routes
+        pieces = route.pack(x.movedim(o.dim, 0))
+        if group.size == 1:
+            return Pending(route.land(pieces, x.dtype).movedim(0, o.dim))
+        inwards = range(group.size) if group.back is None else group.back
+        rows = torch.cat([pieces[i] for i in inwards])
+        flat = rows.contiguous().view(-1) if rows.numel() else rows.new_empty(0)
+        send, restore = _movable(flat)
+        width = _numel(rows.shape[1:]) * rows.element_size() // send.element_size()  # of a row, in what is sent
+        arriving = [route.receives[i] for i in inwards]
+        out = send.new_empty(sum(arriving) * width)
+        counts = [count * width for count in arriving], [len(pieces[i]) * width for i in inwards]
+        work = group.pg.alltoall_base(out, send, *counts, c10d.AllToAllOptions())
+
+        def arrange(received: Tensor) -> Tensor:
+            whole = (restore(received) if restore else received).view(sum(arriving), *rows.shape[1:])
+            parts = list(whole.split(arriving))
+            ordered = parts if group.order is None else [parts[i] for i in group.order]
+            return route.land(ordered, x.dtype).movedim(0, o.dim)
+
+        return Pending(out, (work,), arrange)
 
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -268,6 +277,15 @@ class ProcessGroupTransport(Transport):
         at_root = group_of(mesh, axes, o).index == o.root
         pending = self.reduce(x, mesh, axes, o)
         return Pending(pending, (), lambda inner: inner.wait() if at_root else torch.zeros_like(inner.wait()))
+
+    def agree(self, complaint: str, mesh: Mesh) -> str:
+        group = group_of(mesh, mesh.axis_names, Options())
+        if group.size == 1:
+            return complaint
+        first = torch.tensor([group.index if complaint else group.size], device=mesh.device)
+        group.pg.allreduce([first], _ALLREDUCE["min"]).wait()
+        place = int(first)
+        return "" if place == group.size else self.tell(complaint.encode(), mesh, place).decode()
 
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
         mine = []

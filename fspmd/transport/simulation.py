@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Layout, Options, Pending, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
-from fspmd.transport.frame import UNEVEN, Frame, frame, groups, union
+from fspmd.transport.frame import UNEVEN, Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
 
 Table = tuple[tuple[int, ...], ...]
@@ -86,17 +86,21 @@ class SimulationTransport(Transport):
                 received[i] = torch.cat([pieces[place] for pieces in sent], o.concat_dim)
         return Pending(LocalTensor(received, held))
 
-    def exchange_rows(
-        self, x: Tensor, send: Tensor, recv: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options
-    ) -> Tensor:
-        whole = union(frame_of(x, mesh), union(frame_of(send, mesh), frame(mesh, axes)))
-        held, _, shards, table = _groups(expand(x, whole), mesh, axes, o)
-        pieces = [shard.split(rows.tolist()) for shard, rows in zip(shards, shards_of(send, held), strict=True)]
-        received: list[Tensor] = [x] * held.volume
+    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        assert o.routes is not None
+        assert o.routes.frame is not None
+        held = union(frame_of(x, mesh), o.routes.frame)
+        routes = [o.routes.routes[i] for i in spread(o.routes.frame, held)]
+        _, table = groups(held, axes)
+        if o.index_groups is not None:
+            table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
+        shards = [shard.movedim(o.dim, 0) for shard in shards_of(x, held)]
+        landed: list[Tensor] = [x] * held.volume
         for group in table:
+            sent = [routes[i].pack(shards[i]) for i in group]
             for place, i in enumerate(group):
-                received[i] = torch.cat([pieces[sender][place] for sender in group])
-        return LocalTensor(received, held)
+                landed[i] = routes[i].land([pieces[place] for pieces in sent], x.dtype).movedim(0, o.dim)
+        return Pending(LocalTensor(landed, held))
 
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -120,11 +124,13 @@ class SimulationTransport(Transport):
                 results[group[o.root]] += shards[i]
         return Pending(LocalTensor(results, held))
 
+    def agree(self, complaint: str, mesh: Mesh) -> str:
+        return complaint
+
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
         whole = frame(mesh, mesh.axis_names)
         columns = [
-            [None] * whole.volume if x is None else [(s.dtype, tuple(s.shape)) for s in shards_of(x, whole)]
-            for x in blocks
+            [None] * whole.volume if x is None else [(x.dtype, shape) for shape in shapes_of(x, whole)] for x in blocks
         ]
         return list(zip(*columns, strict=True))
 
@@ -163,6 +169,17 @@ def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[F
     if o.index_groups is not None:
         table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
     return held, rest, shards_of(x, held), table
+
+
+def shapes_of(x: Tensor, held: Frame) -> list[tuple[int, ...]]:
+    """The shape of the block at each coordinate; of a value under ``vmap``, without the dims that are hidden."""
+    if type(x) is LocalTensor:
+        return [tuple(shard.shape) for shard in x.at(held)]
+    columns = [
+        [length] * held.volume if type(length) is int else length.node.at(held)  # type: ignore[attr-defined]
+        for length in x.shape
+    ]
+    return [tuple(column[i] for column in columns) for i in range(held.volume)]
 
 
 def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:

@@ -1,0 +1,116 @@
+"""Which rows a rank sends where, and where the rows it receives go: the plan of a ragged all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fspmd.transport.carriers import as_words
+from fspmd.transport.frame import Frame
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Packed rows and the rows of a tensor they belong to: ``index`` has one entry per packed row, -1 for none."""
+
+    index: Tensor
+    length: int  # rows of the tensor
+    whole: bool  # no -1
+    unique: bool  # no row twice
+
+    def take(self, x: Tensor) -> Tensor:
+        """The packed rows of ``x``, zeros for none."""
+        rows = x.index_select(0, self.index if self.whole else self.index.clamp(min=0)) if self.length else None
+        if rows is None:
+            return x.new_zeros((len(self.index), *x.shape[1:]))
+        if self.whole:
+            return rows
+        return torch.where((self.index >= 0).view(-1, *(1,) * (x.ndim - 1)), rows, rows.new_zeros(()))
+
+    def put(self, rows: Tensor) -> Tensor:
+        """A tensor with the packed rows in their places and zeros elsewhere; what meets in one place is added."""
+        out = rows.new_zeros((self.length, *rows.shape[1:]))
+        index = self.index
+        if not self.whole:
+            live = (index >= 0).nonzero().squeeze(1)
+            index, rows = index[live], rows.index_select(0, live)
+        return out.index_copy_(0, index, rows) if self.unique else out.index_add_(0, index, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """One rank's part: the rows it packs, how many go to and come from each rank of the group, where they land."""
+
+    packs: RowMap
+    sends: Sizes
+    receives: Sizes
+    lands: RowMap
+
+    def pack(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rows for each rank of the group."""
+        pieces: tuple[Tensor, ...] = self.packs.take(as_words(x)).split(self.sends)
+        return pieces
+
+    def land(self, received: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The result, of the rows from each rank of the group."""
+        whole = self.lands.put(torch.cat(list(received)))
+        return whole if whole.dtype is dtype else whole.view(dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Routes:
+    """The routes of all simulated ranks of ``frame``, or of this process alone."""
+
+    routes: tuple[Route, ...]
+    frame: Frame | None = None
+    _transposed: Routes | None = field(default=None, repr=False)
+
+    @property
+    def transposed(self) -> Routes:
+        """The way back."""
+        if self._transposed is None:
+            back = tuple(Route(r.lands, r.receives, r.sends, r.packs) for r in self.routes)
+            self._transposed = Routes(back, self.frame, self)
+        return self._transposed
+
+
+def plan_route(
+    input_offsets: Sequence[int],
+    send_sizes: Sequence[int],
+    incoming_offsets: Sequence[int],
+    recv_sizes: Sequence[int],
+    rows: tuple[int, int],
+    n: int,
+    device: torch.device,
+) -> Route:
+    """The route of a rank whose operand and result have ``rows``; where received slices overlap the last one stays."""
+    each = len(send_sizes) // n
+    sent = [torch.arange(start, start + size) for start, size in zip(input_offsets, send_sizes, strict=True)]
+    packed = torch.cat(sent)
+    holder = torch.full((rows[1],), -1)
+    arrived = 0
+    for start, size in zip(incoming_offsets, recv_sizes, strict=True):
+        holder[start : start + size] = torch.arange(arrived, arrived + size)
+        arrived += size
+    landing = torch.full((arrived,), -1)
+    live = (holder >= 0).nonzero().squeeze(1)
+    landing[holder[live]] = live
+    sends, receives = (tuple(sum(s[i : i + each]) for i in range(0, len(s), each)) for s in (send_sizes, recv_sizes))
+    return Route(
+        RowMap(packed.to(device), rows[0], True, len(packed.unique()) == len(packed)),
+        sends,
+        receives,
+        RowMap(landing.to(device), rows[1], len(live) == arrived, True),
+    )
+
+
+def landing_mask(route: Route) -> Tensor:
+    """Which rows of the result are received ones."""
+    mask = torch.zeros(route.lands.length, dtype=torch.bool, device=route.lands.index.device)
+    mask[route.lands.index[route.lands.index >= 0]] = True
+    return mask
