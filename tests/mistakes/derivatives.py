@@ -386,7 +386,7 @@ def out_dims_out_of_range(m: Setting) -> None:
 @mistake(TreeError, checked=(True,))
 def out_dims_of_a_wrong_tree(m: Setting) -> None:
     """vmap: out_dims does not match the results
-    * out_dims is a tuple, but result is a tensor of shape (4,): write one dim there
+    * out_dims is a tuple, but result is a tensor of shape (): write one dim there
     """
     vmap(total, out_dims=(0, 0))(torch.ones(4, 2))
 
