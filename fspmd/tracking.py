@@ -165,12 +165,12 @@ class Tracker(TorchFunctionMode):
             self.borrowed[x.untyped_storage()._cdata] = x, source
 
     def cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
-        """Every tensor among the values, in lists and tuples too, cast to one type."""
+        """Every tensor among the values, in lists and tuples too, cast to one type; lists without tensors stay."""
         return tuple(
             self.cast(value, to)
             if isinstance(value, Tensor)
             else type(value)(self.cast_all(tuple(value), to))
-            if type(value) in (list, tuple)
+            if type(value) in (list, tuple) and next(tensors_of(value), None) is not None
             else value
             for value in values
         )

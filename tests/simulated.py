@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from fspmd import P, device_put, make_mesh, shard_map
+from fspmd import P, device_put, make_mesh, shard_map, typeof
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import shards_of
 
@@ -40,3 +41,13 @@ def run(f: Callable[..., Any], *args: Any, mesh: Any = MESH, specs: Any = SHARDE
 
     shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(*args)
     return kept[0]
+
+
+def types(out: Any) -> set[str]:
+    """The letters and axes of every tensor of a result, such as ``{V:x}``; empty for an invariant one."""
+    leaves = [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    return {repr(typeof(leaf).variance) for leaf in leaves}
+
+
+def typed(f: Callable[..., Any], *args: Any, mesh: Any = MESH, specs: Any) -> set[str]:
+    return run(lambda *xs: types(f(*xs)), *args, mesh=mesh, specs=specs)

@@ -1,0 +1,132 @@
+"""Custom autograd functions in a checked body: operands cast, backward run in the body with types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from simulated import MESH, run, shards, typed, types
+from torch import Tensor
+from torch_calls import F64
+
+import fspmd
+from fspmd import P, psum, shard_map, typeof
+
+X = torch.linspace(-1, 1, 24, dtype=F64).view(8, 3)
+W = torch.tensor([0.3, -0.7, 1.1], dtype=F64)
+
+
+class Product(torch.autograd.Function):
+    """Old style: ctx in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.scale = scale
+        return (x @ w) * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        return torch.outer(g, w) * ctx.scale, (g @ x) * ctx.scale, None
+
+
+class ProductApart(torch.autograd.Function):
+    """New style: setup_context, usable under torch.func."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, scale: float) -> Tensor:
+        return (x @ w) * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.scale = inputs[2]
+
+    backward = Product.backward
+
+
+class SummedProduct(torch.autograd.Function):
+    """Collectives in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, seen: list[Any]) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.seen = seen
+        return psum((x @ w).sum(), "x")
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        ctx.seen.append((repr(typeof(g)), repr(typeof(x)), repr(typeof(psum(x, "x")))))
+        return g * w.expand_as(x), g * x.sum(0), None
+
+
+class Both(torch.autograd.Function):
+    """Two outputs, the first not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(w)
+        order = x.argsort()
+        ctx.mark_non_differentiable(order)
+        return order, x * w
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, g: Tensor) -> tuple[Tensor, None]:
+        (w,) = ctx.saved_tensors
+        return g * w, None
+
+
+TRANSFORMS: dict[str, Callable[..., Tensor]] = {
+    "fspmd.grad": lambda f, w: fspmd.grad(f)(w),
+    "autograd.grad": lambda f, w: torch.autograd.grad(f(leaf := w.detach().requires_grad_()), leaf)[0],
+    "backward": lambda f, w: (f(leaf := w.detach().requires_grad_()).backward(), leaf.grad)[1],
+}
+
+
+@pytest.mark.parametrize("function", [Product, ProductApart])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_custom_function_casts_its_operands(function: Any, transform: str) -> None:
+    def body(x: Tensor, w: Tensor) -> Any:
+        out = function.apply(x, w, 2.0)
+        return types(out), TRANSFORMS[transform](lambda w: function.apply(x, w, 2.0).sin().sum(), w)
+
+    kinds, grad = run(body, X, W, specs=(P("x"), P()))
+    assert kinds == {"{V:x}"}
+    expected = torch.func.grad(lambda w: ((X @ w) * 2).sin().sum())(W)
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_custom_function_under_a_transform() -> None:
+    body = lambda x, w: torch.func.grad(lambda w: ProductApart.apply(x, w, 2.0).sin().sum())(w)  # noqa: E731
+    grad = run(body, X, W, specs=(P("x"), P()))
+    torch.testing.assert_close(grad, torch.func.grad(lambda w: ((X @ w) * 2).sin().sum())(W), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_collectives_in_a_custom_function(inside: bool) -> None:
+    """Its backward runs in the body, with types, also when it is called from outside."""
+    seen: list[Any] = []
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        out = SummedProduct.apply(x, w, seen)
+        assert types(out) == {"{}"}
+        return out
+
+    if inside:
+        grad = run(lambda x, w: fspmd.grad(lambda w: forward(x, w))(w), X, W, specs=(P("x"), P()))
+    else:
+        w = W.clone().requires_grad_()
+        shard_map(forward, mesh=MESH, in_specs=(P("x"), P()), out_specs=P())(X, w).backward()
+        grad = w.grad
+    torch.testing.assert_close(grad, X.sum(0))
+    assert seen == [("f64[]", "f64[2,3]{V:x}", "f64[2,3]")]
+
+
+def test_a_custom_function_with_several_outputs() -> None:
+    assert typed(Both.apply, X, W, specs=(P("x"), P())) == {"{V:x}"}
+    grad = run(lambda x, w: fspmd.grad(lambda x: Both.apply(x, w)[1].sum())(x), X, W, specs=(P("x"), P()))
+    torch.testing.assert_close(torch.cat(shards(grad)), W.expand(8, 3))
