@@ -233,3 +233,11 @@ def into_a_cast(m: Setting) -> None:
     pcast(...).clone()
     """
     on(m, lambda w, x: pcast(w, "x", to="varying").add_(x))
+
+
+@mistake(VarianceError, checked=(True,))
+def view_of_a_cast(m: Setting) -> None:
+    """zero_() would write into the result of pcast, which shares its memory with its argument; write into a copy: \
+    pcast(...).clone()
+    """
+    on(m, lambda w, x: pcast(w, "x", to="varying")[0].t().zero_())
