@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ __all__ = [
     "ensure_initialised",
     "initialised",
     "launched",
+    "let_go_with_groups",
     "local_device",
     "process_group",
     "process_rank",
@@ -39,6 +40,8 @@ _simulated: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=
 _groups: dict[tuple[int, ...], ProcessGroup] = {}
 _groups_of: weakref.ref[ProcessGroup] | None = None  # the default group under which they were made
 _making = threading.Lock()
+_holders: list[Callable[[], object]] = []  # each makes a cache elsewhere let go of the groups
+_began = False  # whether make_mesh initialised torch.distributed
 
 
 # ----------------------------------------------------------------------------------------------- which rank of how many
@@ -170,20 +173,13 @@ def ensure_initialised(device: str | None = None) -> None:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not: start the program with torchrun, call "
             'torch.distributed.init_process_group first, or pass transport="simulation"'
         )
-    atexit.register(_leave_world)
+    global _began
     if device_type == "cpu":
         dist.init_process_group("gloo")
-        return
-    torch.get_device_module(device_type).set_device(_own_index(device_type))
-    dist.init_process_group(dist.get_default_backend_for_device(device_type))
-
-
-def _leave_world() -> None:
-    """End what we began, or a process may die in the threads of its groups while it exits."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    else:
+        torch.get_device_module(device_type).set_device(_own_index(device_type))
+        dist.init_process_group(dist.get_default_backend_for_device(device_type))
+    _began = True
 
 
 def _own_index(device_type: str) -> int:
@@ -243,18 +239,41 @@ def adopt_group(group: ProcessGroup) -> None:
     _current_groups().setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
 
 
+def let_go_with_groups(clear: Callable[[], object]) -> None:
+    """Call ``clear`` when the groups end, with the default group or with the process.
+
+    A group lives while anything holds it, and its threads with it. A thread that drops its last tensor while the
+    interpreter shuts down takes the process with it.
+    """
+    _holders.append(clear)
+
+
+def _let_go() -> None:
+    _groups.clear()
+    for clear in _holders:
+        clear()
+
+
+@atexit.register
+def _leave_world() -> None:
+    """End what we began, and the threads of all groups that nobody else holds."""
+    _let_go()
+    if _began and initialised():
+        dist.destroy_process_group()
+
+
 def _current_groups() -> dict[tuple[int, ...], ProcessGroup]:
     """The groups made under the present default group; a new default group starts a new set."""
-    global _groups, _groups_of
+    global _groups_of
     default = dist.group.WORLD if dist.is_available() else None
+    if default is None or _groups_of is None or _groups_of() is not default:
+        _let_go()
+        _groups_of = None if default is None else weakref.ref(default)
     if default is None:
-        _groups, _groups_of = {}, None
         raise MeshError(
             "torch.distributed is not initialised, or was destroyed: make the mesh with make_mesh under torchrun, "
             "or call torch.distributed.init_process_group first"
         )
-    if _groups_of is None or _groups_of() is not default:
-        _groups, _groups_of = {}, weakref.ref(default)
     return _groups
 
 

@@ -451,3 +451,35 @@ def _again(port: int) -> list[Any]:
 def test_groups_are_made_anew_in_a_new_world(pool: Processes) -> None:
     results = pool.run(_again, free_port())
     assert results == [[True, 11, True], [True, 11, True], [True, 1100, True], [True, 1100, True]]
+
+
+AFTER_THE_EXIT = """
+import atexit, pathlib
+@atexit.register  # registered first, so it runs last
+def report():
+    names = [p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print(sorted(name for name in names if "gloo" in name))
+
+import torch
+from fspmd import P, make_mesh, psum, shard_map
+mesh = make_mesh((1, 1), ("x", "y"))
+kept = shard_map(lambda x: psum(x, ("x", "y")), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())(torch.ones(4))
+from fspmd.transport.process_group import gather_integers, group_of
+from fspmd.transport.call import Options
+print(gather_integers([3], mesh), group_of(mesh, ("x",), Options()).size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_no_thread_of_a_group_outlives_the_interpreter() -> None:
+    """Such a thread may drop its last tensor while the interpreter shuts down, and abort the process."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_THE_EXIT],
+        env=os.environ | place,
+        capture_output=True,
+        timeout=60,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

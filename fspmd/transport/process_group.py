@@ -63,7 +63,7 @@ _SCATTER_SUM.reduceOp = _OPS["sum"]
 
 
 @functools.lru_cache(maxsize=1024)
-def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, world_key: int) -> Group:
+def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, default: Any) -> Group:
     ranks = mesh.group_ranks(axes)
     if index_groups is not None:
         mine = ranks.index(world.rank())
@@ -71,9 +71,12 @@ def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | 
     return Group(mesh, ranks)
 
 
+world.let_go_with_groups(_group.cache_clear)
+
+
 def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
     """This rank's group along the axes, made when first used."""
-    return _group(mesh, axes, o.index_groups, id(c10d.GroupMember.WORLD))
+    return _group(mesh, axes, o.index_groups, c10d.GroupMember.WORLD)
 
 
 def _in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
