@@ -1,4 +1,8 @@
-"""A simulated value as the tensors of its ranks, and back; differentiable in every mode and any number of times."""
+"""A simulated value as the tensors of its ranks, and back; differentiable in every mode and any number of times.
+
+A value that is equal along an axis, and held once there, may get a cotangent that is not: then the tensor of one rank
+is itself a simulated value, over the axes that are left.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError
-from fspmd.transport.frame import Frame
-from fspmd.transport.local_tensor import LocalTensor, resolved, shards_of
+from fspmd.transport.frame import Frame, frame, groups, union
+from fspmd.transport.local_tensor import LocalTensor, common_frame, frame_of, resolved, shards_of
 
 
 def unbind(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
@@ -31,7 +35,12 @@ def bind(shards: tuple[Tensor, ...], held: Frame) -> Tensor:
 class _Unbind(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
-        return tuple(shard.view_as(shard) for shard in shards_of(x, held))
+        whole = union(frame_of(x, held.mesh), held)
+        shards = [shard.view_as(shard) for shard in shards_of(x, whole)]
+        if whole is held:
+            return tuple(shards)
+        rest = frame(whole.mesh, set(whole.axes) - set(held.axes))
+        return tuple(LocalTensor([shards[i] for i in members], rest) for members in groups(whole, rest.axes)[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Frame], output: Any) -> None:
@@ -53,7 +62,14 @@ class _Unbind(torch.autograd.Function):
 class _Bind(torch.autograd.Function):
     @staticmethod
     def forward(held: Frame, *shards: Tensor) -> Tensor:
-        return LocalTensor([resolved(shard.detach()) for shard in shards], held)
+        rest = common_frame(shards, None)
+        if rest is None:
+            return LocalTensor([resolved(shard.detach()) for shard in shards], held)
+        whole = union(held, rest)
+        blocks: dict[int, Tensor] = {}
+        for shard, members in zip(shards, groups(whole, rest.axes)[1], strict=True):
+            blocks.update(zip(members, shards_of(shard.detach(), rest), strict=True))
+        return LocalTensor([blocks[i] for i in range(whole.volume)], whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

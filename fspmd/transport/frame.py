@@ -44,8 +44,8 @@ def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
     return _frame(mesh, tuple(axis for axis in mesh.axis_names if axis in chosen))
 
 
-#: meshes that hold, or held, blocks of unequal shape. On them a value cast to varying is held once per rank: autograd
-#: asks it for sizes that differ from rank to rank, which a plain tensor cannot answer.
+#: meshes on which sizes have differed from rank to rank: of blocks, or of slices. On them a value cast to varying is
+#: held once per rank: autograd asks it for such sizes, which a plain tensor cannot answer.
 UNEVEN: set[Mesh] = set()
 
 
@@ -59,6 +59,7 @@ def union(a: Frame, b: Frame) -> Frame:
 @functools.lru_cache(maxsize=4096)
 def spread(source: Frame, target: Frame) -> tuple[int, ...]:
     """For every shard of ``target`` the index of the ``source`` shard it equals (target's axes include source's)."""
+    assert set(source.axes) <= set(target.axes), f"{source} holds apart what {target} does not"
     weights = dict.fromkeys(target.axes, 0)
     stride = 1
     for axis, size in zip(reversed(source.axes), reversed(source.sizes), strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fspmd.errors import VarianceError
-from fspmd.transport.frame import Frame, spread, union
+from fspmd.transport.frame import UNEVEN, Frame, spread, union
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -24,6 +24,7 @@ def local_int(held: Frame, values: Sequence[int]) -> Any:
     first = values[0]
     if all(value == first for value in values):
         return first
+    UNEVEN.add(held.mesh)
     return torch.SymInt(LocalInt(held, list(values)))
 
 

@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.spec import describe
-from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
+from fspmd.transport.frame import Frame, frame, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.op_facts import FACTS, OpFacts, learn
 from fspmd.transport.randomness import per_rank_generators
@@ -168,7 +168,6 @@ def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
             f"{[tuple(shard.shape) for shard in shards]}; give them one number of dims, for example squeeze no dim "
             "whose size differs from rank to rank"
         )
-    UNEVEN.add(held.mesh)
     dims = range(first.ndim)
     size = tuple(local_int(held, [shard.shape[d] for shard in shards]) for d in dims)
     return size, tuple(local_int(held, [shard.stride(d) for shard in shards]) for d in dims)
@@ -343,7 +342,7 @@ def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
 def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> None:
     for target in _written_tensors(facts, args, kwargs):
         axes = frame_of(target, held.mesh).axes
-        if missing := [axis for axis in held.axes if axis not in axes]:
+        if missing := [axis for axis, size in zip(held.axes, held.sizes, strict=True) if size > 1 and axis not in axes]:
             raise VarianceError(written_in_place(_name_of(func), _shown(target), missing))
         if type(target) is LocalTensor and target.borrowed:
             raise VarianceError(WRITTEN_CAST.format(_name_of(func)))
