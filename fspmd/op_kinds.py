@@ -19,10 +19,12 @@ Predicate = Callable[..., bool]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The traits of one torch function. ``special`` is true when the tracker cannot take its fast path."""
+    """The traits of one torch function. The tracker has a fast path for calls that are not ``special``."""
 
     name: str
     special: bool = False
+    sometimes: Predicate | None = None  # special, given these arguments
+    asks: bool = False  # gives no tensor and reads no values: a shape, a dtype
     python_value: Predicate | None = None  # gives Python one value, given these arguments: a branch
     writes: bool = False  # writes into an operand
     draws: Predicate | None = None  # draws random numbers, given these arguments
@@ -48,7 +50,7 @@ class Op:
     @property
     def pure(self) -> bool:
         """Whether a call computes new values of its operands and nothing else."""
-        return self.name == "batch_norm" or not (self.special or self.linear == "metadata")
+        return self.name == "batch_norm" or not (self.special or self.sometimes or self.linear == "metadata")
 
 
 def _names(text: str) -> frozenset[str]:
@@ -127,6 +129,11 @@ _METADATA: Final = _names(
     "register_post_accumulate_grad_hook retain_grad backward __len__ __repr__ __format__ __hash__ get_device type_as "
     "empty_like new_empty is_same_size is_pinned __deepcopy__ untyped_storage"
 )
+#: of these, the ones that give no tensor
+_ASKS: Final = _names(
+    "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
+    "is_complex is_signed is_conj is_neg is_inference __len__ __hash__ get_device is_same_size is_pinned"
+) | {f"get {name}" for name in _names("shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad_fn")}
 _LINEAR: Final = {
     **dict.fromkeys(_METADATA, "metadata"),
     **dict.fromkeys(_FIRST, "first"),
@@ -209,6 +216,34 @@ _RAGGED_WHEN: Final[dict[str, Predicate]] = {
 }
 
 
+def _tensor_later(*args: Any, **kwargs: Any) -> bool:
+    """A tensor after the first operand."""
+    return _any_tensor(args[1:]) or (bool(kwargs) and _any_tensor(kwargs.values()))
+
+
+def _any_tensor(values: Iterable[Any]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is int:
+            continue
+        if isinstance(value, Tensor):
+            return True
+        if (isinstance(value, (tuple, list)) and _any_tensor(value)) or (
+            kind is slice and _any_tensor((value.start, value.stop, value.step))
+        ):
+            return True
+    return False
+
+
+#: what makes a call special that mostly is not; must hold wherever one of the predicates above does
+_SOMETIMES: Final[dict[str, Predicate]] = {
+    **dict.fromkeys((*_SIZED, "__getitem__", "narrow"), _tensor_later),
+    "where": _RAGGED_WHEN["where"],
+    "__format__": _BRANCHES["__format__"],
+    "scaled_dot_product_attention": _draws_in_attention,
+    **{name: draws for name, draws in _DRAWS.items() if draws in (_draws_in_dropout, _draws_in_rrelu)},
+}
+
 OPS: Final[dict[Any, Op]] = {}
 
 
@@ -237,7 +272,9 @@ def learn(func: Any) -> Op:
         "constant": name == "new_tensor",
     }
     linear = _LINEAR.get(name, "metadata" if name.startswith("get ") else "")
-    op = OPS[func] = Op(name, special=any(traits.values()), linear=linear, **traits)
+    sometimes = _SOMETIMES.get(name) if schema is None and not writes else None
+    special = any(traits.values()) and sometimes is None
+    op = OPS[func] = Op(name, special, sometimes, asks=name in _ASKS, linear=linear, **traits)
     return op
 
 

@@ -6,6 +6,7 @@ once per body and all its uses share the cast.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from fspmd.type_rules import (
     tensors_of,
 )
 from fspmd.uneven import call_uneven, call_with_numbers, hold_each, numbers_frame, numbers_to_tensors
-from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, join, set_variance
+from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, inherited, join, set_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -52,29 +53,28 @@ class Tracker(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         op = OPS.get(func) or learn(func)
+        if op.asks:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if UNEVEN and self.simulated:
             return self._uneven(op, func, args, kwargs or {})
-        if op.special or kwargs:
+        if op.special or (kwargs and "out" in kwargs):
             return self._general(op, func, args, kwargs or {})
-        common: Variance | None = None
-        for arg in args:
-            if isinstance(arg, Tensor):
-                variance = getattr(arg, ATTRIBUTE, None) or get_variance(arg)
-                if common is None:
-                    common = variance
-                elif variance is not common:
-                    return self._general(op, func, args, {})
-            elif type(arg) is list or type(arg) is tuple:
-                return self._general(op, func, args, {})
-        if common is None or common is INVARIANT:
-            return self._invariant(func, args, {})
-        if common.unreduced:
-            return self._general(op, func, args, {})
-        out = func(*args)
+        if op.sometimes is not None and op.sometimes(*args, **(kwargs or {})):
+            return self._general(op, func, args, kwargs or {})
+        result, alike = _joined((*args, *kwargs.values()) if kwargs else args)
+        if result is None or result is INVARIANT:
+            return self._invariant(func, args, kwargs or {})
+        if result.unreduced:
+            return self._general(op, func, args, kwargs or {})
+        if not alike:
+            args = self.cast_all(args, result)
+            if kwargs:
+                kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
+        out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor) and not _transforms_active():
-            setattr(out, ATTRIBUTE, common)
+            setattr(out, ATTRIBUTE, result)
         else:
-            annotate(out, common)
+            annotate(out, result)
         return out
 
     def _general(
@@ -164,36 +164,42 @@ class Tracker(TorchFunctionMode):
         if not self.simulated:  # simulated values know it themselves
             self.borrowed[x.untyped_storage()._cdata] = x, source
 
-    def cast_all(self, values: tuple[Any, ...], to: Variance) -> tuple[Any, ...]:
+    def cast_all(self, values: Iterable[Any], to: Variance) -> tuple[Any, ...]:
         """Every tensor among the values, in lists and tuples too, cast to one type; lists without tensors stay."""
         return tuple(
-            self.cast(value, to)
-            if isinstance(value, Tensor)
-            else type(value)(self.cast_all(tuple(value), to))
-            if type(value) in (list, tuple) and next(tensors_of(value), None) is not None
-            else value
-            for value in values
+            [
+                self.cast(value, to)
+                if isinstance(value, Tensor)
+                else value
+                if not isinstance(value, (tuple, list)) or next(tensors_of(value), None) is None
+                else list(self.cast_all(value, to))
+                if isinstance(value, list)
+                else self.cast_all(value, to)
+                for value in values
+            ]
         )
 
     def cast(self, x: Tensor, to: Variance) -> Tensor:
         """``x`` as a value of type ``to``; made once per body, shared by all uses."""
+        if getattr(x, ATTRIBUTE, None) is to or not torch.is_grad_enabled():
+            return x
+        if not (x.requires_grad or _transforms_active()):
+            return x
+        known = self.casts.get(id(x))
+        if known is None or known[0] is not x or known[1] != x._version:
+            known = self.casts[id(x)] = (x, x._version, {})
+        found = known[2].get(to)
+        if found is None:
+            found = known[2][to] = self._cast(x, to)
+        return found
+
+    def _cast(self, x: Tensor, to: Variance) -> Tensor:
         variance = get_variance(x)
         if to.unreduced:
             to = beside_pending(variance, to)
         if variance is to or not (x.is_floating_point() or x.is_complex()):
             return x
-        if not torch.is_grad_enabled() or not (x.requires_grad or _transforms_active()):
-            return x
-        known = self.casts.get(id(x))
-        if known is not None and known[0] is x and known[1] == x._version:
-            found = known[2].get(to)
-            if found is not None:
-                return found
-        else:
-            known = self.casts[id(x)] = (x, x._version, {})
-        result = convert(x, variance, to, self.body)
-        known[2][to] = result
-        return result
+        return convert(x, variance, to, self.body)
 
     def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], variance: Variance) -> Any:
         """Draw from one stream per coordinate over the axes the value varies over, on every transport alike."""
@@ -250,6 +256,31 @@ def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
         return out
 
     return run
+
+
+def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
+    """The type of a result of the tensors among the values, in lists and tuples too, and whether all have that type.
+
+    None without tensors.
+    """
+    result: Variance | None = None
+    alike = True
+    for value in values:
+        if isinstance(value, Tensor):
+            variance = getattr(value, ATTRIBUTE, None) or inherited(value)
+        elif isinstance(value, (tuple, list)):
+            found, same = _joined(value)
+            if found is None:
+                continue
+            variance, alike = found, alike and same
+        else:
+            continue
+        if result is None:
+            result = variance
+        elif variance is not result:
+            result = join(result, variance)
+            alike = False
+    return result, alike
 
 
 def convert(x: Tensor, variance: Variance, to: Variance, body: Body) -> Tensor:

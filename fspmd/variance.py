@@ -26,6 +26,8 @@ ATTRIBUTE: Final = "_fspmd_variance"
 OUTPUT_TYPES: Final = "_fspmd_output_types"  # on the graph node of a custom autograd.Function: types by output
 BORROWED: Final = "_fspmd_borrowed"  # set on what pcast returns, which aliases its argument
 _EMPTY: Final[frozenset[str]] = frozenset()
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrap = torch._C._functorch.get_unwrapped
 
 
 class Variance:
@@ -87,22 +89,20 @@ def variance_of_spec(partition: P) -> Variance:
 
 def get_variance(x: Tensor) -> Variance:
     """The type a tensor carries; one wrapped by a ``torch.func`` transform has the type of what it wraps."""
-    found: Variance | None = getattr(x, ATTRIBUTE, None)
-    if found is None:
-        while torch._C._functorch.is_functorch_wrapped_tensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
-            found = getattr(x, ATTRIBUTE, None)
-            if found is not None:
-                break
-        if found is None:
-            return _saved_output(x)
-    return found
+    return getattr(x, ATTRIBUTE, None) or inherited(x)
 
 
-def _saved_output(x: Tensor) -> Variance:
-    """The output of a custom Function, saved for its backward, comes back as a new tensor of the same graph node."""
-    types = getattr(x.grad_fn, OUTPUT_TYPES, None) if x.requires_grad else None
-    return INVARIANT if types is None else types.get(x.output_nr, INVARIANT)
+def inherited(x: Tensor) -> Variance:
+    """The type of a tensor that carries none itself."""
+    while _wrapped(x):
+        x = _unwrap(x)
+        found: Variance | None = getattr(x, ATTRIBUTE, None)
+        if found is not None:
+            return found
+    # the output of a custom Function, saved for its backward, comes back as a new tensor of the same graph node
+    if x.requires_grad and (types := getattr(x.grad_fn, OUTPUT_TYPES, None)) is not None:
+        return types.get(x.output_nr, INVARIANT)  # type: ignore[no-any-return]
+    return INVARIANT
 
 
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
@@ -111,8 +111,8 @@ def set_variance(x: Tensor, variance: Variance) -> Tensor:
         return x
     setattr(x, ATTRIBUTE, variance)
     inner = x
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        inner = torch._C._functorch.get_unwrapped(inner)
+    while _wrapped(inner):
+        inner = _unwrap(inner)
         setattr(inner, ATTRIBUTE, variance)
     return x
 
