@@ -33,17 +33,17 @@ PAIRS: Final[dict[str, Pair]] = {
     row[0]: Pair(*row)
     for row in (
         ("psum", "V", "I", "reduce", "invariant_to_varying", "[A] [B] => A+B"),
-        ("invariant_to_varying", "I", "V", "alias", "psum", "A => [A] [A]"),
+        ("invariant_to_varying", "I", "V", "apart", "psum", "A => [A] [A]"),
         ("psum_unreduced", "U", "I", "reduce", "invariant_to_reduced", "[+A] [+B] => A+B"),
         ("invariant_to_reduced", "I", "R", "alias", "psum_unreduced", "A => A"),
         ("psum_to_reduced", "U", "R", "reduce", "psum_to_reduced", "[+A] [+B] => A+B"),
-        ("reduced_to_varying", "R", "V", "alias", "varying_to_unreduced", "A => [A] [A]"),
+        ("reduced_to_varying", "R", "V", "apart", "varying_to_unreduced", "A => [A] [A]"),
         ("varying_to_unreduced", "V", "U", "alias", "reduced_to_varying", "[A] [B] => [+A] [+B]"),
         ("all_gather", "V", "V", "gather", "psum_scatter", "[A] [B] => [A,B] [A,B]"),
         ("psum_scatter", "V", "V", "reduce_scatter", "all_gather", "[A0,A1] [B0,B1] => [A0+B0] [A1+B1]"),
-        ("all_gather_invariant", "V", "I", "gather", "slice", "[A] [B] => A,B"),
+        ("all_gather_invariant", "V", "I", "gather_once", "slice", "[A] [B] => A,B"),
         ("slice", "I", "V", "slice", "all_gather_invariant", "A,B => [A] [B]"),
-        ("all_gather_reduced", "V", "R", "gather", "psum_scatter_unreduced", "[A] [B] => A,B"),
+        ("all_gather_reduced", "V", "R", "gather_once", "psum_scatter_unreduced", "[A] [B] => A,B"),
         (
             "psum_scatter_unreduced",
             "U",

@@ -69,7 +69,9 @@ def frames_in_body(mesh: Any, specs: Any, f: Callable[..., Any], *args: Tensor) 
         (lambda a, b, w: psum(a, "x") + w, ()),
         (lambda a, b, w: pmax(psum(a.sum() * b, "y"), "x"), ()),
         (lambda a, b, w: fspmd.all_gather(a.sum() * b, "y", to="invarying"), ("x",)),
-        (lambda a, b, w: fspmd.all_gather(a, "x", tiled=True), ()),  # varying, and yet held once
+        (lambda a, b, w: fspmd.all_gather(a, "x", tiled=True), ("x",)),  # varying: each rank may write into its own
+        (lambda a, b, w: pcast(w, "y", to="varying").clone(), ("y",)),
+        (lambda a, b, w: fspmd.pbroadcast(a, "x", 1), ("x",)),
         (lambda a, b, w: axis_index("x") + axis_index("y"), ("x", "y")),
         (lambda a, b, w: axis_index(("y", "x")), ("x", "y")),
         (lambda a, b, w: torch.zeros(3), ()),
@@ -80,6 +82,31 @@ def frames_in_body(mesh: Any, specs: Any, f: Callable[..., Any], *args: Tensor) 
 def test_a_value_is_held_once_per_coordinate_of_the_axes_it_differs_over(f: Any, axes: tuple[str, ...]) -> None:
     a, b, w = torch.arange(4.0), torch.arange(6.0), torch.ones(2)
     assert frames_in_body(GRID, (P("x"), P("y"), P()), f, a, b, w) == axes
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("own", "before"),
+    [
+        (lambda x: fspmd.all_gather(x, "x", tiled=True), [1, 2, 3, 4]),
+        (lambda x: fspmd.all_gather(x, "x", tiled=True).clone(), [1, 2, 3, 4]),
+        (lambda x: pcast(torch.zeros(4, dtype=F64), "x", to="varying").clone(), [0, 0, 0, 0]),
+        (lambda x: fspmd.pbroadcast(x, "x", 1).repeat(2), [3, 4, 3, 4]),
+    ],
+)
+def test_each_rank_may_write_into_its_own_copy(own: Callable[..., Any], before: list[int], check_vma: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        z = own(x)
+        view = z[:2]
+        view += x
+        return z.mul_(axis_index("x") + 1)
+
+    mesh = fspmd.make_mesh((2,), ("x",))
+    out = run(body, torch.arange(1, 5, dtype=F64), mesh=mesh, specs=(P("x"),), check_vma=check_vma)
+    start = torch.tensor(before, dtype=F64)
+    for rank, (block, x) in enumerate(zip(shards(out, frame(mesh, ("x",))), ([1, 2], [3, 4]), strict=True)):
+        expected = (start + torch.tensor([*x, 0, 0])) * (rank + 1)
+        torch.testing.assert_close(block, expected, rtol=0, atol=0)
 
 
 def test_values_on_three_axes_meet_coordinate_by_coordinate() -> None:

@@ -53,8 +53,11 @@ def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
     if to not in targets:
         raise ArgumentError(f"pcast got to={to!r}; expected one of {quoted(targets)}{_NOT_CASTS.get(to, '')}")
     leaves, treedef = tensor_leaves(x, "pcast")
-    if not axes or not body.checked:
+    if not axes:
         return x
+    if not body.checked:  # no types, but from here on each rank has a copy of its own
+        own = call("apart", body.mesh, axes)
+        return optree.tree_unflatten(treedef, [apply(leaf, own) for leaf in leaves]) if to == "varying" else x
     results: list[Any] = list(leaves)
 
     def build(i: int, leaf: Tensor) -> None:
@@ -79,8 +82,6 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
         raise VarianceError(f"pcast of {show(x)} over {axis} to {to!r}: {mend}")
     with torch._C.DisableTorchFunction():
         y = apply(x, call(row[0], body.mesh, axes))
-        if letter == "I":
-            y = apply(y, call("apart", body.mesh, axes))
     state.tracker.borrow(y, variance)
     return set_variance(y, variance.moved(axes, row[1]))
 

@@ -73,6 +73,10 @@ class Transport:
         """``[A] [B] [C] => [A, B, C]`` on every rank, joined along ``dim``."""
         raise NotImplementedError
 
+    def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A] [B] [C] => A, B, C``: the same, of a type that tells that all ranks have it."""
+        return self.gather(x, mesh, axes, o)
+
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A0, A1] [B0, B1] => [A0+B0] [A1+B1]`` along ``dim``."""
         raise NotImplementedError
@@ -136,7 +140,7 @@ class Transport:
 
     def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """The same value with a copy for each rank, where the transport would hold it once."""
-        return Pending(x)
+        return self.alias(x, mesh, axes, o)
 
     def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``factor * x``: each rank's part of the cotangent of an unchecked output."""

@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Layout, Options, Pending, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
-from fspmd.transport.frame import UNEVEN, Frame, frame, groups, spread, union
+from fspmd.transport.frame import Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
 
 Table = tuple[tuple[int, ...], ...]
@@ -41,6 +41,11 @@ class SimulationTransport(Transport):
 
     @moves_bits
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        return _one_per_rank([torch.cat([shards[i] for i in group], o.dim) for group in table], held, table)
+
+    @moves_bits
+    def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, rest, shards, table = _groups(x, mesh, axes, o)
         wholes = [torch.cat([shards[i] for i in group], o.dim) for group in table]
         return _one_per_group(wholes, held, rest, table, o)
@@ -61,7 +66,7 @@ class SimulationTransport(Transport):
         return Pending(LocalTensor(pieces, held))
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
-        whole = self.gather(x.unsqueeze(0), mesh, axes, Options()).wait()
+        whole = self.gather_once(x.unsqueeze(0), mesh, axes, Options()).wait()  # into one tensor, or one per rank
         return Pending(out.copy_(whole.view(out.shape)))
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
@@ -113,8 +118,8 @@ class SimulationTransport(Transport):
         return Pending(LocalTensor(filled, held))
 
     def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        held, rest, shards, table = _groups(x, mesh, axes, o)
-        return _one_per_group([shards[group[o.root]].clone() for group in table], held, rest, table, o)
+        held, _, shards, table = _groups(x, mesh, axes, o)
+        return _one_per_rank([shards[group[o.root]].clone() for group in table], held, table)
 
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
@@ -135,12 +140,13 @@ class SimulationTransport(Transport):
         return list(zip(*columns, strict=True))
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        if type(x) is LocalTensor:
-            return Pending(LocalTensor(x.shards, x.frame, x.borrowed))
-        return Pending(expand(x, frame(mesh, axes)) if mesh in UNEVEN and axes else x.view_as(x))
+        return Pending(LocalTensor(x.shards, x.frame, x.borrowed) if type(x) is LocalTensor else x.view_as(x))
 
     def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(expand(x, frame(mesh, axes)))
+        if not axes:
+            return self.alias(x, mesh, axes, o)
+        wide = expand(x, frame(mesh, axes))
+        return Pending(LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide)
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         if type(x) is not LocalTensor:
@@ -192,13 +198,16 @@ def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
 
 def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Pending:
     """A value equal within each group: held once per group, unless the groups are parts of an axis."""
-    if o.index_groups is None:
-        return Pending(local_tensor(results, rest))
-    spread: list[Tensor] = [results[0]] * held.volume
+    return _one_per_rank(results, held, table) if o.index_groups else Pending(local_tensor(results, rest))
+
+
+def _one_per_rank(results: list[Tensor], held: Frame, table: Table) -> Pending:
+    """A value equal within each group, with a copy for each rank, which each may write into."""
+    copies: list[Tensor] = [results[0]] * held.volume
     for group, result in zip(table, results, strict=True):
         for place, i in enumerate(group):
-            spread[i] = result if place == 0 else result.clone()
-    return Pending(LocalTensor(spread, held))
+            copies[i] = result if place == 0 else result.clone()
+    return Pending(LocalTensor(copies, held))
 
 
 def _split(x: Tensor, dim: int, sizes: tuple[int, ...] | None, n: int) -> tuple[Tensor, ...]:
