@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -176,29 +175,31 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
         sums = "psum_varying" if index_groups is not None or not body.checked else "psum"
         find = call("psum_varying", body.mesh, axes, o)
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
-        if leaf.requires_grad or torch._C._are_functorch_transforms_active():
-            count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
-            return Step(None, after, after=functools.partial(_extremum_of, find, count))
-        return elementwise_step(find, after, leaf)
+        count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
+        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+            return Step(None, after, after=lambda x: _Extremum.apply(x, find, count))
+        x = leaves[i]
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return elementwise_step(find, after, x)
+        leaves[i] = x.detach()
+        return then(elementwise_step(find, after, leaves[i]), lambda found: _Extremum.apply(x, [found], count))
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
 
-def _extremum_of(find: Call, count: Call, x: Tensor) -> Tensor:
-    result: Tensor = _Extremum.apply(x, find, count)
-    return result
-
-
 class _Extremum(torch.autograd.Function):
-    """``find`` the extremum; the gradient is shared by the elements that attain it, ``count`` of them."""
+    """``find`` the extremum, or what was found; the gradient is shared by the ``count`` elements that attain it."""
 
     @staticmethod
-    def forward(x: Tensor, find: Call, count: Call) -> Tensor:
-        return find.run(x)
+    def forward(x: Tensor, find: Call | list[Tensor], count: Call) -> Tensor:
+        if isinstance(find, Call):
+            return find.run(x)
+        (found,) = find
+        return found.clone() if found._is_view() else found  # torch forbids writes into a view that a Function returns
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Call, Call], output: Tensor) -> None:
-        x, ctx.find, ctx.count = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any, Call], output: Tensor) -> None:
+        x, _, ctx.count = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 

@@ -6,6 +6,7 @@ in *row form* (``[rows, K]``, one row per rank of the group or one row in all) a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -164,10 +165,12 @@ def _start_packed(
     chosen = [(i, step.rows) for i in members if (step := steps[i]) is not None and step.rows is not None]
     parts = [rows.into(leaves[i]) for i, rows in chosen]
     landed = _begin(torch.cat(parts, 1), chosen[0][1].call, wait)
-    widths = [part.shape[1] for part in parts]
+    ends = list(itertools.accumulate(part.shape[1] for part in parts))
 
     def complete() -> None:
-        for (i, rows), part in zip(chosen, landed().split(widths, 1), strict=True):
-            results[i] = rows.back(part)
+        whole = landed()
+        for (i, rows), part, end in zip(chosen, parts, ends, strict=True):
+            width = part.shape[1]
+            results[i] = rows.back(whole.narrow(1, end - width, width))  # not split, whose results torch protects
 
     return complete
