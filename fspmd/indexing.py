@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fspmd.op_kinds import OPS, learn
 from fspmd.transport.frame import UNEVEN
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
 from fspmd.uneven import call_uneven, call_with_numbers, numbers_frame, numbers_to_tensors, rank_number
 from fspmd.variance import get_variance
 
@@ -109,6 +109,18 @@ def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
     return None
 
 
+def _agreed(x: Any, asking: str) -> Any:
+    """The one value that all ranks have, such as after a psum, in lists too: Python may ask for that."""
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)([_agreed(one, asking) for one in x])
+    if type(x) is not LocalTensor:
+        return x
+    first, *others = x.shards
+    if not all(torch.equal(first, other) for other in others):
+        refuse_python_value(x, asking)
+    return first
+
+
 class IndexMode(TorchFunctionMode):
     """In an unchecked simulated body, where no tracker sees the torch calls."""
 
@@ -116,10 +128,12 @@ class IndexMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in INDEXING:
             return index_by_tensor(func, args, kwargs)
+        op = OPS.get(func) or learn(func)
+        if op.python_value is not None and op.python_value(*args, **kwargs):
+            args = tuple(_agreed(arg, op.shown) for arg in args)
         if not UNEVEN:
             return func(*args, **kwargs)
         held = numbers_frame((*args, *kwargs.values()))
-        op = OPS.get(func) or learn(func)
         if held is not None:
             if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
                 return call_with_numbers(func, args, kwargs, held)

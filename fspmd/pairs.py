@@ -32,11 +32,11 @@ class Pair:
 PAIRS: Final[dict[str, Pair]] = {
     row[0]: Pair(*row)
     for row in (
-        ("psum", "V", "I", "reduce", "invariant_to_varying", "[A] [B] => A+B"),
+        ("psum", "V", "I", "reduce_once", "invariant_to_varying", "[A] [B] => A+B"),
         ("invariant_to_varying", "I", "V", "apart", "psum", "A => [A] [A]"),
-        ("psum_unreduced", "U", "I", "reduce", "invariant_to_reduced", "[+A] [+B] => A+B"),
+        ("psum_unreduced", "U", "I", "reduce_once", "invariant_to_reduced", "[+A] [+B] => A+B"),
         ("invariant_to_reduced", "I", "R", "alias", "psum_unreduced", "A => A"),
-        ("psum_to_reduced", "U", "R", "reduce", "psum_to_reduced", "[+A] [+B] => A+B"),
+        ("psum_to_reduced", "U", "R", "reduce_once", "psum_to_reduced", "[+A] [+B] => A+B"),
         ("reduced_to_varying", "R", "V", "apart", "varying_to_unreduced", "A => [A] [A]"),
         ("varying_to_unreduced", "V", "U", "alias", "reduced_to_varying", "[A] [B] => [+A] [+B]"),
         ("all_gather", "V", "V", "gather", "psum_scatter", "[A] [B] => [A,B] [A,B]"),

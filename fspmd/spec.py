@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fspmd.errors import ShapeError, SpecError
+from fspmd.errors import MeshError, ShapeError, SpecError
 from fspmd.mesh import Mesh
 from fspmd.messages import counted, described, quoted
 
@@ -167,10 +167,11 @@ class TensorSpec:
     even: bool  # every rank holds a block of the same shape
 
     def __new__(cls, mesh: Mesh, partition: P, shape: Iterable[int], dtype: torch.dtype) -> TensorSpec:
-        shape = tuple(shape)
+        shape = tuple(shape) if isinstance(shape, Iterable) else shape
         key = (mesh, partition, shape, dtype)
         found = _SPECS.get(key)
         if found is None:
+            _check_parts(mesh, shape, dtype)
             normal = normalise(partition, mesh, shape)
             if normal is not partition:
                 found = TensorSpec(mesh, normal, shape, dtype)
@@ -214,6 +215,11 @@ class TensorSpec:
                 f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {self.mesh!r} has "
                 f"{len(self.mesh.axis_names)}; give one index per axis, as mesh.coordinate() does"
             )
+        if not all(0 <= i < n for i, n in zip(coordinate, self.mesh.shape.values(), strict=True)):
+            raise ShapeError(
+                f"the coordinate {coordinate} lies outside {self.mesh!r}; give each axis an index from 0 to its size "
+                "less 1, as mesh.coordinate() does"
+            )
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:
             index = 0
@@ -227,6 +233,16 @@ class TensorSpec:
 
 
 _SPECS: Final[WeakValueDictionary[Any, TensorSpec]] = WeakValueDictionary()
+
+
+def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
+    call = "TensorSpec(mesh, P('x'), (8, 4), torch.float32)"
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"TensorSpec got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
+    if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ShapeError(f"TensorSpec got {described(shape)} for shape; give it the global shape: {call}")
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"TensorSpec got {described(dtype)} for dtype; give it one of torch: {call}")
 
 
 def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -185,6 +185,10 @@ class Grid:
                 group.append(tuple(at[a] for a in self.names))
             yield group
 
+    def lengths(self, size: int, axes: Axes) -> list[int]:
+        """Of the blocks of a dim cut over the axes, in the order of the tuple."""
+        return [length for _, length in block_bounds(size, [self.sizes[a] for a in axes])]
+
     def index(self, axes: Axes, at: Where) -> int:
         return next(group.index(at) for group in self.groups(axes) if at in group)
 
@@ -215,8 +219,7 @@ def _sum(blocks: list[Tensor]) -> Tensor:
     return torch.stack(blocks).sum(0)
 
 
-def _scatter(blocks: list[Tensor], dim: int, size: int) -> list[Tensor]:
-    lengths = chunk_sizes(size, len(blocks))
+def _scatter(blocks: list[Tensor], dim: int, lengths: list[int]) -> list[Tensor]:
     return list(_sum(blocks).split(lengths, dim))
 
 
@@ -300,6 +303,8 @@ def step_on_lists(step: Step, values: list[Values], grid: Grid) -> Values:
         return {at: LOCAL[step.name](*(v[at] for v in operands), *step.params) for at in grid.places}
     axes, _, *params = step.params
     (x,) = operands
+    if step.name in ("psum_scatter", "psum_scatter_uneven"):
+        params[1] = grid.lengths(params[1], axes)
     out: Values = {}
     for group in grid.groups(axes):
         out.update(zip(group, ON_LISTS[step.name]([x[at] for at in group], *params), strict=True))

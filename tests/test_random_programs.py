@@ -26,7 +26,6 @@ from programs import (
     Values,
     block_of,
     body_of,
-    chunk_sizes,
     interpret,
     step_on_lists,
 )
@@ -170,7 +169,8 @@ class Builder:
                 else []
             )
         if name == "all_gather_uneven":
-            return [(to, d, size) for to in ("varying", "invarying") for d in dims if (size := _joined(groups, d)) >= 0]
+            joined = [(d, _joined(groups, d, self.grid, axes)) for d in dims]
+            return [(to, d, size) for to in ("varying", "invarying") for d, size in joined if size >= 0]
         if name in ("psum_scatter", "psum_scatter_uneven"):
             sizes = {d: {shape[d] for shapes in groups for shape in shapes} for d in dims}
             found = [(d, next(iter(s))) for d, s in sizes.items() if len(s) == 1]
@@ -222,13 +222,13 @@ def _params(name: str) -> list[tuple[int, ...]]:
     return [(0,), (1,)] if name in ("sum", "sum_keepdim", "mean") else [()]
 
 
-def _joined(groups: list[list[Shape]], dim: int) -> int:
+def _joined(groups: list[list[Shape]], dim: int, grid: Grid, axes: Axes) -> int:
     """The size of a dim whose blocks are as torch.chunk cuts it, in every group alike; else -1."""
     sizes = set()
     for shapes in groups:
         lengths = [shape[dim] for shape in shapes]
         rest = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-        if len(rest) > 1 or lengths != chunk_sizes(sum(lengths), len(lengths)):
+        if len(rest) > 1 or lengths != grid.lengths(sum(lengths), axes):
             return -1
         sizes.add(sum(lengths))
     return sizes.pop() if len(sizes) == 1 else -1

@@ -178,13 +178,13 @@ def test_typeof_prints_dtype_shape_and_axes() -> None:
 def reductions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The axes of every all-reduce, in order."""
     seen: list[tuple[str, ...]] = []
-    original = SimulationTransport.reduce
+    original = SimulationTransport.reduce_once
 
     def counted(self: Any, x: Tensor, mesh: Any, axes: tuple[str, ...], o: Any) -> Any:
         seen.append(axes)
         return original(self, x, mesh, axes, o)
 
-    monkeypatch.setattr(SimulationTransport, "reduce", counted)
+    monkeypatch.setattr(SimulationTransport, "reduce_once", counted)
     return seen
 
 

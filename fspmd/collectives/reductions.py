@@ -173,7 +173,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
         after = variance.moved(axes, "V" if index_groups else "I") if body.checked else INVARIANT
         o = Options(op=op, index_groups=index_groups)
         sums = "psum_varying" if index_groups is not None or not body.checked else "psum"
-        find = call("psum_varying", body.mesh, axes, o)
+        find = call(sums, body.mesh, axes, o)
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:

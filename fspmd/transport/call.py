@@ -69,12 +69,16 @@ class Transport:
         """``[A] [B] [C] => [A+B+C]`` on every rank (or max, min)."""
         raise NotImplementedError
 
+    def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """The same, of a type that tells that all ranks have it: a simulation holds it once."""
+        return self.reduce(x, mesh, axes, o)
+
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A] [B] [C] => [A, B, C]`` on every rank, joined along ``dim``."""
         raise NotImplementedError
 
     def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``[A] [B] [C] => A, B, C``: the same, of a type that tells that all ranks have it."""
+        """The same, of a type that tells that all ranks have it: a simulation holds it once."""
         return self.gather(x, mesh, axes, o)
 
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -148,7 +152,7 @@ class Transport:
 
     def mean(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``factor`` times the sum over ranks; the transpose of `scale`."""
-        return Pending(self.reduce(x, mesh, axes, o).wait() * o.factor)
+        return Pending(self.reduce_once(x, mesh, axes, o).wait() * o.factor)
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """The first rank's value, taken to be everybody's: an unchecked output."""

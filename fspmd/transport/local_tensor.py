@@ -103,7 +103,7 @@ class LocalTensor(Tensor):
         return "\n".join(lines)
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec else _refuse_python_value(self, "a format such as f'{x:.3f}'")
+        return repr(self) if not spec else refuse_python_value(self, "a format such as f'{x:.3f}'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) in memo:
@@ -129,22 +129,22 @@ class LocalTensor(Tensor):
         )
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_python_value(self, "x.__dlpack__()")
+        refuse_python_value(self, "x.__dlpack__()")
 
     def tolist(self) -> NoReturn:
-        _refuse_python_value(self, "x.tolist()")
+        refuse_python_value(self, "x.tolist()")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        _refuse_python_value(self, "x.numpy()")
+        refuse_python_value(self, "x.numpy()")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_python_value(self, "numpy")
+        refuse_python_value(self, "numpy")
 
 
 _DATA: Any = Tensor.data
 
 
-def _refuse_python_value(x: LocalTensor, call: str) -> NoReturn:
+def refuse_python_value(x: LocalTensor, call: str) -> NoReturn:
     raise VarianceError(one_python_value(call, _shown(x), x.frame.axes))
 
 
@@ -318,7 +318,7 @@ def _apply_in_parts(
 
 def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:
     if asks == "value":
-        _refuse_python_value(x, "a branch, or a Python number such as x.item(),")
+        refuse_python_value(x, "a branch, or a Python number such as x.item(),")
     if x.uneven:
         raise ShapeError(
             f"this torch function needs the sizes of its operand as plain numbers, but a block of shape "

@@ -122,6 +122,8 @@ class ProcessGroupTransport(Transport):
         works = (group.pg.allreduce([out], _ALLREDUCE[o.op]),) if out.numel() else ()
         return Pending(out, works, back)
 
+    reduce_once = reduce
+
     @moves_bits
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
@@ -145,6 +147,8 @@ class ProcessGroupTransport(Transport):
             return _unstack(stacked, dim, sizes)
 
         return Pending(out, (work,), arrange)
+
+    gather_once = gather
 
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)

@@ -23,6 +23,13 @@ class SimulationTransport(Transport):
     """All ranks in this process."""
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        total = self.reduce_once(x, mesh, axes, o).wait()
+        if o.index_groups is not None:
+            return Pending(total)
+        held, _, shards, table = _groups(total, mesh, axes, o)
+        return _one_per_rank([shards[group[0]] for group in table], held, table)
+
+    def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, rest, shards, table = _groups(x, mesh, axes, o)
         fn = _REDUCE[o.op]
         totals = []
@@ -36,7 +43,7 @@ class SimulationTransport(Transport):
                 totals.append(total)
         except NotImplementedError:
             wide, back = _carried(x, o.op)
-            return Pending(self.reduce(wide, mesh, axes, o), (), lambda pending: back(pending.wait()))
+            return Pending(back(self.reduce_once(wide, mesh, axes, o).wait()))
         return _one_per_group(totals, held, rest, table, o)
 
     @moves_bits
@@ -147,6 +154,9 @@ class SimulationTransport(Transport):
             return self.alias(x, mesh, axes, o)
         wide = expand(x, frame(mesh, axes))
         return Pending(LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide)
+
+    def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(expand(x * o.factor, frame(mesh, axes)))
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         if type(x) is not LocalTensor:

@@ -31,9 +31,9 @@ def if_statement(m: Setting) -> None:
 
 @mistake(VarianceError, checked=(False,), transports=SIMULATED)
 def if_statement_unchecked(m: Setting) -> None:
-    """a branch, or a Python number such as x.item(), needs one Python value for all ranks, but bool[] varies over \
-    'x'; make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, \
-    rank by rank
+    """a branch (if, while, and, or, not, assert) needs one Python value for all ranks, but bool[] varies over 'x'; \
+    make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, rank \
+    by rank
     """
     if_statement(m)
 
@@ -68,9 +68,9 @@ def if_on_the_rank(m: Setting) -> None:
 
 @mistake(VarianceError, checked=(False,), transports=SIMULATED)
 def if_on_the_rank_unchecked(m: Setting) -> None:
-    """a branch, or a Python number such as x.item(), needs one Python value for all ranks, but bool[] varies over \
-    'x'; make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, \
-    rank by rank
+    """a branch (if, while, and, or, not, assert) needs one Python value for all ranks, but bool[] varies over 'x'; \
+    make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, rank \
+    by rank
     """
     if_on_the_rank(m)
 
@@ -159,9 +159,8 @@ def item(m: Setting) -> None:
 
 @mistake(VarianceError, checked=(False,), transports=SIMULATED)
 def item_unchecked(m: Setting) -> None:
-    """a branch, or a Python number such as x.item(), needs one Python value for all ranks, but f32[] varies over \
-    'x'; make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, \
-    rank by rank
+    """x.item() needs one Python value for all ranks, but f32[] varies over 'x'; make it equal first (psum, pmax, \
+    all_gather to='invarying'), choose with torch.where, or run it in rank_map, rank by rank
     """
     item(m)
 
