@@ -210,16 +210,7 @@ class TensorSpec:
         return tuple(offset)
 
     def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
-        if len(coordinate) != len(self.mesh.axis_names):
-            raise ShapeError(
-                f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {self.mesh!r} has "
-                f"{len(self.mesh.axis_names)}; give one index per axis, as mesh.coordinate() does"
-            )
-        if not all(0 <= i < n for i, n in zip(coordinate, self.mesh.shape.values(), strict=True)):
-            raise ShapeError(
-                f"the coordinate {coordinate} lies outside {self.mesh!r}; give each axis an index from 0 to its size "
-                "less 1, as mesh.coordinate() does"
-            )
+        _check_coordinate(coordinate, self.mesh)
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:
             index = 0
@@ -255,6 +246,22 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
     values = (("mesh", mesh), ("partition", partition), ("shape", shape), ("dtype", dtype))
     for slot, value in (*values, ("cuts", cuts), ("even", even)):
         object.__setattr__(spec, slot, value)
+
+
+def _check_coordinate(coordinate: Any, mesh: Mesh) -> None:
+    sizes = mesh.shape.values()
+    if not isinstance(coordinate, (tuple, list)):
+        raise ShapeError(f"a spec got {described(coordinate)} for a coordinate; give it what mesh.coordinate() gives")
+    if len(coordinate) != len(sizes):
+        raise ShapeError(
+            f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {mesh!r} has {len(sizes)}; "
+            "give one index per axis, as mesh.coordinate() does"
+        )
+    if not all(0 <= i < n for i, n in zip(coordinate, sizes, strict=True)):
+        raise ShapeError(
+            f"the coordinate {coordinate} lies outside {mesh!r}; give each axis an index from 0 to its size less 1, "
+            "as mesh.coordinate() does"
+        )
 
 
 def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:

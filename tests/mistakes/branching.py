@@ -22,11 +22,11 @@ def if_statement(m: Setting) -> None:
     """
 
     def f(x: Tensor) -> Tensor:
-        if x.sum() > 0:
+        if x.sum() > 60:
             return x
         return -x
 
-    m.map(f, P("x"), P("x"))(torch.ones(8, 4))
+    m.map(f, P("x"), P("x"))(torch.arange(32.0).view(8, 4))
 
 
 @mistake(VarianceError, checked=(False,), transports=SIMULATED)

@@ -190,6 +190,45 @@ def coordinate_of_a_wrong_length(m: Setting) -> None:
     TensorSpec(m.line, P("x"), (8,), torch.float32).local_shape((0, 1))
 
 
+@mistake(ShapeError, checked=(True,))
+def coordinate_outside_the_mesh(m: Setting) -> None:
+    """the coordinate (0, 2) lies outside mesh(x=2, y=2); give each axis an index from 0 to its size less 1, as \
+    mesh.coordinate() does
+    """
+    TensorSpec(m.grid, P(("x", "y")), (8,), torch.float32).offset((0, 2))
+
+
+@mistake(ShapeError, checked=(True,))
+def coordinate_that_is_a_number(m: Setting) -> None:
+    """a spec got the int 1 for a coordinate; give it what mesh.coordinate() gives"""
+    wrong: Any = 1
+    TensorSpec(m.line, P("x"), (8,), torch.float32).local_shape(wrong)
+
+
+@mistake(MeshError, checked=(True,))
+def spec_without_a_mesh(m: Setting) -> None:
+    """TensorSpec got None for mesh; make one: make_mesh((4,), ('x',))"""
+    wrong: Any = None
+    TensorSpec(wrong, P("x"), (8,), torch.float32)
+
+
+@mistake(ShapeError, checked=(True,))
+def spec_of_a_negative_size(m: Setting) -> None:
+    """TensorSpec got the tuple (-1, 4) for shape; give it the global shape: TensorSpec(mesh, P('x'), (8, 4), \
+    torch.float32)
+    """
+    TensorSpec(m.line, P("x"), (-1, 4), torch.float32)
+
+
+@mistake(SpecError, checked=(True,))
+def spec_of_a_named_dtype(m: Setting) -> None:
+    """TensorSpec got the string 'float32' for dtype; give it one of torch: TensorSpec(mesh, P('x'), (8, 4), \
+    torch.float32)
+    """
+    wrong: Any = "float32"
+    TensorSpec(m.line, P("x"), (8, 4), wrong)
+
+
 @mistake(ArgumentError)
 def put_inside_a_body(m: Setting) -> None:
     """device_put was called inside shard_map(<lambda>), whose values are this rank's blocks; call it outside, and \
