@@ -1,0 +1,101 @@
+"""Collectives with wait=False on four Gloo processes: one rank begins late, and the others are not held up.
+
+Rank 0 begins a collective only after the other ranks have told that they are past its start, and in backward only after
+they have computed the gradient of what stands between start and wait. Where something waited early, all would wait for
+each other until the time limit of the pool.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Processes
+from torch import Tensor
+
+import fspmd
+from fspmd import P, make_mesh, shard_map
+from fspmd.transport.process_group import gather_integers
+
+F64 = torch.float64
+LATE = datetime.timedelta(seconds=20)
+#: of a block of 8 rows
+STARTED: dict[str, Callable[[Tensor], Any]] = {
+    "psum": lambda x: fspmd.psum(x, "x", wait=False),
+    "psum of a tree": lambda x: fspmd.psum({"a": x, "b": [x.sin(), x.float()]}, "x", wait=False),
+    "pmean": lambda x: fspmd.pmean(x, "x", wait=False),
+    "all_gather": lambda x: fspmd.all_gather(x, "x", wait=False),
+    "all_gather of a tree": lambda x: fspmd.all_gather((x, x[0]), "x", tiled=False, wait=False),
+    "all_gather to invarying": lambda x: fspmd.all_gather(x, "x", axis=1, tiled=True, to="invarying", wait=False),
+    "psum_scatter": lambda x: fspmd.psum_scatter(x, "x", tiled=True, wait=False),
+    "psum_scatter, uneven": lambda x: fspmd.psum_scatter(x[:7], "x", tiled=True, size=7, wait=False),
+    "all_to_all": lambda x: fspmd.all_to_all(x, "x", 0, 1, tiled=True, wait=False),
+    "ppermute": lambda x: fspmd.ppermute(x, "x", [(0, 1), (1, 2), (2, 3), (3, 0)], wait=False),
+    "pshuffle": lambda x: fspmd.pshuffle(x, "x", [1, 2, 3, 0], wait=False),
+    "pswapaxes": lambda x: fspmd.pswapaxes(x[:4], "x", 0, wait=False),
+    "pbroadcast": lambda x: fspmd.pbroadcast(x, "x", 2, wait=False),
+    "pmax": lambda x: fspmd.pmax(x, "x", wait=False),
+    "pmin of a tree": lambda x: fspmd.pmin({"a": x, "b": x[:2]}, "x", wait=False),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    with Processes(4) as processes:
+        yield processes
+
+
+def total(tree: Any) -> Tensor:
+    leaves: list[Tensor] = optree.tree_leaves(tree)
+    return torch.stack([leaf.double().sum() for leaf in leaves]).sum()
+
+
+def begin_late(name: str, check_vma: bool) -> list[str]:
+    """What happened on this rank, in order, if it happened at all."""
+    mesh = make_mesh((4,), ("x",))
+    gather_integers([0], mesh)  # the connections are there
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    mark = f"{name} {check_vma}"
+    events = []
+
+    def tell(what: str) -> None:
+        events.append(what)
+        store.set(f"{mark} {what} {rank}", "")
+
+    def hear(what: str) -> None:
+        store.wait([f"{mark} {what} {other}" for other in (1, 2, 3)], LATE)
+        events.append(what)
+
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        if rank == 0:
+            hear("started")
+        handle = STARTED[name](x)
+        if rank:
+            tell("started")
+        between = y.sin()
+        if rank:
+            between.register_hook(lambda g: tell("between"))
+        landed = total(handle.wait())
+        if rank == 0 and not name.startswith(("pmax", "pmin")):  # whose gradient counts first, and needs that at once
+            landed.register_hook(lambda g: hear("between"))
+        return fspmd.psum(landed * between.sum(), "x")
+
+    x, y = (torch.linspace(0, 1, 64, dtype=F64).view(32, 2).requires_grad_() for _ in range(2))
+    mapped = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=check_vma)
+    fspmd.device_get(mapped(x, y)).backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    return events
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", STARTED)
+def test_nothing_waits_before_wait_forward_or_backward(pool: Processes, name: str, check_vma: bool) -> None:
+    first, *others = pool.run(begin_late, name, check_vma, seconds=30)
+    assert others == [["started", "between"]] * 3
+    assert first == ["started"] + ["between"] * (not name.startswith(("pmax", "pmin")))
