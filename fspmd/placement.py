@@ -107,14 +107,7 @@ def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
         return Sharded(redistribute(leaf.local, leaf.spec, target), target)
     spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     x = to_blocks(leaf.to(mesh.device) if leaf.device != mesh.device else leaf, spec)
-    return Sharded(own(x, leaf), spec)
-
-
-def own(block: Tensor, source: Tensor) -> Tensor:
-    """A block in memory of its own, not a view of the global tensor."""
-    if block.requires_grad:
-        return block if block is not source else block.view_as(block)
-    return block.clone()
+    return Sharded(x.clone(), spec)  # in memory of its own: an optimizer may write into the global tensor
 
 
 def device_get(tree: Any) -> Any:
@@ -127,11 +120,14 @@ def device_get(tree: Any) -> Any:
     """
     _check_outside("device_get")
     return optree.tree_map(
-        lambda x: from_blocks(x.local, x.spec) if isinstance(x, Sharded) else x,
-        tree,
-        is_leaf=is_sharded,
-        none_is_leaf=True,
+        lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, is_leaf=is_sharded, none_is_leaf=True
     )
+
+
+def _get(local: Tensor, spec: TensorSpec) -> Tensor:
+    whole = from_blocks(local, spec)
+    moved = spec.partition.axes | spec.partition.unreduced
+    return whole if any(spec.mesh.shape[axis] > 1 for axis in moved) else whole.clone()  # never a view of the block
 
 
 def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None) -> Sharded:
@@ -171,6 +167,7 @@ def from_callback(
     """A `Sharded` whose blocks are computed where they lie: ``fn(index)`` gives the block at a tuple of slices.
 
     Raises:
+        ArgumentError: of a block that requires grad.
         ShapeError: on all ranks alike, of a block with another shape or dtype than it should have.
 
     >>> from fspmd import make_mesh
@@ -215,7 +212,13 @@ def _coordinate(mesh: Mesh, axes: tuple[str, ...], at: tuple[int, ...]) -> tuple
 
 def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, at: tuple[int, ...]) -> Any:
     spans = zip(layout.offset(at), layout.local_shape(at), strict=True)
-    return fn(tuple(slice(start, start + length) for start, length in spans))
+    block = fn(tuple(slice(start, start + length) for start, length in spans))
+    if isinstance(block, Tensor) and block.requires_grad:
+        raise ArgumentError(
+            "from_callback: the callback returned a tensor that requires grad, but its blocks are data that no "
+            "gradient goes back through; return block.detach(), or use device_put, which is differentiable"
+        )
+    return block
 
 
 def _check_made(

@@ -173,7 +173,9 @@ def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
     return Sharded(local, spec)
 
 
-optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
+optree.register_pytree_node(
+    Sharded, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
+)
 torch.utils._pytree.register_pytree_node(  # so that torch.func transforms take trees of Sharded
     Sharded, lambda x: ([x.local], x.spec), lambda children, spec: _unflatten(spec, children)
 )

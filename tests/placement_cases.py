@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,20 +88,42 @@ def some_placements(count: int, seed: int = 0) -> list[Placement]:
     for i in range(count):
         mesh_shape, ranks = rng.choice(MESHES)
         shape = rng.choice(SHAPES)
-        axes = list(NAMES[: len(mesh_shape)])
-        rng.shuffle(axes)
-        entries: list[list[str]] = [[] for _ in shape]
-        unreduced: list[str] = []
-        reduced: list[str] = []
-        for axis in axes:
-            rng.choice([*entries, *entries, unreduced, reduced, []]).append(axis)
         dtype = rng.choice(DIFFERENTIABLE) if i % 2 else MOVED[i // 2 % len(MOVED)]
-        if dtype not in ADDED:
-            unreduced = []
+        entries, unreduced, reduced = cut(rng, len(mesh_shape), len(shape), dtype)
         source = rng.randrange(math.prod(mesh_shape))
-        cut = tuple(tuple(entry) for entry in entries)
-        found[Placement(mesh_shape, ranks, dtype, shape, cut, tuple(unreduced), tuple(reduced), source)] = None
+        found[Placement(mesh_shape, ranks, dtype, shape, entries, unreduced, reduced, source)] = None
     return list(found)
+
+
+Axes = tuple[str, ...]
+
+
+def cut(rng: random.Random, mesh_dims: int, dims: int, dtype: str) -> tuple[tuple[Axes, ...], Axes, Axes]:
+    """Entries, unreduced and reduced axes."""
+    axes = list(NAMES[:mesh_dims])
+    rng.shuffle(axes)
+    entries: list[list[str]] = [[] for _ in range(dims)]
+    unreduced: list[str] = []
+    reduced: list[str] = []
+    for axis in axes:
+        rng.choice([*entries, *entries, unreduced, reduced, []]).append(axis)
+    if dtype not in ADDED:
+        unreduced = []
+    return tuple(map(tuple, entries)), tuple(unreduced), tuple(reduced)
+
+
+def some_moves(count: int, seed: int = 0) -> list[tuple[Placement, Placement]]:
+    """Pairs of placements of one tensor on the same ranks."""
+    rng = random.Random(seed)
+    moves = []
+    for start in some_placements(count, seed):
+        ranks = set(start.mesh("simulation").ranks)
+        alike = [m for m in MESHES if set(m[1] or range(math.prod(m[0]))) == ranks]
+        mesh = (start.mesh_shape, start.ranks) if rng.random() < 0.7 else rng.choice(alike)
+        entries, unreduced, reduced = cut(rng, len(mesh[0]), len(start.shape), start.dtype)
+        end = replace(start, mesh_shape=mesh[0], ranks=mesh[1], entries=entries, unreduced=unreduced, reduced=reduced)
+        moves.append((start, end))
+    return moves
 
 
 #: what `run_placement` gives, in order: blocks put, put from a source, from a callback and from local ones, the global

@@ -184,6 +184,15 @@ def typeof_a_number(m: Setting) -> None:
     typeof(3)
 
 
+@mistake(ArgumentError, checked=(True,))
+def callback_that_is_differentiated(m: Setting) -> None:
+    """from_callback: the callback returned a tensor that requires grad, but its blocks are data that no gradient \
+    goes back through; return block.detach(), or use device_put, which is differentiable
+    """
+    w = torch.ones(8, 4, requires_grad=True)
+    from_callback((8, 4), P("x"), lambda index: w[index] * 2, mesh=m.line)
+
+
 @mistake(ShapeError, checked=(True,))
 def coordinate_of_a_wrong_length(m: Setting) -> None:
     """the coordinate (0, 1) has 2 entries, but mesh(x=4) has 1; give one index per axis, as mesh.coordinate() does"""
