@@ -26,6 +26,7 @@ from fspmd.collectives.operands import (
     varying_operand,
 )
 from fspmd.collectives.steps import Reshape, Rows, Step, run
+from fspmd.collectives.uneven_rows import exchange_rows
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
 from fspmd.transport import Options
@@ -123,7 +124,9 @@ def _options(
 
 def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squeeze: Any) -> Rows | None:
     if o.sizes is not None:
-        return None
+        assert o.concat_sizes is not None
+        dims = o.dim, o.concat_dim
+        return exchange_rows(body, x, axes, dims, o.sizes, o.concat_sizes) if body.transport.coalesces else None
     n = len(o.index_groups[0]) if o.index_groups else math.prod(body.sizes(axes))
     shape = list(x.shape)
     if squeeze is not None:

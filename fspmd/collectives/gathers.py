@@ -28,6 +28,7 @@ from fspmd.collectives.operands import (
     varying_operand,
 )
 from fspmd.collectives.steps import Rows, Step, run
+from fspmd.collectives.uneven_rows import gather_rows, scatter_rows
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import call
@@ -117,8 +118,10 @@ def _gather_step(
     after: Variance,
 ) -> Step:
     o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
-    rows = None
-    if lengths is None:
+    rows: Rows | None = None
+    if lengths is not None and body.transport.coalesces:
+        rows = gather_rows(body, x, axes, name, dim, lengths)
+    elif lengths is None:
         shape = tuple(x.shape)
 
         def back(gathered: Tensor) -> Tensor:
@@ -193,7 +196,11 @@ def psum_scatter(
             leaves[i] = as_varying(body, leaf, after)
         o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
         squeeze = None if tiled else (lambda y: y.squeeze(dim))
-        rows = None if lengths else _scatter_rows(body, leaf, axes, name, dim, tiled, count, index_groups)
+        rows: Rows | None = None
+        if lengths is None:
+            rows = _scatter_rows(body, leaf, axes, name, dim, tiled, count, index_groups)
+        elif body.transport.coalesces:
+            rows = scatter_rows(body, leaf, axes, name, dim, lengths)
         return Step(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
