@@ -1,0 +1,27 @@
+"""The programs of the README print what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from fspmd import FspmdError
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_programs_print_what_the_readme_shows() -> None:
+    scope: dict[str, Any] = {}
+    pairs = re.findall(r"```python\n(.*?)```\s+```\n(.*?)```", README, re.DOTALL)
+    assert len(pairs) == 3
+    assert len(pairs[0][0].strip().splitlines()) <= 15
+    for program, shown in pairs:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                exec(program, scope)
+            except FspmdError as error:
+                print(f"{type(error).__name__}: {error}")
+        assert printed.getvalue() == shown
