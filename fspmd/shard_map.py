@@ -69,7 +69,8 @@ def shard_map(
             which ``psum`` transposes to ``psum``, and no cost per op.
 
     Arguments are plain tensors (a global value known to every process) or `Sharded` (moved only if the spec
-    differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes.
+    differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes. A block is
+    a view of its argument where nothing moved: a write into it goes through, on each rank into its own block alone.
 
     Raises:
         SpecError, TreeError, MeshError, ArgumentError: before any communication, naming every leaf that fails.
