@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fspmd.pairs import Call, apply, call
 from fspmd.spec import P, TensorSpec, blocks, entry_axes
-from fspmd.transport import Options, transport_of
+from fspmd.transport import Options, carriers, transport_of
 
 
 def _dim_call(name: str, spec: TensorSpec, dim: int, axes: tuple[str, ...]) -> Call:
@@ -32,7 +32,7 @@ def _to_pending(x: Tensor, spec: TensorSpec) -> Tensor:
     if axes := _ordered(spec, spec.partition.unreduced):  # the first rank has the value, the others zero
         index = transport_of(spec.mesh).index(spec.mesh, axes)
         spread = apply(x, call("invariant_to_varying", spec.mesh, axes))
-        x = torch.where(index == 0, spread, torch.zeros((), dtype=x.dtype, device=x.device))
+        x = carriers.where(index == 0, spread, torch.zeros((), dtype=x.dtype, device=x.device))
     return x
 
 

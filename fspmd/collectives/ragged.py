@@ -17,7 +17,7 @@ from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described
 from fspmd.pairs import Call, apply, depart, land
-from fspmd.transport import Options
+from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
 from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
 from fspmd.transport.randomness import outside_transforms
@@ -96,7 +96,7 @@ def ragged_all_to_all(
 
     def finish() -> Tensor:
         with torch._C.DisableTorchFunction():
-            result = torch.where(mask, landed(), output)
+            result = carriers.where(mask, landed(), output)
             return set_variance(result, after) if body.checked else result
 
     return finish() if wait else Handle(finish)

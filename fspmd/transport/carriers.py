@@ -60,6 +60,14 @@ def check_adds(dtype: torch.dtype, what: str, op: str = "sum") -> None:
         )
 
 
+def where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """``torch.where`` of every dtype."""
+    words = _WORDS.get(x.dtype)
+    if words is None:
+        return torch.where(mask, x, other)
+    return torch.where(mask, x.view(words), other.view(words)).view(x.dtype)
+
+
 def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:
     """``x`` itself where every backend can reduce it, else a fresh contiguous carrier, and the way back."""
     dtype = x.dtype
