@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state
 from fspmd.modes import again
-from fspmd.tracking import Tracker
+from fspmd.tracking import Tracker, mode_for
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _installed = False
@@ -85,13 +85,13 @@ def _wrap_backward() -> None:
         if bodies is None:
             return original(self, *args)
         if bodies[1] is None:
-            with again(*bodies):
+            with again(bodies[0], mode_for(*bodies)):
                 return original(self, *args)
         types = getattr(self, OUTPUT_TYPES)
         for i, gradient in enumerate(args):
             if gradient is not None:
                 set_variance(gradient, types.get(i, INVARIANT).dual)
-        with again(*bodies):
+        with again(bodies[0], mode_for(*bodies)):
             return original(self, *args)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]

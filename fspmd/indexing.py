@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from fspmd.modes import BodyMode
 from fspmd.op_kinds import OPS, learn
 from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
@@ -121,7 +121,7 @@ def _agreed(x: Any, asking: str) -> Any:
     return first
 
 
-class IndexMode(TorchFunctionMode):
+class IndexMode(BodyMode):
     """In an unchecked simulated body, where no tracker sees the torch calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

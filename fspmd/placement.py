@@ -13,8 +13,9 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError
 from fspmd.exit import spec_of_blocks
 from fspmd.mesh import Mesh, current_mesh
-from fspmd.messages import Failure, described, refuse
+from fspmd.messages import described
 from fspmd.redistribute import from_blocks, redistribute, to_blocks
+from fspmd.scatter import check_leaves, scatter_from, sends_from
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
@@ -65,9 +66,7 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
     {'w': Sharded f32[4@x, 3] on mesh(x=2)}
     """
     mesh = _the_mesh(mesh, "device_put")
-    if src is not None:
-        from fspmd.scatter import scatter_from
-
+    if src is not None and sends_from(src, tree, mesh):
         return scatter_from(tree, specs, mesh, src)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
@@ -77,28 +76,6 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
         for leaf, partition in zip(leaves, partitions, strict=True)
     ]
     return treedef.unflatten(placed)
-
-
-def check_leaves(leaves: list[Any], partitions: list[Any], labels: list[str], mesh: Mesh, what: str) -> None:
-    """Every leaf a tensor, every spec fitting it; all failures in one message."""
-    failures = []
-    for leaf, partition, label in zip(leaves, partitions, labels, strict=True):
-        if leaf is None or partition is None:
-            continue
-        if not isinstance(leaf, (Tensor, Sharded)):
-            failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
-        elif wrong := complain(partition, mesh, leaf.ndim):
-            failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
-    if failures:
-        refuse(f"{what}: the tree does not fit its specs", failures)
-
-
-def _as_tensor(leaf: Any) -> str:
-    if isinstance(leaf, (int, float, complex)):
-        return f"write torch.tensor({leaf!r}), or give it None in specs to leave it as it is"
-    if type(leaf).__name__ == "ndarray":
-        return "write torch.from_numpy(array)"
-    return "give it None in specs to leave it as it is"
 
 
 def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:

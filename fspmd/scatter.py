@@ -11,11 +11,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, FspmdError, MeshError, TreeError
+from fspmd.errors import ArgumentError, FspmdError, MeshError, SpecError, TreeError
 from fspmd.mesh import Mesh
-from fspmd.placement import check_leaves, device_put
+from fspmd.messages import Failure, described, refuse
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.spec import TensorSpec
+from fspmd.spec import TensorSpec, complain
 from fspmd.transport import transport_of
 from fspmd.trees import broadcast_prefix, leaf_paths
 
@@ -69,26 +69,53 @@ class Route:
         )
 
 
+def check_leaves(leaves: list[Any], partitions: list[Any], labels: list[str], mesh: Mesh, what: str) -> None:
+    """Every leaf a tensor, every spec fitting it; all failures in one message."""
+    failures = []
+    for leaf, partition, label in zip(leaves, partitions, labels, strict=True):
+        if leaf is None or partition is None:
+            continue
+        if not isinstance(leaf, (Tensor, Sharded)):
+            failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
+        elif wrong := complain(partition, mesh, leaf.ndim):
+            failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
+    if failures:
+        refuse(f"{what}: the tree does not fit its specs", failures)
+
+
+def _as_tensor(leaf: Any) -> str:
+    if isinstance(leaf, (int, float, complex)):
+        return f"write torch.tensor({leaf!r}), or give it None in specs to leave it as it is"
+    if type(leaf).__name__ == "ndarray":
+        return "write torch.from_numpy(array)"
+    return "give it None in specs to leave it as it is"
+
+
+def sends_from(src: Any, tree: Any, mesh: Mesh) -> bool:
+    """Whether blocks must be sent from the global rank ``src``: in a simulation the tensors are cut.
+
+    Raises:
+        MeshError, ArgumentError: ``src`` is no rank of the mesh, or holds no tensors.
+    """
+    _position(mesh, src)
+    if mesh.transport == "simulation":
+        _check_held(tree, src)
+        return False
+    return True
+
+
 def scatter_from(tree: Any, specs: Any, mesh: Mesh, src: int) -> Any:
     """`device_put` of what the global rank ``src`` alone holds; the trees that other ranks pass are not looked at.
 
     The structure, shapes and dtypes are broadcast, then each rank is sent its own blocks: no rank but ``src`` ever
-    holds a whole tensor. Backward sends the blocks' gradients back to ``src``. In a simulation the tensors are cut.
+    holds a whole tensor. Backward sends the blocks' gradients back to ``src``.
 
     Raises:
-        MeshError: ``src`` is no rank of the mesh, or this process is none.
         SpecError, TreeError, ArgumentError: of the tree and specs that ``src`` passed, on all ranks alike.
     """
     position = _position(mesh, src)
-    if mesh.transport == "simulation":
-        _check_held(tree, src)
-        return device_put(tree, specs, mesh=mesh)
     here = mesh.coordinate()
-    if here is None:
-        raise MeshError(
-            f"device_put: this process is not a member of {mesh!r}; call it on members only: "
-            "if mesh.coordinate() is not None: ..."
-        )
+    assert here is not None  # device_put is for members
     place = _row_major(mesh, here)
     leaves: list[Any] = []
     message = b""

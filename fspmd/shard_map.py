@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError, AxisError
 from fspmd.indexing import IndexMode
 from fspmd.mesh import Mesh
 from fspmd.messages import described
-from fspmd.modes import lift_mode
+from fspmd.modes import BodyMode, lift_mode
 from fspmd.plan import Plan, make_plan
 from fspmd.sharded import Sharded
 from fspmd.tracking import Tracker
@@ -144,7 +144,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if names:
         function = _by_name(function, len(args) - len(names), names)
     state.body = body
-    mode: Tracker | IndexMode | None = None
+    mode: BodyMode | None = None
     if body.checked:
         state.tracker = mode = Tracker(body)
     elif plan.simulated and not plan.nested:  # else the enclosing body's mode goes on

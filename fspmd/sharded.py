@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
@@ -87,12 +87,7 @@ class Sharded:
             ArgumentError, VarianceError: no ``gradient``, and self is no scalar equal on all ranks.
             TreeError: a ``gradient`` of another shape, dtype or layout.
         """
-        from fspmd.autodiff.cotangents import cotangent_of, scalar_of
-
-        if gradient is None:
-            scalar_of(self, "backward()").backward()
-        else:
-            self.local.backward(cotangent_of(gradient, self, "backward()"))
+        above.backward(self, gradient)
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
@@ -112,6 +107,14 @@ class Sharded:
             if name.startswith("_") or not hasattr(Tensor, name):
                 raise AttributeError(f"a Sharded has no attribute {name!r}")
             _refuse(f".{name}", self, ShardedAttributeError)
+
+
+class _Above:
+    backward: Callable[[Sharded, Tensor | Sharded | None], None]
+
+
+#: what a Sharded can do that stands on floors above this one, each set where it is written
+above = _Above()
 
 
 class ShardedAttributeError(ArgumentError, AttributeError):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
-from fspmd.indexing import index_by_tensor
+from fspmd.indexing import IndexMode, index_by_tensor
+from fspmd.modes import BodyMode, again
 from fspmd.op_kinds import OPS, Op, learn
 from fspmd.pairs import apply, call
 from fspmd.transport.frame import UNEVEN, Frame, frame
@@ -41,8 +41,10 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _CASTS = (("I", "R", "invariant_to_reduced"), ("I", "V", "invariant_to_varying"), ("R", "V", "reduced_to_varying"))
 
 
-class Tracker(TorchFunctionMode):
-    """Sees the torch calls of one run of a body."""
+class Tracker(BodyMode):
+    """Types the values of one run of a checked body."""
+
+    types_values = True
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -240,13 +242,11 @@ class Tracker(TorchFunctionMode):
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
     """A hook that runs in the body again: its gradient typed, its axes bound."""
-    from fspmd.modes import again
-
     body, dual = state.body, get_variance(x).dual
 
     def run(gradient: Tensor) -> Any:
         set_variance(gradient, dual)
-        with again(body, typed_by):
+        with again(body, Tracker(typed_by)):
             out = hook(gradient)
         if isinstance(out, Tensor) and (extra := get_variance(out).varying - dual.varying):
             raise VarianceError(
@@ -305,3 +305,10 @@ def mark_invariant(out: Any) -> None:
     """Say of a result that it was seen, and is invariant."""
     for x in tensors_of((out,)):
         setattr(x, ATTRIBUTE, INVARIANT)
+
+
+def mode_for(body: Body | None, typed_by: Body | None) -> BodyMode | None:
+    """What sees the torch calls when a body runs again, in backward: its types tracked as in ``typed_by``."""
+    if typed_by is not None:
+        return Tracker(typed_by)
+    return IndexMode() if body is not None and body.mesh.transport == "simulation" else None

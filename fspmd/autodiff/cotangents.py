@@ -12,7 +12,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.redistribute import to_blocks
-from fspmd.sharded import Sharded, dual, is_sharded
+from fspmd.sharded import Sharded, above, dual, is_sharded
 from fspmd.spec import TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
@@ -52,6 +52,17 @@ def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
     if failure := _cotangent_failure(cotangent, out, "the gradient", "the tensor"):
         refuse(f"{what}: a gradient that does not fit", [failure])
     return _block(cotangent, dual(out.spec))
+
+
+def backward(x: Sharded, gradient: Tensor | Sharded | None) -> None:
+    """`Sharded.backward`."""
+    if gradient is None:
+        scalar_of(x, "backward()").backward()
+    else:
+        x.local.backward(cotangent_of(gradient, x, "backward()"))
+
+
+above.backward = backward
 
 
 def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequence[str], what: str) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fspmd.autodiff.leaves import Function, check_function, transforms_active
 from fspmd.body import state
 from fspmd.modes import again
+from fspmd.tracking import mode_for
 
 
 def checkpoint(f: Function) -> Function:
@@ -45,7 +46,7 @@ def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         nonlocal runs
         runs += 1
         if runs > 1:
-            with again(body, tracker.body if tracker is not None else None):
+            with again(body, mode_for(body, tracker.body if tracker is not None else None)):
                 return f(*inputs, **kwargs)
         if tracker is None:
             return f(*inputs, **kwargs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from fspmd.mesh import Mesh
-from fspmd.transport.call import Options, Pending, Transport
+from fspmd.transport.call import Options, Transport
+from fspmd.transport.pending import Pending
 
 __all__ = ["Options", "Pending", "Transport", "transport_of"]
 

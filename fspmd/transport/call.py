@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fspmd.mesh import Mesh
-
-if TYPE_CHECKING:
-    from fspmd.transport.rows import Routes
+from fspmd.transport.pending import Pending
+from fspmd.transport.rows import Routes
 
 Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
@@ -35,28 +33,6 @@ class Options:
     root: int = 0  # broadcast: the position whose value is everybody's
     routes: Routes | None = None  # ragged: which rows go where
     factor: float = 1.0  # scale: what the cotangent is multiplied with
-
-
-class Pending:
-    """A collective under way; `wait` gives its result. A finished one has no work."""
-
-    __slots__ = ("_finish", "_value", "_works")
-
-    def __init__(self, value: Any, works: tuple[Any, ...] = (), finish: Any = None) -> None:
-        self._value = value
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        """Block until the data is there (on NCCL: the current stream, not the process)."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
-        if self._finish is not None:
-            self._value = self._finish(self._value)
-            self._finish = None
-        result: Tensor = self._value
-        return result
 
 
 class Transport:

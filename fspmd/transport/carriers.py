@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.spec import short_dtype
-from fspmd.transport.call import Pending
+from fspmd.transport.pending import Pending
 
 Reshape = Callable[[Tensor], Tensor]
 

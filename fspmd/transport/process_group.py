@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 from fspmd import world
 from fspmd.errors import ShapeError
 from fspmd.mesh import Mesh
-from fspmd.transport.call import Layout, Options, Pending, Sizes, Transport
+from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
+from fspmd.transport.pending import Pending
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 #: dtypes that every backend can move as they are; others travel as bytes
