@@ -1,22 +1,26 @@
 """Tensors that a function closes over, found in the autograd graph of its results.
 
-A checked body casts them as any operand. An unchecked one has no eyes: without types their gradients would not be
-summed over ranks, so the graph is searched for a way out of the body that does not lead through an argument.
+A checked body casts them as any operand. An unchecked one has no eyes: the graph is searched for ways out of the body
+that do not lead through an argument, and the cotangents that leave there are summed over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from fspmd.errors import ArgumentError
+from fspmd.body import Body
+from fspmd.pairs import Call, apply
 
-INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves
+INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves: in which body
 _LEAF: Final[Any] = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
+_functorch: Final[Any] = torch._C._functorch
+_forward_ad = torch.autograd.forward_ad
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def now() -> int:
@@ -25,13 +29,23 @@ def now() -> int:
     return number
 
 
-def _graph(outputs: Iterable[Any], without: set[Node]) -> Iterator[Any]:
-    """The nodes that the outputs were computed by, except what lies behind ``without``."""
-    seen = set(without)
-    stack = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+def _nodes(x: Any) -> Iterator[Node]:
+    """Where the graphs of a value begin: one per level of ``torch.func`` that follows it, and those of tangents."""
+    while isinstance(x, Tensor):
+        if x.requires_grad:
+            yield get_gradient_edge(x).node
+        if not _functorch.is_batchedtensor(x) and (_forward_ad._current_level >= 0 or _transforms_active()):
+            yield from _nodes(_forward_ad.unpack_dual(x, level=0).tangent)
+        x = _functorch.get_unwrapped(x) if _functorch.is_functorch_wrapped_tensor(x) else None
+
+
+def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nodes that the outputs were computed by, as far as ``follows`` lets."""
+    seen: set[Node] = set()
+    stack: list[Any] = [node for x in outputs for node in _nodes(x)]
     while stack:
         node = stack.pop()
-        if node not in seen:
+        if node not in seen and follows(node):
             seen.add(node)
             yield node
             stack.extend([parent for parent, _ in node.next_functions if parent is not None])
@@ -39,7 +53,7 @@ def _graph(outputs: Iterable[Any], without: set[Node]) -> Iterator[Any]:
 
 def depends_on_others(outputs: Iterable[Any], inputs: list[Tensor]) -> bool:
     """Whether the outputs were computed from autograd leaves other than ``inputs``."""
-    for node in _graph(outputs, set()):
+    for node in _graph(outputs, lambda _: True):
         if type(node) is _LEAF:
             leaf = node.variable
             if not hasattr(leaf, INNER) and all(leaf is not x for x in inputs):
@@ -47,25 +61,49 @@ def depends_on_others(outputs: Iterable[Any], inputs: list[Tensor]) -> bool:
     return False
 
 
-def check_no_closures(outputs: Iterable[Any], arguments: Iterable[Any], start: int, name: str) -> bool:
-    """Raise `ArgumentError` if a result depends on a differentiable tensor that is no argument.
+def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start: int, widen: Call) -> bool | None:
+    """Sum the cotangents of differentiable tensors that are no arguments over the axes of ``widen``, a cast of them.
 
-    Returns whether there was a graph to search.
+    ``outputs`` is changed in place where a result is such a tensor itself. ``start`` is when the body began. Returns
+    whether there are any, None without a graph.
     """
-    if torch._C._are_functorch_transforms_active():
-        return False
-    inputs = {get_gradient_edge(x).node for x in arguments if isinstance(x, Tensor) and x.requires_grad}
-    searched = False
-    for node in _graph(outputs, inputs):
-        searched = True
-        leaf = node.variable if type(node) is _LEAF else None
-        if leaf is None and node._sequence_nr() >= start:
-            continue
-        if leaf is None or not hasattr(leaf, INNER):
-            what = f"a tensor of shape {tuple(leaf.shape)}" if leaf is not None else "a tensor computed outside"
-            raise ArgumentError(
-                f"{name} runs with check_vma=False and closes over {what} that requires grad; its gradient would be "
-                "each rank's own, not their sum: pass it as an argument with its spec in in_specs, or use "
-                "check_vma=True"
-            )
-    return searched
+    inputs = {node for x in arguments for node in _nodes(x)}
+
+    def inside(node: Any) -> bool:
+        if type(node) is not _LEAF:
+            made: int = node._sequence_nr()
+            return made >= start
+        within = getattr(node.variable, INNER, None)  # leaves that others made are taken for older than the body
+        while within is not None and within is not body:
+            within = within.outer
+        return within is body
+
+    graph = list(_graph(outputs, lambda node: node not in inputs and inside(node)))
+    parents = {parent for node in graph for parent, _ in node.next_functions if parent is not None}
+    outside = {node for node in parents if node not in inputs and not inside(node)}
+    for node in graph:
+        _sum_what_leaves(node, outside, widen.transposed)
+    handed_on = [i for i, x in enumerate(outputs) if any(n not in inputs and not inside(n) for n in _nodes(x))]
+    for i in handed_on:
+        outputs[i] = apply(outputs[i], widen)
+    return bool(outside or handed_on) if graph or handed_on else None
+
+
+def _sum_what_leaves(node: Any, outside: set[Node], total: Call) -> None:
+    """Hook a node to sum the cotangents it hands to ``outside``, and the nodes that its backward makes likewise."""
+    ways_out = {i for i, (parent, _) in enumerate(node.next_functions) if parent in outside}
+    if not ways_out:
+        return
+    began = 0
+
+    def before(_: Any) -> None:
+        nonlocal began
+        began = now()
+
+    def after(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        for made in list(_graph(gradients, lambda node: type(node) is not _LEAF and node._sequence_nr() >= began)):
+            _sum_what_leaves(made, outside, total)
+        return tuple(g if g is None or i not in ways_out else apply(g, total) for i, g in enumerate(gradients))
+
+    node.register_prehook(before)
+    node.register_hook(after)

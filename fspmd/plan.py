@@ -17,6 +17,7 @@ from fspmd.exit import Exits, make_exit, result_failure, static_failure
 from fspmd.hooks import install
 from fspmd.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
+from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
 from fspmd.trees import leaf_paths, parameter_names, prefix_over
@@ -36,7 +37,8 @@ class Plan:
     outer_axes: frozenset[str]
     nested: bool
     simulated: bool
-    searched: bool  # no closed-over tensor has a gradient that types would have summed
+    widen: Call | None  # unchecked: the cast of a tensor closed over, whose gradients are summed
+    closes: bool = True  # False once a graph has shown that nothing differentiable is closed over
     exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
     def refuse_arguments(self, leaves: list[Any]) -> NoReturn:
@@ -125,7 +127,9 @@ def make_plan(
         outer_axes=outer_axes,
         nested=outer is not None,
         simulated=mesh.transport == "simulation",
-        searched=checked,
+        widen=None
+        if checked
+        else call("invariant_to_varying", whole, tuple(a for a in whole.axis_names if a in new_axes)),
     )
 
 

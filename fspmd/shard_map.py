@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.closures import check_no_closures, now
+from fspmd.closures import now, sum_closures
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.indexing import IndexMode
 from fspmd.mesh import Mesh
@@ -137,7 +137,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
-    start = 0 if plan.searched else now()
+    widen = plan.widen if plan.closes or _transforms_active() else None
+    start = 0 if widen is None else now()
     blocks = args
     if not flat:
         args = plan.treedef.unflatten(args)
@@ -162,8 +163,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 if below is not None:
                     _push_mode(below)
         leaves, tree = _flatten_result(out)
-        if not plan.searched:
-            plan.searched = check_no_closures(leaves, blocks, start, body.name)
+        if widen is not None:
+            leaves = list(leaves)
+            found = sum_closures(leaves, blocks, body, start, widen)
+            plan.closes = plan.closes and found is not False
         exits = plan.exits.get(tree)
         if exits is None:
             exits = plan.exits[tree] = plan.make_exits(out)
@@ -184,6 +187,7 @@ def _flatten_result(out: Any) -> tuple[list[Any], Any]:
 
 
 _TENSORS = {Tensor}
+_transforms_active = torch._C._are_functorch_transforms_active
 _push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
 

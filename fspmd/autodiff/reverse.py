@@ -28,6 +28,7 @@ from fspmd.autodiff.leaves import (
     transforms_active,
     typed,
 )
+from fspmd.body import state
 from fspmd.closures import INNER, depends_on_others
 from fspmd.errors import TreeError
 from fspmd.sharded import is_sharded
@@ -98,7 +99,7 @@ def _fresh(x: Tensor, connected: bool) -> Tensor:
             y = x.view_as(x)
         else:
             y = x.detach().requires_grad_()
-            setattr(y, INNER, True)
+            setattr(y, INNER, state.body)
     return typed(y, x)
 
 

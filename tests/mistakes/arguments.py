@@ -389,16 +389,6 @@ def partial_with_a_wrong_keyword(m: Setting) -> None:
     m.map(functools.partial(same, y=1), P("x"), P("x"))(ONES)
 
 
-@mistake(ArgumentError, checked=(False,))
-def unchecked_closure(m: Setting) -> None:
-    """shard_map(<lambda>) runs with check_vma=False and closes over a tensor of shape (4,) that requires grad; its \
-    gradient would be each rank's own, not their sum: pass it as an argument with its spec in in_specs, or use \
-    check_vma=True
-    """
-    w = torch.ones(4, requires_grad=True)
-    m.inside(lambda x: x * w)
-
-
 @mistake(ArgumentError)
 def no_in_specs(m: Setting) -> None:
     """shard_map got no in_specs, which says how values lie on the mesh: shard_map(f, mesh=mesh, in_specs=(P('x'), \

@@ -1,0 +1,167 @@
+"""Tensors that a body closes over are differentiable, with types and without, beside unsharded torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from simulated import CUBE, F64, GRID, MESH
+from torch import Tensor, func
+from torch.utils.checkpoint import checkpoint
+
+import fspmd
+from fspmd import Mesh, P, device_get, make_mesh, psum, shard_map
+
+W = torch.linspace(-1.0, 1.0, 3, dtype=F64)
+X = torch.linspace(-2.0, 2.0, 36, dtype=F64).reshape(12, 3)
+
+Total = Callable[[Any], Any]  # the sum of a value over all rows, wherever they are
+
+
+def _twice(w: Tensor, x: Tensor, total: Total) -> Tensor:
+    return total((x * w).sin().sum()) * (w * w).sum()
+
+
+def _alone(w: Tensor, x: Tensor, total: Total) -> Tensor:
+    return w.exp().sum()
+
+
+def _summed_first(w: Tensor, x: Tensor, total: Total) -> Tensor:
+    return (total(x.sum(0)) * w.view(1, 3).cos()).sum()
+
+
+def _checkpointed(w: Tensor, x: Tensor, total: Total) -> Tensor:
+    return total(checkpoint(lambda x: (x @ w).tanh().sum(), x, use_reentrant=False))
+
+
+def _in_place(w: Tensor, x: Tensor, total: Total) -> Tensor:
+    return total((x * w).add_(w).square_().sum())
+
+
+def _gradient_inside(w: Tensor, x: Tensor, total: Total) -> Tensor:
+    def loss(x: Tensor) -> Tensor:
+        value: Tensor = (x * w).sin().sum()
+        return value
+
+    return total((fspmd.grad(loss)(x) * func.grad(loss)(x)).sum())
+
+
+PROGRAMS = (_twice, _alone, _summed_first, _checkpointed, _in_place, _gradient_inside)
+
+
+def _by_backward(f: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    w = w.clone().requires_grad_()
+    (f(w) * 3).backward()
+    assert w.grad is not None
+    return w.grad
+
+
+def _hvp(f: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    v = w.clone().requires_grad_()
+    (g,) = torch.autograd.grad(f(v), v, create_graph=True)
+    return torch.autograd.grad(g @ w, v)[0]
+
+
+def _through(f: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+    """The tensor closed over has a history, and other uses."""
+    return func.grad(lambda w: f(w.sin()) * w.sum())(w)
+
+
+DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "backward": _by_backward,
+    "twice by autograd": _hvp,
+    "func.grad": lambda f, w: func.grad(f)(w),
+    "fspmd.grad": lambda f, w: fspmd.grad(f)(w),
+    "fspmd.grad twice": lambda f, w: fspmd.grad(lambda w: (fspmd.grad(f)(w) * w).sum())(w),
+    "func.vjp": lambda f, w: func.vjp(f, w)[1](torch.tensor(2.0, dtype=F64)),
+    "fspmd.jvp": lambda f, w: fspmd.jvp(f, (w,), (w.cos(),)),
+    "hessian": lambda f, w: func.hessian(f)(w),
+    "reverse over forward": lambda f, w: func.grad(lambda w: func.jvp(f, (w,), (w.cos(),))[1])(w),
+    "vmap": lambda f, w: func.vmap(func.grad(f))(torch.stack([w, w.sin()])),
+    "with a history": _through,
+}
+#: mesh, the spec of the rows, the axes of the map
+LAYOUTS: tuple[tuple[Mesh, P, set[str] | None], ...] = (
+    (MESH, P("x"), None),
+    (GRID, P("y"), None),
+    (GRID, P(("y", "x")), None),
+    (CUBE, P("z"), {"z"}),
+)
+
+
+def _sharded(program: Any, mesh: Mesh, spec: P, names: set[str] | None, checked: bool, w: Tensor) -> Tensor:
+    def body(x: Tensor) -> Tensor:
+        out: Tensor = program(w, x, lambda value: psum(value, tuple(spec.mentioned)))
+        return out
+
+    mapped = shard_map(body, mesh=mesh, in_specs=spec, out_specs=P(), axis_names=names, check_vma=checked)
+    out: Tensor = device_get(mapped(X))
+    return out
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("mesh", "spec", "names"), LAYOUTS)
+def test_closed_over_tensors_are_differentiable(
+    mesh: Mesh, spec: P, names: set[str] | None, program: Any, checked: bool
+) -> None:
+    whole = partial(program, x=X, total=lambda value: value)
+    ours = partial(_sharded, program, mesh, spec, names, checked)
+    for name, derivative in DERIVATIVES.items():
+        if program is _checkpointed and name != "backward":
+            continue  # torch's checkpoint goes with autograd alone
+        torch.testing.assert_close(derivative(ours, W), derivative(whole, W), rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_closed_over_tensor_in_nested_maps(checked: bool) -> None:
+    def loss(w: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            local = w * 2
+
+            def inner(x: Tensor) -> Tensor:
+                return psum((x * w * local).sum(), "y")
+
+            return psum(shard_map(inner, in_specs=P("y"), out_specs=P(), check_vma=checked)(x), "x")
+
+        mapped = shard_map(outer, mesh=GRID, in_specs=P("x"), out_specs=P(), axis_names={"x"}, check_vma=checked)
+        out: Tensor = device_get(mapped(X))
+        return out
+
+    torch.testing.assert_close(fspmd.grad(loss)(W), 4 * W * X.sum(0))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_closed_over_tensor_returned_as_it_is(checked: bool) -> None:
+    def loss(w: Tensor) -> Tensor:
+        mapped = shard_map(lambda x: (w, w.sin()), mesh=GRID, in_specs=P("x"), out_specs=P(), check_vma=checked)
+        first, second = device_get(mapped(X))
+        total: Tensor = first.sum() + second.sum()
+        return total
+
+    for by in (fspmd.grad, func.grad):
+        torch.testing.assert_close(by(loss)(W), 1 + W.cos())
+
+
+def _on_processes(checked: bool) -> list[Any]:
+    mesh = make_mesh((2, 2), ("x", "y"))
+    found = []
+    for program in PROGRAMS[:3]:
+        ours = partial(_sharded, program, mesh, P("y"), None, checked)
+        found += [DERIVATIVES[name](ours, W) for name in ("backward", "fspmd.grad", "hessian", "reverse over forward")]
+    return found
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_on_processes(checked: bool) -> None:
+    expected = []
+    for program in PROGRAMS[:3]:
+        whole = partial(program, x=X, total=lambda value: value)
+        expected += [DERIVATIVES[n](whole, W) for n in ("backward", "fspmd.grad", "hessian", "reverse over forward")]
+    with Processes(4) as pool:
+        for found in pool.run(_on_processes, checked, seconds=60):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
