@@ -19,7 +19,7 @@ from fspmd.pairs import apply, call
 from fspmd.redistribute import from_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
-from fspmd.transport import Options
+from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, frame_of
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
@@ -240,8 +240,6 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
 
     None stands for what is no tensor.
     """
-    from fspmd.transport import transport_of
-
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
     found = []
     for at, (layout,) in zip(coordinates, transport_of(mesh).layouts([x], mesh), strict=True):

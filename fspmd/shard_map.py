@@ -14,7 +14,7 @@ from fspmd.body import state
 from fspmd.closures import now, sum_closures
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.indexing import IndexMode
-from fspmd.mesh import Mesh
+from fspmd.mesh import Mesh, current_mesh
 from fspmd.messages import described
 from fspmd.modes import BodyMode, lift_mode
 from fspmd.plan import Plan, make_plan
@@ -240,6 +240,4 @@ def _axis_set(axis_names: Any) -> frozenset[str]:
 
 
 def _ambient(mesh: Mesh | None) -> Mesh | None:
-    from fspmd.mesh import current_mesh
-
     return mesh if mesh is not None else current_mesh()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError
 from fspmd.messages import described
-from fspmd.spec import TensorSpec
+from fspmd.spec import P, TensorSpec
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
@@ -162,8 +162,6 @@ def dual(spec: TensorSpec) -> TensorSpec:
     partition = spec.partition
     if not partition.unreduced and not partition.reduced:
         return spec
-    from fspmd.spec import P
-
     return spec.with_partition(P(*partition, unreduced=partition.reduced, reduced=partition.unreduced))
 
 
