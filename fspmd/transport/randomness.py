@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fspmd.transport.frame import Frame, spread
 
@@ -31,8 +32,6 @@ def outside_transforms() -> Any:
     """Where no ``torch.func`` transform wraps the tensors that are made."""
     if not _transforms_active():
         return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
     return temporarily_clear_interpreter_stack()
 
 
