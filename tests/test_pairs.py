@@ -117,6 +117,10 @@ def first(b: Blocks, o: Options) -> Blocks:
     return [b[0]] * len(b)
 
 
+def at_first(b: Blocks, o: Options) -> Blocks:
+    return [b[0], *map(torch.zeros_like, b[1:])]
+
+
 def scaled(b: Blocks, o: Options) -> Blocks:
     return [x * o.factor for x in b]
 
@@ -133,6 +137,8 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "psum_to_reduced": reduce,
     "reduced_to_varying": same,
     "varying_to_unreduced": same,
+    "invariant_to_unreduced": at_first,
+    "reduced_to_invariant": same,
     "all_gather": gather,
     "psum_scatter": reduce_scatter,
     "all_gather_invariant": gather,

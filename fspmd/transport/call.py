@@ -118,6 +118,10 @@ class Transport:
         """The same value under another type; moves nothing."""
         raise NotImplementedError
 
+    def at_first(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``A`` on every rank ``=> [A] [0] [0]``: the terms of a pending sum; moves nothing."""
+        raise NotImplementedError
+
     def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """The same value with a copy for each rank, where the transport would hold it once."""
         return self.alias(x, mesh, axes, o)

@@ -335,6 +335,9 @@ class ProcessGroupTransport(Transport):
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
 
+    def at_first(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(x.clone() if group_of(mesh, axes, Options()).index == 0 else torch.zeros_like(x))
+
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
 

@@ -156,6 +156,12 @@ class SimulationTransport(Transport):
         wide = expand(x, frame(mesh, axes))
         return Pending(LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide)
 
+    def at_first(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        wide = expand(x, frame(mesh, axes))
+        firsts = {group[0] for group in groups(wide.frame, axes)[1]}
+        shards = [shard.clone() if i in firsts else torch.zeros_like(shard) for i, shard in enumerate(wide.shards)]
+        return Pending(local_tensor(shards, wide.frame))
+
     def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(expand(x * o.factor, frame(mesh, axes)))
 
