@@ -224,3 +224,25 @@ def complaint(mistake: Callable[[Mesh], None], transport: str) -> str:
 def complaints(names: list[str]) -> list[str]:
     """The errors of mistakes, by name, on this process."""
     return [complaint({**MISTAKES, **ONLY_PROCESSES}[name], "process_group") for name in names]
+
+
+# --- tangents without memory ----------------------------------------------------------------------------------------
+
+
+def zeros_travel() -> list[float]:
+    """What each moving collective makes of a product with a forward-mode tangent of zeros, which has no memory."""
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda t: all_gather(t, "x"),
+        lambda t: all_gather(t, "x", axis=1),
+        lambda t: psum_scatter(t, "x", tiled=True),
+        lambda t: all_to_all(t, "x", 0, 0, tiled=True),
+        lambda t: ppermute(t, "x", [(0, 1), (1, 2)]),
+    ]
+
+    def body(x: Tensor) -> Any:
+        t = x * torch._efficientzerotensor(x.shape)
+        return tuple(psum(call(t).sum() + x.sum(), "x") for call in calls)
+
+    mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
+    results = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.ones(16, 2))
+    return [result.local.item() for result in results]

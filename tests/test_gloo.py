@@ -21,7 +21,7 @@ from collective_cases import (
     same,
     some_cases,
 )
-from gloo_programs import MISTAKES, ONLY_PROCESSES, SEEN_EARLIER, complaint, complaints
+from gloo_programs import MISTAKES, ONLY_PROCESSES, SEEN_EARLIER, complaint, complaints, zeros_travel
 from placement_cases import RESULTS, Placement, expected_placement, run_placement, some_placements
 from processes import Processes
 from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
@@ -119,6 +119,10 @@ def test_every_collective_on_six_processes(six: Processes) -> None:
 def test_the_sample_has_every_dtype_of_every_call() -> None:
     sample = some_cases(4, 300)
     assert {(case.call, case.dtype) for case in sample} >= {(call, d) for call, ds in CALLS.items() for d in ds}
+
+
+def test_tangents_of_zeros_travel_though_they_have_no_memory(four: Processes) -> None:
+    assert four.run(zeros_travel) == [[32.0] * 5] * 4
 
 
 # --- ragged exchanges -----------------------------------------------------------------------------------------------

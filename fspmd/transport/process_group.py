@@ -160,7 +160,7 @@ class ProcessGroupTransport(Transport):
         stacked = _stack(x, o.dim, o.sizes, group.size)
         if group.back is not None:
             stacked = stacked[group.back]
-        send, back = carried(stacked.contiguous().resolve_neg(), "sum")
+        send, back = carried(_settled(stacked.contiguous()), "sum")
         out = send.new_empty(send.shape[1:])
         works = (group.pg._reduce_scatter_base(out.view(-1), send.view(-1), _SCATTER_SUM),) if out.numel() else ()
 
@@ -182,7 +182,8 @@ class ProcessGroupTransport(Transport):
         if group.size == 1:
             return Pending(out.view(-1).copy_(x.view(-1)))
         check_adds(x.dtype, "psum_scatter_into")
-        received, sent = (torch.view_as_real(t) if t.dtype.is_complex else t for t in (out.view(-1), x.view(-1)))
+        flat = out.view(-1), _settled(x).view(-1)
+        received, sent = (torch.view_as_real(t) if t.dtype.is_complex else t for t in flat)
         if not x.dtype.is_complex and carried(sent, "sum")[0] is not sent:
             raise ShapeError(f"psum_scatter_into cannot add {out.dtype} in place; use psum_scatter")
         work = group.pg._reduce_scatter_base(received.view(-1), sent.view(-1), _SCATTER_SUM)
@@ -345,10 +346,16 @@ class ProcessGroupTransport(Transport):
         return torch.tensor(group_of(mesh, axes, Options()).index, device=mesh.device)
 
 
+def _settled(x: Tensor) -> Tensor:
+    """``x`` with its values in memory: no conjugate or negative view, nor a tangent of zeros without memory."""
+    if x._is_zerotensor():
+        return x.clone()
+    return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
 def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """A contiguous tensor as a backend can move it (flat bytes if need be), and how to read the result back."""
-    if x.is_neg() or x.is_conj():
-        x = x.resolve_conj().resolve_neg()
+    x = _settled(x)
     if x.dtype in _MOVABLE and x.ndim:
         return x, None
     dtype = x.dtype
