@@ -7,10 +7,12 @@ that do not lead through an argument, and the cotangents that leave there are su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fspmd.body import Body
@@ -33,10 +35,18 @@ def _nodes(x: Any) -> Iterator[Node]:
     """Where the graphs of a value begin: one per level of ``torch.func`` that follows it, and those of tangents."""
     while isinstance(x, Tensor):
         if x.requires_grad:
-            yield get_gradient_edge(x).node
+            yield _node(x)
         if not _functorch.is_batchedtensor(x) and (_forward_ad._current_level >= 0 or _transforms_active()):
             yield from _nodes(_forward_ad.unpack_dual(x, level=0).tangent)
         x = _functorch.get_unwrapped(x) if _functorch.is_functorch_wrapped_tensor(x) else None
+
+
+def _node(x: Tensor) -> Node:
+    """Where one graph begins. Torch finds that of a leaf by an op, which must be done at the leaf's own level."""
+    with ExitStack() as inner_levels:
+        while x.grad_fn is None and (_functorch.maybe_current_level() or 0) > max(_functorch.maybe_get_level(x), 0):
+            inner_levels.enter_context(temporarily_pop_interpreter_stack())
+        return get_gradient_edge(x).node
 
 
 def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[Any]:

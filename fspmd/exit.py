@@ -21,8 +21,11 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
 from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, frame_of
+from fspmd.transport.local_tensor import frame_of, is_uneven
+from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
+
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ def make_exit(
 
     def known(x: Any) -> Any:
         """The common case: a plain tensor of the right type and of a shape seen before."""
-        if type(x) is Tensor and not body.uneven and (share is None or not x.requires_grad):
+        if type(x) is Tensor and not body.uneven and (share is None or not _followed(x)):
             spec = specs.get((x.shape, x.dtype))
             if spec is not None and (getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked):
                 return Sharded(x, spec)
@@ -181,11 +184,11 @@ def make_exit(
         if body.checked:
             if getattr(x, ATTRIBUTE, INVARIANT) is not target:
                 x = _typed(x, target, body, outer_axes)
-        elif share is not None and (x.requires_grad or simulated or torch._C._are_functorch_transforms_active()):
+        elif share is not None and (simulated or _followed(x)):
             x = set_variance(apply(x, share), get_variance(x))
         if simulated and not nested:
             x = _held(x, partition, body)
-        if x.uneven if type(x) is LocalTensor else body.uneven and not simulated:
+        if is_uneven(x) if simulated else body.uneven:
             spec = spec_of_blocks(x, partition, body.mesh, path)
         else:
             spec = _even_spec(x, partition, body)
@@ -197,6 +200,11 @@ def make_exit(
         return result_failure(x, partition, path, body, outer_axes)
 
     return Exit(_unknown if nested or simulated else known, leave, failure)
+
+
+def _followed(x: Tensor) -> bool:
+    """Whether autograd may follow a value; under ``torch.func`` the value does not tell."""
+    return x.requires_grad or bool(_transforms_active())
 
 
 def _unknown(x: Any) -> None:
@@ -242,7 +250,9 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
     """
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
     found = []
-    for at, (layout,) in zip(coordinates, transport_of(mesh).layouts([x], mesh), strict=True):
+    with outside_transforms():
+        layouts = transport_of(mesh).layouts([x], mesh)
+    for at, (layout,) in zip(coordinates, layouts, strict=True):
         if layout is None:
             raise ArgumentError(f"{name}: {_where(mesh, at)} has no tensor; every rank must pass its block")
         found.append(layout)

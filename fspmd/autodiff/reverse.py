@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from fspmd.errors import TreeError
 from fspmd.sharded import is_sharded
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance
+
+_autograd_c: Final[Any] = torch._C._autograd
 
 
 def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
@@ -218,7 +221,7 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         kept["out"], kept["aux"] = flatten(out), flatten(aux)
         return _unwrappable(kept["out"][0]), _unwrappable(kept["aux"][0])
 
-    with differentiating():
+    with differentiating(), _without_saved_tensor_hooks():
         traced: Any = torch.func.vjp(flat, *map(local_of, leaves), has_aux=True)
     values, pull_flat, aux_values = traced
     outs = rewrapped(kept["out"][0], values)
@@ -226,7 +229,8 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
 
     def pull(cotangent: Any) -> Any:
         cotangents = cotangents_of(cotangent, out, outs, "vjp")
-        grads = pull_flat(tuple(cotangents))
+        with _without_saved_tensor_hooks():
+            grads = pull_flat(tuple(cotangents))
         typed = [set_variance(g, get_variance(local_of(leaf)).dual) for g, leaf in zip(grads, leaves, strict=True)]
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, typed, strict=True)])
 
@@ -237,3 +241,17 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
 def _unwrappable(leaves: list[Any]) -> tuple[Any, ...]:
     """Leaves as a transform takes them: tensors, nothing for what is none."""
     return tuple(x if isinstance(x := local_of(leaf), Tensor) else () for leaf in leaves)
+
+
+@contextmanager
+def _without_saved_tensor_hooks() -> Iterator[None]:
+    """``torch.func`` refuses to run under such hooks, `checkpoint`'s too: what is computed here is kept instead."""
+    hooks = []
+    while (top := _autograd_c._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        _autograd_c._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd_c._push_saved_tensors_default_hooks(pack, unpack)

@@ -17,7 +17,7 @@ from fspmd.mesh import Mesh
 from fspmd.messages import as_axis_name, described
 from fspmd.spec import blocks, short_dtype
 from fspmd.transport.frame import frame, groups
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_uneven
 from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import show
 
@@ -166,7 +166,7 @@ def check_alike(
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
     simulated = body.mesh.transport == "simulation"
-    if simulated and size is None and not any(_is_uneven(x) for x in tensors):
+    if simulated and size is None and not any(is_uneven(x) for x in tensors):
         return
     asks = simulated or lengths is not None or (body.uneven and body.checked)
     if not asks and size is None:
@@ -182,13 +182,6 @@ def check_alike(
     for rows in zip(*found, strict=True):
         for members in table:
             _compare(body, [rows[i] for i in members], members, axes, what, dim, wanted, size)
-
-
-def _is_uneven(x: Tensor) -> bool:
-    """Whether simulated ranks hold blocks of different shapes, under a ``torch.func`` transform too."""
-    if type(x) is LocalTensor:
-        return x.uneven
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) and not all(type(length) is int for length in x.shape)
 
 
 def _compare(

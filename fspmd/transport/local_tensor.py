@@ -195,6 +195,13 @@ def frame_of(x: Tensor, mesh: Mesh) -> Frame:
     return x.frame if type(x) is LocalTensor else frame(mesh, ())
 
 
+def is_uneven(x: Tensor) -> bool:
+    """Whether simulated ranks hold blocks of different shapes, under a ``torch.func`` transform too."""
+    if type(x) is LocalTensor:
+        return x.uneven
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) and not all(type(length) is int for length in x.shape)
+
+
 def expand(x: Tensor, held: Frame) -> LocalTensor:
     """``x`` held apart over at least the axes of ``held``; the new shards are the old tensors, marked borrowed."""
     if type(x) is LocalTensor:

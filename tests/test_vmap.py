@@ -1,0 +1,135 @@
+"""`vmap` is a loop over the mapped dim: wherever it lies, outside and in a body, over a mesh axis, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from simulated import GRID
+from torch import Tensor, func
+from transform_programs import F64, close, leaves_of, same_layout
+
+import fspmd
+from fspmd import P, device_get, device_put, psum, shard_map
+
+BATCH = 5
+Dims = dict[str, int | None]  # the mapped dim of each argument, from the front
+SHAPES = {"bias": (3,), "rows": (7, 3), "x": (3,)}
+#: in_dims, out_dims
+DIMS: list[tuple[Any, Any]] = [
+    (0, 0),
+    (-1, -1),
+    ((0, None), 0),
+    ((None, 0), {"y": 1, "s": -1, "b": None}),
+    (({"rows": 1, "bias": None}, -1), {"y": -1, "s": 0, "b": None}),
+    (({"rows": -2, "bias": 1}, 0), {"y": -2, "s": -1, "b": 1}),
+    ([{"rows": 2, "bias": 0}, None], 0),
+]
+
+
+def once(tree: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Any:
+    y = (tree["rows"] @ x).sin() * tree["bias"][0]
+    return {"y": y, "s": total(y.square().sum()), "b": tree["bias"].cos()}
+
+
+def summed(x: Tensor) -> Tensor:
+    total: Tensor = psum(x, "x")
+    return total
+
+
+def tree_of(values: dict[str, Any]) -> tuple[Any, Any]:
+    return {"rows": values["rows"], "bias": values["bias"]}, values["x"]
+
+
+def mapped_dims(in_dims: Any) -> Dims:
+    first, x = in_dims if isinstance(in_dims, (tuple, list)) else (in_dims, in_dims)
+    dims = {**(first if isinstance(first, dict) else {"rows": first, "bias": first}), "x": x}
+    return {name: None if d is None else d % (len(SHAPES[name]) + 1) for name, d in dims.items()}
+
+
+def arguments(dims: Dims) -> tuple[Any, Any]:
+    values = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        dim = dims[name]
+        whole = torch.Size(shape if dim is None else (*shape[:dim], BATCH, *shape[dim:]))
+        values[name] = torch.linspace(-1 - i, 2, whole.numel(), dtype=F64).cos().view(whole)
+    return tree_of(values)
+
+
+def specs(dims: Dims, entry: str | None = None) -> tuple[Any, Any]:
+    """Rows over x; the mapped dim over ``entry``."""
+    found = {}
+    for name, shape in SHAPES.items():
+        dim, base = dims[name], ("x", None) if name == "rows" else (None,) * len(shape)
+        found[name] = P(*base) if dim is None else P(*base[:dim], entry, *base[dim:])
+    return tree_of(found)
+
+
+def outs(out_dims: Any) -> dict[str, int | None]:
+    return out_dims if isinstance(out_dims, dict) else dict.fromkeys("ysb", out_dims)
+
+
+def looped(args: Any, dims: Dims, out_dims: Any) -> Any:
+    """One call per place of the mapped dim."""
+    (tree, x), results = args, []
+    leaves = {**tree, "x": x}
+    for i in range(BATCH):
+        one = {name: v if dims[name] is None else v.select(dims[name], i) for name, v in leaves.items()}
+        results.append(once(*tree_of(one), lambda s: s))
+    return {
+        key: results[0][key] if dim is None else torch.stack([result[key] for result in results], dim)
+        for key, dim in outs(out_dims).items()
+    }
+
+
+sharded = shard_map(
+    partial(once, total=summed),
+    mesh=GRID,
+    in_specs=({"rows": P("x"), "bias": P()}, P()),
+    out_specs={"y": P("x"), "s": P(), "b": P()},
+)
+
+
+def in_a_body(in_dims: Any, out_dims: Any, checked: bool) -> Callable[..., Any]:
+    return shard_map(
+        fspmd.vmap(partial(once, total=summed), in_dims, out_dims),
+        mesh=GRID,
+        in_specs=specs(mapped_dims(in_dims)),
+        out_specs={"y": P("x") if outs(out_dims)["y"] in (1, -1) else P(None, "x"), "s": P(), "b": P()},
+        check_vma=checked,
+    )
+
+
+#: how it is mapped, and how the arguments lie, None for plain ones
+WAYS: dict[str, Callable[[Any, Any], tuple[Callable[..., Any], Any]]] = {
+    "plain": lambda i, o: (fspmd.vmap(sharded, i, o), None),
+    "sharded": lambda i, o: (fspmd.vmap(sharded, i, o), specs(mapped_dims(i))),
+    "inside": lambda i, o: (in_a_body(i, o, True), None),
+    "inside, unchecked": lambda i, o: (in_a_body(i, o, False), None),
+    "over an axis": lambda i, o: (fspmd.vmap(sharded, i, o, spmd_axis_name="y"), specs(mapped_dims(i), "y")),
+    "over an axis, moved": lambda i, o: (fspmd.vmap(sharded, i, o, spmd_axis_name="y"), specs(mapped_dims(i))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("in_dims", "out_dims"), DIMS)
+def test_vmap_is_a_loop(in_dims: Any, out_dims: Any, way: str) -> None:
+    """Values and gradients. A mapped dim of 5 lies unevenly on an axis of 3."""
+    dims = mapped_dims(in_dims)
+    args = arguments(dims)
+    f, layout = WAYS[way](in_dims, out_dims)
+    given = args if layout is None else device_put(args, layout, mesh=GRID)
+    results = f(*given)
+    close(results, looped(args, dims, out_dims))
+    if way.startswith("over an axis"):
+        assert results["s"].spec.partition[outs(out_dims)["s"]] == "y"
+
+    def total(results: Any) -> Tensor:
+        return torch.stack([x.sin().sum() for x in leaves_of(device_get(results))]).sum()
+
+    gradient = fspmd.grad(lambda args: total(f(*args)))(given)
+    same_layout(gradient, given)
+    close(gradient, func.grad(lambda args: total(looped(args, dims, out_dims)))(args))
