@@ -131,7 +131,7 @@ class IndexMode(BodyMode):
         op = OPS.get(func) or learn(func)
         if op.python_value is not None and op.python_value(*args, **kwargs):
             args = tuple(_agreed(arg, op.shown) for arg in args)
-        if not UNEVEN:
+        if not UNEVEN or op.backward:
             return func(*args, **kwargs)
         held = numbers_frame((*args, *kwargs.values()))
         if held is not None:

@@ -31,7 +31,7 @@ class Op:
     ragged: Predicate | None = None  # the sizes of its result depend on values, given these arguments
     indexes: bool = False  # takes indices that may be 0-d tensors
     elementwise: bool = False  # takes lists of tensors and treats the i-th of each together
-    gradient: bool = False  # torch.autograd.grad
+    backward: tuple[str, int, str] | None = None  # runs backward: its outputs' name, its cotangents' place and name
     hook: bool = False  # registers a function of the gradient
     dual: bool = False  # gives the gradient of its operand
     constant: bool = False  # takes only dtype and device of its first operand, and makes a value of other data
@@ -235,6 +235,12 @@ def _any_tensor(values: Iterable[Any]) -> bool:
     return False
 
 
+_BACKWARD: Final[dict[Any, tuple[str, int, str]]] = {
+    torch.autograd.grad: ("outputs", 2, "grad_outputs"),
+    torch.autograd.backward: ("tensors", 1, "grad_tensors"),
+    Tensor.backward: ("self", 1, "gradient"),
+}
+
 #: what makes a call special that mostly is not; must hold wherever one of the predicates above does
 _SOMETIMES: Final[dict[str, Predicate]] = {
     **dict.fromkeys((*_SIZED, "__getitem__", "narrow"), _tensor_later),
@@ -266,7 +272,7 @@ def learn(func: Any) -> Op:
         "ragged": _RAGGED_WHEN.get(name),
         "indexes": name in ("__getitem__", "__setitem__", "narrow"),
         "elementwise": elementwise,
-        "gradient": func is torch.autograd.grad,
+        "backward": _BACKWARD.get(func),
         "hook": name == "register_hook",
         "dual": name == "get grad",
         "constant": name == "new_tensor",

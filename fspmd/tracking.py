@@ -86,8 +86,8 @@ class Tracker(BodyMode):
         tensors = list(tensors_of(args[1:] if op.constant else args))
         if kwargs:
             tensors.extend(tensors_of(kwargs.values()))
-        if op.gradient:
-            return self._gradient(func, args, kwargs)
+        if op.backward:
+            return self._backward(op.backward, func, args, kwargs)
         if op.hook:
             return func(args[0], _typed_hook(args[0], args[1], self.body), *args[2:], **kwargs)
         if op.elementwise and (parts := parts_by_type(args)):
@@ -220,24 +220,45 @@ class Tracker(BodyMode):
         with one_stream(seed, index):
             return func(*args, **kwargs)
 
-    def _gradient(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """torch.autograd.grad: each gradient has the dual type of its input."""
-        outputs = args[0] if args else kwargs["outputs"]
-        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-        cotangents = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
-        if cotangents is not None:
-            pairs = zip(tensors_of((outputs,)), tensors_of((cotangents,)), strict=False)
-            for output, cotangent in pairs:
-                if extra := get_variance(cotangent).varying - get_variance(output).varying:
-                    raise VarianceError(
-                        f"a cotangent {show_value(cotangent)} was given for an output {show_value(output)}: it varies "
-                        f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
-                    )
+    def _backward(
+        self, signature: tuple[str, int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call that runs backward: cotangents are cast to what their outputs take, each gradient is the input's dual.
+
+        Inputs are places in the graph, not operands.
+        """
+        name, place, cotangents = signature
+        outputs = args[0] if args else kwargs[name]
+        if len(args) > place:
+            args = (*args[:place], self._cotangents(outputs, args[place]), *args[place + 1 :])
+        elif cotangents in kwargs:
+            kwargs = {**kwargs, cotangents: self._cotangents(outputs, kwargs[cotangents])}
         results = func(*args, **kwargs)
-        for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
-            if gradient is not None:
-                set_variance(gradient, get_variance(x).dual)
+        if results is not None:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
+                if gradient is not None:
+                    set_variance(gradient, get_variance(x).dual)
         return results
+
+    def _cotangents(self, outputs: Any, cotangents: Any) -> Any:
+        if isinstance(cotangents, Tensor):
+            output = outputs if isinstance(outputs, Tensor) else outputs[0]
+            return self._cotangent(output, cotangents)
+        if not isinstance(cotangents, (list, tuple)) or isinstance(outputs, Tensor) or len(cotangents) != len(outputs):
+            return cotangents
+        return [self._cotangent(*row) for row in zip(outputs, cotangents, strict=True)]
+
+    def _cotangent(self, output: Any, cotangent: Any) -> Any:
+        if not isinstance(output, Tensor) or not isinstance(cotangent, Tensor):
+            return cotangent
+        if extra := get_variance(cotangent).varying - get_variance(output).varying:
+            raise VarianceError(
+                f"a cotangent {show_value(cotangent)} was given for an output {show_value(output)}: it varies "
+                f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
+            )
+        to = get_variance(output).dual
+        return cotangent if to.unreduced else self.cast(cotangent, to)
 
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
