@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 import torch
@@ -259,7 +261,20 @@ def _leave_world() -> None:
     """End what we began, and the threads of all groups that nobody else holds."""
     _let_go()
     if _began and initialised():
+        _clear_defaults()
         dist.destroy_process_group()
+
+
+def _clear_defaults() -> None:
+    """Take the default group out of default arguments: ``group=group.WORLD`` keeps it in a module imported after it.
+
+    ``torch.distributed.nn.functional`` has such ones, and the first call of ``torch.func.grad`` imports it.
+    """
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.")]
+    for function in (value for module in modules for value in vars(module).values() if isinstance(value, FunctionType)):
+        defaults = function.__defaults__ or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
 def _current_groups() -> dict[tuple[int, ...], ProcessGroup]:

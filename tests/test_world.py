@@ -467,6 +467,7 @@ kept = shard_map(lambda x: psum(x, ("x", "y")), mesh=mesh, in_specs=P(("x", "y")
 from fspmd.transport.process_group import gather_integers, group_of
 from fspmd.transport.call import Options
 print(gather_integers([3], mesh), group_of(mesh, ("x",), Options()).size)
+import torch.distributed.nn.functional  # as torch.func.grad does: its default arguments hold the default group
 """
 
 
