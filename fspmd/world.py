@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -258,11 +259,12 @@ def _let_go() -> None:
 
 @atexit.register
 def _leave_world() -> None:
-    """End what we began, and the threads of all groups that nobody else holds."""
+    """End what we began, and the threads of all groups that nobody else holds; the others get time to come to rest."""
     _let_go()
     if _began and initialised():
         _clear_defaults()
         dist.destroy_process_group()
+        time.sleep(0.02)  # a thread needs the interpreter to drop its last tensor
 
 
 def _clear_defaults() -> None:
@@ -271,7 +273,7 @@ def _clear_defaults() -> None:
     ``torch.distributed.nn.functional`` has such ones, and the first call of ``torch.func.grad`` imports it.
     """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.")]
-    for function in (value for module in modules for value in vars(module).values() if isinstance(value, FunctionType)):
+    for function in (value for module in modules for value in vars(module).values() if type(value) is FunctionType):
         defaults = function.__defaults__ or ()
         if any(isinstance(value, dist.ProcessGroup) for value in defaults):
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)

@@ -484,3 +484,4 @@ def test_no_thread_of_a_group_outlives_the_interpreter() -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert "Warning" not in done.stderr
