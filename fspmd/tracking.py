@@ -37,6 +37,7 @@ from fspmd.uneven import call_uneven, call_with_numbers, hold_each, numbers_fram
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, inherited, join, set_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
+_is_dead = torch._C._functorch.is_dead_tensor_wrapper  # made under a torch.func transform that has ended
 
 _CASTS = (("I", "R", "invariant_to_reduced"), ("I", "V", "invariant_to_varying"), ("R", "V", "reduced_to_varying"))
 
@@ -191,7 +192,7 @@ class Tracker(BodyMode):
         if known is None or known[0] is not x or known[1] != x._version:
             known = self.casts[id(x)] = (x, x._version, {})
         found = known[2].get(to)
-        if found is None:
+        if found is None or _is_dead(found):
             found = known[2][to] = self._cast(x, to)
         return found
 

@@ -34,7 +34,7 @@ from transform_programs import (
 )
 
 import fspmd
-from fspmd import Mesh, P, Sharded, device_get, device_put, make_mesh, psum, shard_map
+from fspmd import Mesh, P, Sharded, device_get, device_put, make_mesh, pcast, psum, shard_map
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 
@@ -260,3 +260,24 @@ def test_an_invariant_cotangent_of_a_varying_output_gets_a_summed_gradient(posit
 
     f = shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P())
     close(f(X, W), X.cos().sum(0))
+
+
+def test_a_cast_made_within_a_transform_ends_with_it() -> None:
+    """The same constant beside varying values at one level of derivatives after another."""
+    two, ws = torch.tensor(2.0, dtype=F64), torch.stack([W, W.cos()])
+
+    def nested(f: Any, api: Any, ws: Tensor) -> Any:
+        def twice(w: Tensor) -> Tensor:
+            _, pull = api.vjp(f, w)
+            return (pull(two)[0] + pull(two * 3)[0]).sin().sum()
+
+        return api.vmap(api.grad(lambda w: api.grad(twice)(w).sum()))(ws)
+
+    def body(x: Tensor) -> Any:
+        w = pcast(ws, "x", to="varying")
+        nested(lambda w: (x @ w).sin().sum(), fspmd, w)
+        return fspmd.grad(lambda w: nested(lambda w: (x @ w).sin().sum(), fspmd, w).sum())(w)[None]
+
+    f = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    whole = [func.grad(lambda w, x=x: nested(lambda w: (x @ w).sin(), func, w).sum())(ws) for x in X[:4]]
+    close(f(X[:4]), torch.stack(whole))
