@@ -11,7 +11,7 @@ import torch.utils._pytree
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.errors import ArgumentError, FspmdError
+from fspmd.errors import ArgumentError, FspmdError, ShapeError
 from fspmd.messages import described
 from fspmd.spec import P, TensorSpec
 from fspmd.variance import INVARIANT, Variance, get_variance, show
@@ -139,7 +139,7 @@ def _refuse(operation: str, x: Sharded, error: type[FspmdError] = ArgumentError)
 
 
 def _operator(shown: str) -> Any:
-    def refuse(self: Sharded, *args: Any) -> NoReturn:
+    def refuse(self: Sharded, *args: Any, **options: Any) -> NoReturn:
         _refuse(shown, self)
 
     return refuse
@@ -149,7 +149,7 @@ _OPERATORS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "matmul": "@", "pow": "**", "mod": "%"},
     **{"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "getitem": "x[...]"},
     **{"setitem": "x[...] =", "bool": "bool() or a branch", "float": "float()", "int": "int()", "index": "int()"},
-    **{"len": "len()", "iter": "a loop", "contains": "in"},
+    **{"len": "len()", "iter": "a loop", "contains": "in", "array": "numpy"},
 }
 for _name, _shown in _OPERATORS.items():
     setattr(Sharded, f"__{_name}__", _operator(_shown))
@@ -170,8 +170,23 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:
 
 
 def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
+    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error."""
     (local,) = children
+    if isinstance(local, Tensor):
+        if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != _even_block(spec)):
+            raise ShapeError(
+                f"a tree function put a tensor of shape {tuple(local.shape)} in the place of a block of shape "
+                f"{_even_block(spec)} into Sharded {spec!r}; instead of torch.vmap and torch.func use fspmd.vmap, "
+                "fspmd.grad ..., or return device_get(x) from the function; instead of a tree_map that changes shapes "
+                "use shard_map"
+            )
+        if local.dtype is not spec.dtype:
+            spec = TensorSpec(spec.mesh, spec.partition, spec.shape, local.dtype)
     return Sharded(local, spec)
+
+
+def _even_block(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.local_shape((0,) * len(spec.mesh.axis_names))
 
 
 optree.register_pytree_node(

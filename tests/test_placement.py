@@ -312,6 +312,8 @@ def test_a_sharded_is_a_node_with_one_child() -> None:
     doubled = optree.tree_map(lambda t: t * 2, x)
     assert type(doubled) is Sharded
     assert torch.equal(device_get(doubled), torch.arange(5.0) * 2)
+    halved = optree.tree_map(lambda t: t.bfloat16(), x)
+    assert halved.dtype == device_get(halved).dtype == torch.bfloat16
     equal = optree.tree_structure(device_put(torch.zeros(5), P("x"), mesh=GRID))
     assert optree.tree_structure(x) == equal
     assert hash(optree.tree_structure(x)) == hash(equal)
