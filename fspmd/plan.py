@@ -228,6 +228,8 @@ def _specs_of(
         hint = "write one spec per argument"
         if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(in_specs):
             hint = f"for the entries of the one argument {roots[0]} write in_specs=(in_specs,)"
+        elif left_out := _left_out(f, len(args), len(in_specs)):
+            hint += f", or pass {quoted(left_out)} too"
         given = f"{counted(len(args), 'argument')}, but in_specs has {counted(len(in_specs), 'entry')}"
         raise TreeError(f"{name} was called with {given}; {hint}")
     failures: list[Failure] = []
@@ -237,6 +239,14 @@ def _specs_of(
     if failures:
         refuse(f"{name}: in_specs does not match the arguments", failures)
     return specs
+
+
+def _left_out(f: Any, given: int, wanted: int) -> list[str]:
+    """The parameters after those that were given, as far as there are specs."""
+    try:
+        return list(inspect.signature(f).parameters)[given:wanted]
+    except (TypeError, ValueError):
+        return []
 
 
 def _places_by_name(f: Any, positional: int, names: tuple[str, ...], count: int, name: str) -> list[int]:

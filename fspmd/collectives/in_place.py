@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.collectives.checks import check_alike
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.messages import as_axis_name
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
@@ -80,6 +82,8 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
                 f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous: moving it in "
                 f"one piece would take a copy; pass a contiguous {name}"
             )
+        if torch._C._functorch.is_batchedtensor(value) or forward_ad.unpack_dual(value, level=0).tangent is not None:
+            raise ArgumentError(f"{what} writes in place and takes no part in vmap or jvp; use {what[:-5]}")
     n = math.prod(body.sizes(axes))
     block, whole = (x, out) if gather else (out, x)
     tiled = (n * block.shape[0], *block.shape[1:]) if block.ndim else None
@@ -90,15 +94,18 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
             f"{what} over {n} ranks: {names[0]} is {show(block)}, so {names[1]} must be {block.dtype} of shape "
             f"{' or '.join(map(str, filter(None, (tiled, stacked))))}, but it is {show(whole)}"
         )
-    if out.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{what} writes in place and has no gradient; pass out.detach(), or use {what[:-5]}")
+    for name, value in (("out", out), ("x", x)):
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(f"{what} writes in place and has no gradient; pass {name}.detach(), or use {what[:-5]}")
     if getattr(out, BORROWED, False):
         raise VarianceError(
             f"{what}: out is the result of a pcast, which aliases its argument; pass a tensor of its own"
         )
     if not gather and body.mesh.transport == "simulation" and _axes_of(out).isdisjoint(axes):
+        model = f"pcast(x, {as_axis_name(axes)}, to='varying')" if _axes_of(x).isdisjoint(axes) else "x"
         raise VarianceError(
-            f"{what}: out, {show(out)}, is equal along {axes}, and the result is not; make it with x.new_empty(shape)"
+            f"{what}: out, {show(out)}, is equal on all ranks of {as_axis_name(axes)}, and the result is not; make it "
+            f"with {model}.new_empty(shape)"
         )
     if state.body is not None and body.checked and (extra := get_variance(x).unreduced | get_variance(x).reduced):
         raise VarianceError(f"{what} of {show(x)}: unreduced or reduced over {sorted(extra)}; use {what[:-5]}")

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
+from fspmd.errors import MeshError
 from fspmd.mesh import Mesh
 
 
@@ -53,6 +54,11 @@ UNEVEN: set[Mesh] = set()
 def union(a: Frame, b: Frame) -> Frame:
     """The smallest frame that holds both; of one mesh, or of a mesh and its slice."""
     mesh = a.mesh if a.mesh is b.mesh or a.mesh.contains(b.mesh) else b.mesh
+    if mesh is b.mesh and a.mesh is not b.mesh and not b.mesh.contains(a.mesh):
+        raise MeshError(
+            f"blocks of a body on {a.mesh!r} were used together with blocks on {b.mesh!r}; return them from their own "
+            "body, and pass the result to the other as an argument"
+        )
     return frame(mesh, a.axes + b.axes)
 
 

@@ -1,4 +1,4 @@
-"""A Sharded in the hands of what knows only tensors: numpy, torch.func, tree functions."""
+"""Values out of their place: a Sharded in the hands of what knows only tensors, a block outside its body."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import optree
 import torch
 
-from fspmd import ArgumentError, P, ShapeError, Sharded, device_put
+from fspmd import ArgumentError, MeshError, P, ShapeError, Sharded, device_put
 from mistakes import Setting, mistake
 
 
@@ -61,3 +61,13 @@ def sum_by_a_tree_map(m: Setting) -> None:
     """
     sums: Any = optree.tree_map(torch.sum, {"w": rows(m)})
     sums["w"]
+
+
+@mistake(MeshError, transports=("simulation",))
+def block_of_another_body(m: Setting) -> None:
+    """blocks of a body on mesh(x=2, y=2) were used together with blocks on mesh(x=4); return them from their own \
+    body, and pass the result to the other as an argument
+    """
+    kept: list[torch.Tensor] = []
+    m.inside(lambda x: (kept.append(x), x)[1])
+    m.map(lambda x: x + kept[0], P("x"), P("x"), mesh=m.grid)(torch.ones(8, 4))

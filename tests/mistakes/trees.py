@@ -324,3 +324,15 @@ def out_number_sharded(m: Setting) -> None:
         return 1.0
 
     m.map(f, P("x"), P("x"))(ONES)
+
+
+@mistake(TreeError)
+def default_left_out(m: Setting) -> None:
+    """shard_map(scaled) was called with 1 argument, but in_specs has 2 entries; write one spec per argument, or pass \
+    'scale' too
+    """
+
+    def scaled(x: Tensor, scale: float = 2.0) -> Tensor:
+        return x * scale
+
+    m.map(scaled, (P("x"), None), P("x"))(ONES)
