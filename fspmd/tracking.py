@@ -37,7 +37,7 @@ from fspmd.uneven import call_uneven, call_with_numbers, hold_each, numbers_fram
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, inherited, join, set_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
-_is_dead = torch._C._functorch.is_dead_tensor_wrapper  # made under a torch.func transform that has ended
+_is_dead = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009 (made under a transform that has ended)
 
 _CASTS = (("I", "R", "invariant_to_reduced"), ("I", "V", "invariant_to_varying"), ("R", "V", "reduced_to_varying"))
 
