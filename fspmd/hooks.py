@@ -1,8 +1,9 @@
-"""Three places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
+"""Four places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
 
 * ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
 * The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
 * ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
+* ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
 
 Outside a body each wrapper goes straight to torch.
 """
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 import torch._functorch.vmap
+import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state
-from fspmd.modes import again
+from fspmd.modes import again, is_active
 from fspmd.tracking import Tracker, mode_for
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
@@ -33,6 +35,7 @@ def install() -> None:
     _wrap_apply()
     _wrap_backward()
     _wrap_vmap_exit()
+    _wrap_recomputation()
 
 
 def _wrap_apply() -> None:
@@ -40,9 +43,9 @@ def _wrap_apply() -> None:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         body = state.body
-        if body is None or cls.__module__.startswith("fspmd."):
-            return original(cls, *args, **kwargs)
         tracker = state.tracker
+        if body is None or cls.__module__.startswith("fspmd.") or not (tracker is None or is_active(tracker)):
+            return original(cls, *args, **kwargs)  # inside a torch function the tracker has cast the operands already
         result = INVARIANT
         if tracker is not None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -106,3 +109,26 @@ def _wrap_vmap_exit() -> None:
         return out if state.tracker is None else set_variance(out, get_variance(batched))
 
     torch_vmap._remove_batch_dim = remove_batch_dim
+
+
+def _wrap_recomputation() -> None:
+    torch_checkpoint: Any = torch.utils.checkpoint
+    original = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
+        body, tracker = state.body, state.tracker
+        if body is None:
+            return original(fn, *given, **kwargs)
+        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in given]
+
+        def again_in_body(*args: Any, **kw: Any) -> Any:
+            if tracker is not None:
+                for x, variance in zip(args, types[len(types) - len(args) :], strict=True):
+                    if variance is not None:
+                        set_variance(x, variance)
+            with again(body, mode_for(body, None if tracker is None else tracker.body)):
+                return fn(*args, **kw)
+
+        return original(again_in_body, *given, **kwargs)
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator

@@ -29,6 +29,11 @@ def lift_mode() -> BodyMode | None:
     return mode
 
 
+def is_active(mode: BodyMode) -> bool:
+    """Whether the mode sees torch calls now: it sees none inside a torch function that it was asked about."""
+    return any(_mode_at(i) is mode for i in range(_mode_count()))
+
+
 @contextmanager
 def again(body: Body | None, mode: BodyMode | None) -> Iterator[None]:
     """Run in a body again, in backward: its axes bound, each call seen once, by ``mode``."""

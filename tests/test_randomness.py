@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from processes import Processes
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fspmd
 from fspmd import P, device_get, make_mesh, pcast, psum, rank_map, shard_map
@@ -212,19 +213,26 @@ def test_dropout_keeps_the_right_share_on_every_rank() -> None:
     assert abs(together - 0.75**2) < 5 * (0.75**2 * (1 - 0.75**2) / 40000) ** 0.5
 
 
-def test_gradients_see_the_mask_that_forward_drew() -> None:
+Layer = Callable[[Tensor], Tensor]
+RECOMPUTED: dict[str, Callable[[Layer], Layer]] = {
+    "kept": lambda f: f,
+    "checkpoint": fspmd.checkpoint,
+    "checkpoint in checkpoint": lambda f: fspmd.checkpoint(fspmd.checkpoint(f)),
+    "torch's": lambda f: lambda x: torch_checkpoint(f, x, use_reentrant=False),
+    "torch's in torch's": lambda f: RECOMPUTED["torch's"](RECOMPUTED["torch's"](f)),
+}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_gradients_see_the_mask_that_forward_drew(name: str, checked: bool) -> None:
     mesh = make_mesh((4,), ("x",), transport="simulation")
-
-    def f(x: Tensor, recompute: bool) -> Tensor:
-        layer: Any = lambda x: F.dropout(x * x, 0.5)  # noqa: E731
-        return (fspmd.checkpoint(layer) if recompute else layer)(x)
-
+    layer = RECOMPUTED[name](lambda x: F.dropout(x * psum(x, "x").sign() * x, 0.5))
+    f = shard_map(layer, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=checked)
     x = torch.arange(1.0, 401.0, dtype=torch.float64)
-    for recompute in (False, True):
-        g = shard_map(lambda x, r=recompute: f(x, r), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-        out, pull = fspmd.vjp(g, x)
-        (grad,) = pull(torch.ones(400, dtype=torch.float64))
-        torch.testing.assert_close(grad, torch.where(device_get(out) != 0, 4 * x, 0.0))
+    out, pull = fspmd.vjp(f, x)
+    (grad,) = pull(torch.ones(400, dtype=torch.float64))
+    torch.testing.assert_close(grad, torch.where(device_get(out) != 0, 4 * x, 0.0))
 
 
 def test_unchecked_bodies_draw_what_each_process_would() -> None:

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import Function, check_function, transforms_active
 from fspmd.body import state
-from fspmd.modes import again
-from fspmd.tracking import mode_for
 
 
 def checkpoint(f: Function) -> Function:
@@ -38,16 +36,13 @@ def checkpoint(f: Function) -> Function:
 
 
 def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``f(*args, **kwargs)`` keeping only its inputs; each run has casts of its own, freed with it."""
-    body, tracker = state.body, state.tracker
-    runs = 0
+    """``f(*args, **kwargs)`` keeping only its inputs; each run has casts of its own, freed with it.
+
+    That later runs take place in the body is the doing of `hooks`.
+    """
 
     def run(*inputs: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        if runs > 1:
-            with again(body, mode_for(body, tracker.body if tracker is not None else None)):
-                return f(*inputs, **kwargs)
+        tracker = state.tracker
         if tracker is None:
             return f(*inputs, **kwargs)
         casts, tracker.casts = tracker.casts, {}
