@@ -34,6 +34,8 @@ class Op:
     backward: tuple[str, int, str] | None = None  # runs backward: its outputs' name, its cotangents' place and name
     hook: bool = False  # registers a function of the gradient
     dual: bool = False  # gives the gradient of its operand
+    apart: bool = False  # writes into values it makes of its operands: in a simulation all must be held alike
+    calls: str = ""  # the parameter that takes a function of tensors
     constant: bool = False  # takes only dtype and device of its first operand, and makes a value of other data
     linear: str = ""  # sum, collect, product, first or metadata: see the tables below
 
@@ -50,7 +52,8 @@ class Op:
     @property
     def pure(self) -> bool:
         """Whether a call computes new values of its operands and nothing else."""
-        return self.name == "batch_norm" or not (self.special or self.sometimes or self.linear == "metadata")
+        special = self.special or self.sometimes or self.linear == "metadata"
+        return self.name == "batch_norm" or self.apart or not special
 
 
 def _names(text: str) -> frozenset[str]:
@@ -105,6 +108,9 @@ _RANDOM: Final = _names(
     "sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
     "fractional_max_pool3d_with_indices multi_head_attention_forward"
 )
+_RECURRENT: Final = _names("lstm gru rnn_tanh rnn_relu")
+_APART: Final = _RECURRENT | _names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
+_CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
 _RAGGED: Final = _names("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
 #: a sum of unreduced values is unreduced
 _SUMS: Final = _names("add sub subtract __add__ __sub__ __radd__ __rsub__ add_ sub_ __iadd__ __isub__")
@@ -158,6 +164,12 @@ def _draws_in_dropout(*args: Any, **kwargs: Any) -> bool:
     return bool(training) and bool(_argument(args, kwargs, 1, "p", 0.5))
 
 
+def _draws_in_recurrent(*args: Any, **kwargs: Any) -> bool:
+    """Dropout between layers: (input, hx, weights, biases, layers, dropout, train, ...); packed input has two parts."""
+    dropout, train = args[6:8] if isinstance(args[3], (tuple, list)) else args[5:7]
+    return bool(dropout and train)
+
+
 def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
     return bool(_argument(args, kwargs, 3, "training", False))
 
@@ -175,6 +187,11 @@ def _tensor_as_size(*args: Any, **kwargs: Any) -> bool:
     return any(not x.ndim and get_variance(x).varying for x in _among((*args[1:], *kwargs.values())))
 
 
+def _varies_later(*args: Any, **kwargs: Any) -> bool:
+    """A tensor that varies, after the first operand."""
+    return any(get_variance(x).varying for x in _among((*args[1:], *kwargs.values())))
+
+
 def _of_list(*args: Any, **kwargs: Any) -> bool:
     return isinstance(_argument(args, kwargs, 0, "data", None), (list, tuple))
 
@@ -186,6 +203,7 @@ def _unknown_classes(*args: Any, **kwargs: Any) -> bool:
 _BRANCHES: Final[dict[str, Predicate]] = {
     **dict.fromkeys((*_PYTHON_VALUE, *_OF_NUMBERS), _ALWAYS),
     **dict.fromkeys(_SIZED, _tensor_as_size),
+    "tensor_split": _varies_later,
     "one_hot": _unknown_classes,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads the numbers out of 0-d tensors
     "__format__": lambda *args, **kwargs: len(args) > 1 and args[1] != "",
@@ -195,6 +213,7 @@ _DRAWS: Final[dict[str, Predicate]] = {
     "scaled_dot_product_attention": _draws_in_attention,
     **dict.fromkeys((name for name in _RANDOM if "dropout" in name and name != "native_dropout"), _draws_in_dropout),
     **dict.fromkeys(("rrelu", "rrelu_"), _draws_in_rrelu),
+    **dict.fromkeys(_RECURRENT, _draws_in_recurrent),
 }
 
 
@@ -243,7 +262,7 @@ _BACKWARD: Final[dict[Any, tuple[str, int, str]]] = {
 
 #: what makes a call special that mostly is not; must hold wherever one of the predicates above does
 _SOMETIMES: Final[dict[str, Predicate]] = {
-    **dict.fromkeys((*_SIZED, "__getitem__", "narrow"), _tensor_later),
+    **dict.fromkeys((*_SIZED, "__getitem__", "narrow", "tensor_split"), _tensor_later),
     "where": _RAGGED_WHEN["where"],
     "__format__": _BRANCHES["__format__"],
     "scaled_dot_product_attention": _draws_in_attention,
@@ -275,6 +294,8 @@ def learn(func: Any) -> Op:
         "backward": _BACKWARD.get(func),
         "hook": name == "register_hook",
         "dual": name == "get grad",
+        "apart": name in _APART,
+        "calls": _CALLS.get(name, ""),
         "constant": name == "new_tensor",
     }
     linear = _LINEAR.get(name, "metadata" if name.startswith("get ") else "")

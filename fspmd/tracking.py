@@ -33,7 +33,7 @@ from fspmd.type_rules import (
     show_value,
     tensors_of,
 )
-from fspmd.uneven import call_uneven, call_with_numbers, hold_each, numbers_frame, numbers_to_tensors
+from fspmd.uneven import call_apart, call_uneven, call_with_numbers, hold_each, numbers_frame, numbers_to_tensors
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, inherited, join, set_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -98,6 +98,8 @@ class Tracker(BodyMode):
         for variance in variances:
             if variance is not result:
                 result = join(result, variance)
+        if op.calls and kwargs.get(op.calls) is not None:
+            kwargs = {**kwargs, op.calls: self._seen(kwargs[op.calls], op.calls, result)}
         if result is INVARIANT:
             return self._invariant(func, args, kwargs)
         if op.ragged is not None and op.ragged(*args, **kwargs):
@@ -118,6 +120,8 @@ class Tracker(BodyMode):
             out = index_by_tensor(func, args, kwargs)
         elif UNEVEN and self.simulated:
             out = call_uneven(func, args, kwargs, numbers, op.pure)
+        elif op.apart and self.simulated:
+            out = call_apart(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         if result.unreduced and op.linear != "metadata":
@@ -160,6 +164,21 @@ class Tracker(BodyMode):
         check_known_to_vary(op, operands, numbers)
         args, kwargs = numbers_to_tensors(op.name, args, kwargs, numbers)
         return self._general(op, func, args, kwargs, numbers)
+
+    def _seen(self, function: Any, name: str, to: Variance) -> Any:
+        """A function that torch calls, run as a part of the body; its result a value of type ``to``."""
+
+        def run(*args: Any) -> Any:
+            with again(state.body, self):
+                out = function(*args)
+                if extra := get_variance(out).varying - to.varying:
+                    raise VarianceError(
+                        f"{name} returned {show_value(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
+                        f"but the operands do not; cast one first: pcast(x, {min(extra)!r}, to='varying')"
+                    )
+                return self.cast(out, to)
+
+        return run
 
     def borrow(self, x: Tensor, source: Variance) -> None:
         """``x`` aliases a value of the type ``source``; writing into it, or into a view of it, is refused."""

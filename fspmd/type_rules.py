@@ -112,7 +112,7 @@ def check_writes(
 
 def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn:
     """Python cannot branch on a value that differs from rank to rank."""
-    x = next(x for x in tensors if get_variance(x).varying)
+    x = next(x for x in reversed(tensors) if get_variance(x).varying)  # sizes and places come after what is cut
     with torch._C.DisableTorchFunction():
         shown = describe(x.dtype, x.shape).replace(", ", ",")
     raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))

@@ -116,6 +116,15 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         return out
 
 
+def call_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch call that writes into values it makes of some operands: all are held apart where one is."""
+    held = common_frame(map(_inner, _tensors((*args, *kwargs.values()))), None)
+    if held is None:
+        return func(*args, **kwargs)
+    apart = call("apart", held.mesh, held.axes)
+    return func(*hold_each(args, apart), **dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True)))
+
+
 def differentiated(x: Tensor, forward: bool = False) -> bool:
     """Whether reverse mode (or also forward mode) follows a value, at any level of ``torch.func`` transforms."""
     forward = forward and torch.autograd.forward_ad._current_level >= 0

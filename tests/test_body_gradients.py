@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from simulated import MESH, run, shards, typed, types
 from torch import Tensor, nn
 from torch_calls import F64
@@ -261,6 +262,69 @@ def test_a_closed_over_module() -> None:
     module.zero_grad()
     module(X).square().sum().backward()
     torch.testing.assert_close(found, [p.grad for p in module.parameters()], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN, nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+def test_recurrent_modules_write_into_values_of_their_own(kind: Any, trained: bool, checked: bool) -> None:
+    torch.manual_seed(0)
+    module = kind(3, 5).double().requires_grad_(trained)
+
+    def loss(x: Tensor) -> Tensor:
+        out = module(x if "Cell" in kind.__name__ else x[None])
+        return (out if isinstance(out, Tensor) else out[0]).square().sum()
+
+    f = shard_map(lambda x: psum(loss(x), "x"), mesh=MESH, in_specs=P("x"), out_specs=P(), check_vma=checked)
+    parameters = [p for p in module.parameters() if trained]
+    found, expected = device_get(f(X)), loss(X)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if trained:
+        gradients = [torch.autograd.grad(value, parameters) for value in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+class Cube(torch.autograd.Function):
+    """``w * x**3``, once differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(w, x)
+        return w * x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        w, x = ctx.saved_tensors
+        return g * x**3, g * 3 * w * x * x
+
+
+def like_torch(w: Tensor, x: Tensor) -> Tensor:
+    """A function that speaks the torch function protocol and applies a Function to values it made itself."""
+    if torch.overrides.has_torch_function((w, x)):
+        return torch.overrides.handle_torch_function(like_torch, (w, x), w, x)
+    return Cube.apply(w * 2, x * 3).sum()
+
+
+def distances(w: Tensor, x: Tensor) -> Tensor:
+    """A function of torch's that calls one of the user's, which closes over ``w``."""
+    return F.triplet_margin_with_distance_loss(
+        x, 2 * x + 1, x - 1, distance_function=lambda a, b: Cube.apply(w, a - b).sum(-1).abs(), reduction="sum"
+    )
+
+
+@pytest.mark.parametrize("f", [like_torch, distances])
+def test_functions_within_torch_functions(f: Callable[..., Tensor]) -> None:
+    mapped = shard_map(lambda w, x: psum(f(w, x), "x"), mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
+    found, expected = (fspmd.grad(g, argnums=(0, 1))(W, X) for g in (mapped, f))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_function_that_torch_calls_varies_as_the_operands_do() -> None:
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return F.triplet_margin_with_distance_loss(w, w, w, distance_function=lambda a, b: (x * a).sum())
+
+    with pytest.raises(VarianceError, match="distance_function returned f64"):
+        run(f, W, X, specs=(P(), P("x")))
 
 
 def test_types_do_not_outlive_the_body() -> None:
