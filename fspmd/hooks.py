@@ -5,7 +5,7 @@
 * ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
 
-Outside a body each wrapper goes straight to torch.
+Outside a body the first three go straight to torch.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def _wrap_recomputation() -> None:
     original = torch_checkpoint._checkpoint_without_reentrant_generator
 
     def generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
-        body, tracker = state.body, state.tracker
-        if body is None:
-            return original(fn, *given, **kwargs)
+        body, tracker = state.body, state.tracker  # outside a body, too: bodies within need what `again` switches on
         types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in given]
 
         def again_in_body(*args: Any, **kw: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import Function, check_function, transforms_active
 from fspmd.body import state
+from fspmd.hooks import install
 
 
 def checkpoint(f: Function) -> Function:
@@ -25,6 +26,7 @@ def checkpoint(f: Function) -> Function:
     """
 
     check_function(f, "checkpoint")
+    install()
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
