@@ -15,7 +15,7 @@ from fspmd.modes import BodyMode
 from fspmd.op_kinds import OPS, learn
 from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
-from fspmd.uneven import call_apart, call_uneven, call_with_numbers, numbers_frame, numbers_to_tensors, rank_number
+from fspmd.uneven import call_uneven, call_with_numbers, hold_alike, numbers_frame, numbers_to_tensors, rank_number
 from fspmd.variance import get_variance
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -131,8 +131,10 @@ class IndexMode(BodyMode):
         op = OPS.get(func) or learn(func)
         if op.python_value is not None and op.python_value(*args, **kwargs):
             args = tuple(_agreed(arg, op.shown) for arg in args)
+        if op.apart:
+            args, kwargs = hold_alike(args, kwargs)
         if not UNEVEN or op.backward:
-            return call_apart(func, args, kwargs) if op.apart else func(*args, **kwargs)
+            return func(*args, **kwargs)
         held = numbers_frame((*args, *kwargs.values()))
         if held is not None:
             if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):

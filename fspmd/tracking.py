@@ -33,7 +33,7 @@ from fspmd.type_rules import (
     show_value,
     tensors_of,
 )
-from fspmd.uneven import call_apart, call_uneven, call_with_numbers, hold_each, numbers_frame, numbers_to_tensors
+from fspmd.uneven import call_uneven, call_with_numbers, hold_alike, hold_each, numbers_frame, numbers_to_tensors
 from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, inherited, join, set_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -114,14 +114,14 @@ class Tracker(BodyMode):
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
             args = self.cast_all(args, result)
             kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
+        if op.apart and self.simulated:
+            args, kwargs = hold_alike(args, kwargs)
         if op.draws and result.varying and op.draws(*args, **kwargs):
             out = self._random(func, args, kwargs, result)
         elif op.indexes:
             out = index_by_tensor(func, args, kwargs)
         elif UNEVEN and self.simulated:
             out = call_uneven(func, args, kwargs, numbers, op.pure)
-        elif op.apart and self.simulated:
-            out = call_apart(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         if result.unreduced and op.linear != "metadata":

@@ -116,13 +116,13 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         return out
 
 
-def call_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch call that writes into values it makes of some operands: all are held apart where one is."""
+def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The operands of a call that writes into values it makes of some of them: all held apart where one is."""
     held = common_frame(map(_inner, _tensors((*args, *kwargs.values()))), None)
     if held is None:
-        return func(*args, **kwargs)
+        return args, kwargs
     apart = call("apart", held.mesh, held.axes)
-    return func(*hold_each(args, apart), **dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True)))
+    return tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
 
 
 def differentiated(x: Tensor, forward: bool = False) -> bool:
