@@ -36,14 +36,15 @@ def check_sizes(shape: object, call: str) -> tuple[int, ...]:
     return sizes
 
 
-def check_names(names: object, call: str) -> tuple[str, ...]:
-    """The names of a mesh's axes: non-empty strings, all different.
+def check_names(names: object, call: str, count: int = 1) -> tuple[str, ...]:
+    """The names of a mesh's axes, ``count`` of them: non-empty strings, all different.
 
     Raises:
         MeshError: they are not.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise MeshError(f"{call}: axis names must be a tuple of strings, such as ({names!r},), not {names!r}")
+        example = tuple(names) if isinstance(names, str) and len(names) == count else (names,)
+        raise MeshError(f"{call}: axis names must be a tuple of strings, such as {example!r}, not {names!r}")
     found = tuple(names)
     for name in found:
         if not isinstance(name, str) or not name:

@@ -244,8 +244,10 @@ class Grid:
             AxisError: the axis is unknown.
             MeshError: no mesh, meshes that differ elsewhere, or a rank that stands in two of them.
         """
-        meshes = list(meshes)
         call = f"concatenate({meshes!r}, {axis!r})"
+        if isinstance(meshes, Grid) or not isinstance(axis, str):
+            raise MeshError(f"{call}: give a list of meshes and the axis they differ along: concatenate([a, b], 'x')")
+        meshes = list(meshes)
         if not meshes:
             raise MeshError(f"{call}: give at least one mesh")
         first = meshes[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -77,6 +77,8 @@ class Mesh(Grid):
         >>> mesh.coordinate(6), mesh.coordinate(8), mesh.coordinate()
         ((1, 2), None, (0, 0))
         """
+        if rank is not None and not hasattr(rank, "__index__"):
+            raise MeshError(f"coordinate({rank!r}): a rank is an int; the place along an axis is coordinate()[i]")
         if rank is None:
             rank = world.simulated() if self.transport == "simulation" else world.process_rank()
         known = self._cache.get(("coordinate", rank), self)  # the mesh itself stands for: not known
@@ -84,6 +86,12 @@ class Mesh(Grid):
             known = (0,) * len(self.axis_names) if rank is None else self._coordinate_of(rank)
             self._keep(("coordinate", rank), known)
         return known  # type: ignore[no-any-return]
+
+    def __enter__(self) -> NoReturn:
+        raise MeshError(f"with {self!r}: a mesh is set for a block by set_mesh: write with set_mesh(mesh):")
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; a context manager has one."""
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
         """The mesh of some axes, in any order: the slice through this process's own coordinate on the others.
@@ -206,7 +214,8 @@ def make_mesh(
     [(0, 2), (1, 3)]
     """
     call = f"make_mesh({shape!r}, {axis_names!r})"
-    sizes, names = check_sizes(shape, call), check_names(axis_names, call)
+    sizes = check_sizes(shape, call)
+    names = check_names(axis_names, call, len(sizes))
     if len(names) != len(sizes):
         raise MeshError(f"{call}: {len(sizes)} sizes but {len(names)} names, give one name for each size")
     if transport not in (None, *_TRANSPORTS):

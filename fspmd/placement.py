@@ -65,6 +65,11 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
     >>> device_put({"w": torch.zeros(4, 3)}, P("x"), mesh=make_mesh((2,), ("x",)))
     {'w': Sharded f32[4@x, 3] on mesh(x=2)}
     """
+    if mesh is None and isinstance(specs, (Mesh, torch.device)):
+        raise SpecError(
+            f"device_put got {described(specs)} for specs; write device_put(tree, P('x'), mesh=mesh): specs say how "
+            "tensors are cut, the mesh on which devices they lie"
+        )
     mesh = _the_mesh(mesh, "device_put")
     if src is not None and sends_from(src, tree, mesh):
         return scatter_from(tree, specs, mesh, src)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from fspmd.messages import Failure, described, refuse
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import TensorSpec, complain
 from fspmd.transport import transport_of
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import broadcast_prefix, leaf_paths
 
 
@@ -77,6 +79,9 @@ def check_leaves(leaves: list[Any], partitions: list[Any], labels: list[str], me
             continue
         if not isinstance(leaf, (Tensor, Sharded)):
             failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
+        elif type(leaf) is LocalTensor:
+            text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+            failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))
         elif wrong := complain(partition, mesh, leaf.ndim):
             failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
     if failures:
@@ -88,6 +93,10 @@ def _as_tensor(leaf: Any) -> str:
         return f"write torch.tensor({leaf!r}), or give it None in specs to leave it as it is"
     if type(leaf).__name__ == "ndarray":
         return "write torch.from_numpy(array)"
+    if isinstance(leaf, torch.nn.Module):
+        return "write dict(module.named_parameters())"
+    if isinstance(leaf, Iterator):
+        return "write list(...)"
     return "give it None in specs to leave it as it is"
 
 

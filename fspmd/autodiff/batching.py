@@ -48,6 +48,8 @@ def vmap(
     check_function(f, "vmap")
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, str):
         raise AxisError(f"vmap got {described(spmd_axis_name)} as spmd_axis_name; give the name of one mesh axis")
+    if randomness not in ("error", "different", "same"):
+        raise ArgumentError(f"vmap got randomness={randomness!r}; expected one of 'error', 'different', 'same'")
 
     @functools.wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:

@@ -56,10 +56,16 @@ def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
 
 def backward(x: Sharded, gradient: Tensor | Sharded | None) -> None:
     """`Sharded.backward`."""
+    y = scalar_of(x, "backward()") if gradient is None else x.local
+    if not y.requires_grad:
+        raise ArgumentError(
+            f"backward() of {x!r}, which was computed from no tensor that requires grad, or under no_grad; write "
+            "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
+        )
     if gradient is None:
-        scalar_of(x, "backward()").backward()
+        y.backward()
     else:
-        x.local.backward(cotangent_of(gradient, x, "backward()"))
+        y.backward(cotangent_of(gradient, x, "backward()"))
 
 
 above.backward = backward

@@ -96,10 +96,19 @@ def check_function(f: Any, what: str) -> None:
         raise ArgumentError(f"{what} takes a function, but got {described(f)}; write {call}, not {what}(f(x))")
 
 
-def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
+def check_options(f: Any, argnums: Any, what: str) -> None:
+    """What can be told before the call: ``f`` can be called, ``argnums`` are ints."""
+    check_function(f, what)
+    if isinstance(argnums, (Tensor, Sharded, dict)):
+        raise ArgumentError(f"{what} got {described(argnums)} for argnums; write {what}(f)(x), not {what}(f, x)")
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(numbers, (tuple, list)) or not numbers or not all(type(i) is int for i in numbers):
         raise ArgumentError(f"{what} got argnums={argnums!r}; expected an int or a tuple of ints, such as 0 or (0, 1)")
+
+
+def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
+    """The positions of the arguments to differentiate, of as many as there are."""
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
     if wrong := [i for i in numbers if not -count <= i < count]:
         hint = "" if count else " (keyword arguments are not differentiated)"
         raise ArgumentError(

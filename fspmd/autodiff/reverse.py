@@ -17,6 +17,7 @@ from fspmd.autodiff.leaves import (
     check_argnums,
     check_function,
     check_leaves,
+    check_options,
     check_results,
     detached,
     differentiating,
@@ -136,7 +137,7 @@ def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool 
     (Sharded f32[] on mesh(x=4), tensor(6.))
     """
 
-    check_function(f, "value_and_grad")
+    check_options(f, argnums, "value_and_grad")
 
     @functools.wraps(f)
     def with_gradient(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -
     tensor(12.)
     """
 
-    check_function(f, "grad")
+    check_options(f, argnums, "grad")
 
     @functools.wraps(f)
     def gradient(*args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,13 @@ def argnums_is_a_bool(m: Setting) -> None:
 
 
 @mistake(ArgumentError, checked=(True,))
+def arguments_given_with_the_function(m: Setting) -> None:
+    """grad got a tensor of shape (4,) for argnums; write grad(f)(x), not grad(f, x)"""
+    wrong: Any = ONES
+    grad(total, wrong)
+
+
+@mistake(ArgumentError, checked=(True,))
 def argnums_empty(m: Setting) -> None:
     """grad got argnums=(); expected an int or a tuple of ints, such as 0 or (0, 1)"""
     grad(total, argnums=())(ONES)
@@ -310,6 +317,14 @@ def backward_of_a_sharded_vector(m: Setting) -> None:
     m.map(lambda x: x * 2, P("x"), P("x"))(x).backward()
 
 
+@mistake(ArgumentError)
+def backward_of_no_leaf(m: Setting) -> None:
+    """backward() of Sharded f32[] on mesh(x=4), which was computed from no tensor that requires grad, or under \
+    no_grad; write w.requires_grad_() before w is used, or take the gradient with grad(f)(w)
+    """
+    m.map(lambda x: psum(x.sum(), "x"), P("x"), P())(torch.ones(8)).backward()
+
+
 @mistake(TreeError)
 def backward_with_a_wrong_layout(m: Setting) -> None:
     """backward(): a gradient that does not fit
@@ -424,6 +439,12 @@ def mapped_over_a_sharded_dim(m: Setting) -> None:
 
 
 @mistake(ArgumentError, checked=(True,))
+def unknown_randomness(m: Setting) -> None:
+    """vmap got randomness='yes'; expected one of 'error', 'different', 'same'"""
+    vmap(total, randomness="yes")(ONES)
+
+
+@mistake(ArgumentError)
 def checkpoint_of_no_function(m: Setting) -> None:
     """checkpoint takes a function, but got the int 3; write checkpoint(f), not checkpoint(f(x))"""
     checkpoint(3)

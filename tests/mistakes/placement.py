@@ -253,3 +253,31 @@ def get_inside_a_body(m: Setting) -> None:
     """
     w: Any = device_put(ONES, P("x"), mesh=m.line)
     m.inside(lambda x: x + device_get(w)[:2])
+
+
+@mistake(SpecError, checked=(True,))
+def mesh_in_place_of_specs(m: Setting) -> None:
+    """device_put got a Mesh for specs; write device_put(tree, P('x'), mesh=mesh): specs say how tensors are cut, the \
+    mesh on which devices they lie
+    """
+    device_put(ONES, m.line)
+
+
+@mistake(ArgumentError, checked=(True,))
+def put_a_module(m: Setting) -> None:
+    """device_put: the tree does not fit its specs
+    * tree['all'] is a generator; write list(...)
+    * tree['layer'] is a Linear; write dict(module.named_parameters())
+    """
+    layer = torch.nn.Linear(2, 2)
+    device_put({"layer": layer, "all": layer.parameters()}, P(), mesh=m.line)
+
+
+@mistake(ArgumentError, checked=(True,), transports=("simulation",))
+def put_the_blocks_of_all_ranks(m: Setting) -> None:
+    """device_put: the tree does not fit its specs
+      * tree holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body
+    pass the Sharded itself, or a global tensor
+    """
+    x: Any = device_put(ONES, P("x"), mesh=m.line)
+    device_put(x.local, P("x"), mesh=m.line)
