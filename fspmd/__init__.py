@@ -21,6 +21,7 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
+from fspmd.dispatch import propagation_cache_clear, propagation_cache_info
 from fspmd.errors import (
     ArgumentError,
     AxisError,
@@ -72,6 +73,8 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "propagation_cache_clear",
+    "propagation_cache_info",
     "pshuffle",
     "psum",
     "psum_scatter",

@@ -274,7 +274,7 @@ OPS: Final[dict[Any, Op]] = {}
 
 def learn(func: Any) -> Op:
     """The traits of a torch function, method, property getter or op from ``torch.ops``; kept in `OPS`."""
-    name = _name(func)
+    name = name_of(func)
     schema = getattr(func, "_schema", None)
     seeded = schema is not None and torch.Tag.nondeterministic_seeded in func.tags
     elementwise = name.startswith(("_foreach_", "_fused_"))
@@ -305,7 +305,8 @@ def learn(func: Any) -> Op:
     return op
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """The name of a torch function, method, property or op; of a property that tells of its operand ``get name``."""
     if isinstance(func, torch._ops.OpOverload):
         return func._schema.name.split("::")[-1]
     name = getattr(func, "__name__", str(func))

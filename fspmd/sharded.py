@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
@@ -10,10 +11,11 @@ import torch
 import torch.utils._pytree
 from torch import Tensor
 
-from fspmd.body import state
-from fspmd.errors import ArgumentError, FspmdError, ShapeError
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described
 from fspmd.spec import P, TensorSpec
+from fspmd.transport import Options, transport_of
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
@@ -58,6 +60,26 @@ class Sharded:
         """The dtype."""
         return self.spec.dtype
 
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or one of its sizes."""
+        return torch.Size(self.spec.shape) if dim is None else self.spec.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self.spec.shape)
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return prod(self.spec.shape)
+
+    def is_floating_point(self) -> bool:
+        """Whether the dtype is a floating-point one."""
+        return self.spec.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        """Whether the dtype is a complex one."""
+        return self.spec.dtype.is_complex
+
     @property
     def device(self) -> torch.device:
         """Where this rank's block is."""
@@ -78,7 +100,8 @@ class Sharded:
         """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced."""
         if self.local.grad is None:
             return None
-        return Sharded(self.local.grad, dual(self.spec))
+        spec = dual(self.spec)
+        return Sharded(held_as(self.local.grad, spec), spec)
 
     def backward(self, gradient: Tensor | Sharded | None = None) -> None:
         """Gradients for the leaves this value was computed from; ``gradient`` lies as self, or is global and plain.
@@ -97,20 +120,61 @@ class Sharded:
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        values = optree.tree_leaves((args, kwargs), is_leaf=is_sharded)
-        _refuse(f"{getattr(func, '__name__', func)}()", next(x for x in values if isinstance(x, Sharded)))
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return above.dispatch(func, args, kwargs or {})
+
+    def __len__(self) -> int:
+        if not self.spec.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.spec.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return above.dispatch(Tensor.__getitem__, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        above.dispatch(Tensor.__setitem__, (self, index, value), {})
+
+    def __iter__(self) -> Any:
+        return iter(above.dispatch(Tensor.unbind, (self,), {}))
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return above.dispatch(Tensor.__array__, (self,), {})
+
+    def __index__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def item(self) -> Any:
+        """The number of a tensor of one element that every rank has.
+
+        Raises:
+            VarianceError: the spec names an axis: reshard it to P() first.
+        """
+        if self.spec.partition.mentioned:
+            raise VarianceError(f".item() was asked of {self!r}, which not every rank has; write device_get(x).item()")
+        return self.local.item()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_") or not hasattr(Tensor, name):
                 raise AttributeError(f"a Sharded has no attribute {name!r}")
-            _refuse(f".{name}", self, ShardedAttributeError)
+            raise ShardedAttributeError(
+                f"a Sharded has no .{name}; use it in a function run by shard_map, or on device_get(x)"
+            )
 
 
 class _Above:
     backward: Callable[[Sharded, Tensor | Sharded | None], None]
+    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 #: what a Sharded can do that stands on floors above this one, each set where it is written
@@ -126,35 +190,52 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def _refuse(operation: str, x: Sharded, error: type[FspmdError] = ArgumentError) -> NoReturn:
-    if state.body is not None:
-        raise error(
-            f"{operation} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
-            "an argument, with its spec in in_specs, instead of closing over it"
-        )
-    raise error(
-        f"{operation} was used on {x!r}; write it in a function run by shard_map, whose values are this rank's blocks, "
-        "or use it on the global tensor, device_get(x)"
-    )
+def _method(func: Any) -> Any:
+    def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        return above.dispatch(func, (self, *args), kwargs)
+
+    method.__name__ = method.__qualname__ = getattr(func, "__name__", "")
+    method.__doc__ = f"``torch.Tensor.{method.__name__}`` on a global tensor."
+    return method
 
 
-def _operator(shown: str) -> Any:
-    def refuse(self: Sharded, *args: Any, **options: Any) -> NoReturn:
-        _refuse(shown, self)
-
-    return refuse
+def _getter(func: Any) -> Any:
+    return property(lambda self: above.dispatch(func, (self,), {}))
 
 
-_OPERATORS = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "matmul": "@", "pow": "**", "mod": "%"},
-    **{"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "getitem": "x[...]"},
-    **{"setitem": "x[...] =", "bool": "bool() or a branch", "float": "float()", "int": "int()", "index": "int()"},
-    **{"len": "len()", "iter": "a loop", "contains": "in", "array": "numpy"},
-}
-for _name, _shown in _OPERATORS.items():
-    setattr(Sharded, f"__{_name}__", _operator(_shown))
-    if _name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod"):
-        setattr(Sharded, f"__r{_name}__", _operator(_shown))
+def _binary(func: Any) -> Any:
+    def operator(self: Sharded, other: Any) -> Any:
+        return above.dispatch(func, (self, other), {})
+
+    return operator
+
+
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod", "and", "or", "xor", "lshift", "rshift"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmatmul", "rpow", "rmod", "rand", "ror", "rxor"),
+    *("lt", "le", "gt", "ge", "eq", "ne"),
+)
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
+
+for _name in dir(Tensor):
+    if _name not in dir(Sharded) and not _name.startswith("_") and callable(getattr(Tensor, _name)):
+        setattr(Sharded, _name, _method(getattr(Tensor, _name)))
+for _name in _VIEWS:
+    setattr(Sharded, _name, _getter(getattr(Tensor, _name).__get__))
+for _name in _OPERATORS:
+    setattr(Sharded, f"__{_name}__", _binary(getattr(Tensor, f"__{_name}__")))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Sharded, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
+Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
+    """A simulated value that autograd held apart over more axes than its spec varies over, held as the spec says."""
+    if type(x) is not LocalTensor:
+        return x
+    partition, mesh = spec.partition, spec.mesh
+    absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
+    return transport_of(mesh).pick(x, mesh, absent, Options()).wait() if absent else x
 
 
 def dual(spec: TensorSpec) -> TensorSpec:

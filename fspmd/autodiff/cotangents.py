@@ -11,9 +11,9 @@ from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
-from fspmd.redistribute import to_blocks
+from fspmd.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded, above, dual, is_sharded
-from fspmd.spec import TensorSpec, describe
+from fspmd.spec import P, TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
 
@@ -85,6 +85,9 @@ def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequenc
 
 def scalar_of(out: Any, what: str) -> Tensor:
     """A real scalar that is equal on all ranks: what can be differentiated without a cotangent."""
+    if isinstance(out, Sharded) and out.spec.partition.unreduced:  # what a global function computed: add it up
+        spec = out.spec.with_partition(P(*out.spec.partition))
+        out = Sharded(redistribute(out.local, out.spec, spec), spec)
     x = local_of(out)
     if not isinstance(x, Tensor) or x.ndim or not differentiable(x) or x.is_complex():
         given = show_leaf(out) if isinstance(x, Tensor) else described(out)

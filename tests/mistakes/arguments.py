@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fspmd import ArgumentError, AxisError, MeshError, P, device_put, psum, shard_map
+from fspmd import ArgumentError, AxisError, MeshError, P, VarianceError, device_put, psum, shard_map
 from mistakes import Setting, mistake
 
 ONES = torch.ones(8, 4)
@@ -257,49 +257,41 @@ def closed_over_sharded_in_a_collective(m: Setting) -> None:
 
 
 @mistake(ArgumentError)
-def sharded_outside(m: Setting) -> None:
-    """+ was used on Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose values are \
-    this rank's blocks, or use it on the global tensor, device_get(x)
+def sharded_in_a_function_without_a_rule(m: Setting) -> None:
+    """svd() has no rule for Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose values \
+    are this rank's blocks, or use it on the global tensor, device_get(x)
     """
-    x = device_put(ONES, P("x"), mesh=m.line)
-    x + 1
+    torch.svd(device_put(ONES, P("x"), mesh=m.line))
 
 
 @mistake(ArgumentError)
-def sharded_in_a_torch_function(m: Setting) -> None:
-    """sum() was used on Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose values are \
-    this rank's blocks, or use it on the global tensor, device_get(x)
+def sharded_written_into(m: Setting) -> None:
+    """x[...] = has no rule for Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose \
+    values are this rank's blocks, or use it on the global tensor, device_get(x)
     """
     x = device_put(ONES, P("x"), mesh=m.line)
-    torch.sum(x)
+    x[0] = 1
 
 
 @mistake(ArgumentError)
+def sharded_of_shapes_that_do_not_fit(m: Setting) -> None:
+    """@ of f32[8@x, 4], f32[8, 4] fails on the global tensors: a and b must have same reduction dim, but got [8, 4] X \
+    [8, 4].
+    """
+    device_put(ONES, P("x"), mesh=m.line) @ ONES
+
+
+@mistake(MeshError)
+def sharded_on_two_meshes(m: Setting) -> None:
+    """+ got values on two meshes, mesh(x=4) and mesh(x=2, y=2); move one with device_put"""
+    device_put(ONES, P("x"), mesh=m.line) + device_put(ONES, P("x"), mesh=m.grid)
+
+
+@mistake(VarianceError)
 def sharded_as_a_branch(m: Setting) -> None:
-    """> was used on Sharded f32[] on mesh(x=4); write it in a function run by shard_map, whose values are this \
-    rank's blocks, or use it on the global tensor, device_get(x)
-    """
-    loss = m.map(lambda x: psum(x.sum(), "x"), P("x"), P())(ONES)
-    if loss > 1:
+    """.item() was asked of Sharded bool[1@x] on mesh(x=4), which not every rank has; write device_get(x).item()"""
+    if device_put(torch.ones(1), P("x"), mesh=m.line) > 0:
         pass
-
-
-@mistake(ArgumentError)
-def item_of_sharded(m: Setting) -> None:
-    """.item was used on Sharded f32[] on mesh(x=4); write it in a function run by shard_map, whose values are this \
-    rank's blocks, or use it on the global tensor, device_get(x)
-    """
-    loss = m.map(lambda x: psum(x.sum(), "x"), P("x"), P())(ONES)
-    loss.item()
-
-
-@mistake(ArgumentError)
-def method_of_sharded(m: Setting) -> None:
-    """.sum was used on Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose values are \
-    this rank's blocks, or use it on the global tensor, device_get(x)
-    """
-    x = device_put(ONES, P("x"), mesh=m.line)
-    x.sum()
 
 
 @mistake(ArgumentError)

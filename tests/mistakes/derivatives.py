@@ -165,14 +165,6 @@ def grad_of_a_sharded_vector(m: Setting) -> None:
     grad(m.map(lambda x: x * 2, P("x"), P("x")))(ONES)
 
 
-@mistake(VarianceError, checked=(True,))
-def grad_of_a_pending_sum(m: Setting) -> None:
-    """grad needs a scalar that is equal on all ranks, but the result is Sharded f32[]{U:x} on mesh(x=4); psum it \
-    over 'x' in the function, and write P() in its out_specs
-    """
-    grad(m.map(lambda x: x.sum(), P("x"), P(unreduced={"x"})))(ONES)
-
-
 @mistake(ArgumentError)
 def grad_in_a_body_of_a_vector(m: Setting) -> None:
     """grad needs a real scalar, a 0-d floating-point tensor, but the result is f32[2,4]{V:x}; reduce it with .sum() \

@@ -20,8 +20,8 @@ def rows(m: Setting) -> Sharded:
 
 @mistake(ArgumentError, checked=(True,))
 def array_of_sharded(m: Setting) -> None:
-    """numpy was used on Sharded f32[8@x] on mesh(x=4); write it in a function run by shard_map, whose values are this \
-    rank's blocks, or use it on the global tensor, device_get(x)
+    """numpy has no rule for Sharded f32[8@x] on mesh(x=4); write it in a function run by shard_map, whose values are \
+    this rank's blocks, or use it on the global tensor, device_get(x)
     """
     np.asarray(rows(m))
 

@@ -1,0 +1,247 @@
+"""Torch functions on `Sharded` values: one flatten, one look-up, one local call above autograd, one wrap."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple, NoReturn
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import state
+from fspmd.errors import ArgumentError, MeshError
+from fspmd.pairs import Call, apply
+from fspmd.propagate import OpPlan, Place, propagate, refuse_rule, shown
+from fspmd.rules import row_of
+from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_tensor import LocalTensor
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_grad_enabled = torch.is_grad_enabled
+_autocast = torch._C._is_any_autocast_enabled
+_CASTS = "_fspmd_casts"
+
+
+class _Casts(dict[Call, tuple["weakref.ref[Tensor]", int]]):
+    """The casts of a tensor that are alive, and its version when they were made; a copy of the tensor has none."""
+
+    def __reduce__(self) -> Any:
+        return _Casts, ()
+
+    def __deepcopy__(self, memo: Any) -> _Casts:
+        return _Casts()
+
+
+class CacheInfo(NamedTuple):
+    """Like that of ``functools.lru_cache``."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class _Cache:
+    __slots__ = ("hits", "maxsize", "misses", "plans")
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[Any, OpPlan] = OrderedDict()
+        self.hits = self.misses = 0
+        self.maxsize = 65536
+
+
+_cache = _Cache()
+_free: dict[Any, bool] = {}  # by function: Python numbers among its arguments do not bear on layouts
+
+
+def propagation_cache_info() -> CacheInfo:
+    """Hits, misses and size of the cache of plans for torch functions on `Sharded` values."""
+    return CacheInfo(_cache.hits, _cache.misses, _cache.maxsize, len(_cache.plans))
+
+
+def propagation_cache_clear() -> None:
+    """Forget all plans, and count from zero."""
+    _cache.plans.clear()
+    _cache.hits = _cache.misses = 0
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` on values of which some are `Sharded`; plain tensors are global values that every rank has."""
+    if state.body is not None:
+        _refuse_in_body(func, args, kwargs)
+    free = _free.get(func)
+    if free is None:
+        row = row_of(func)
+        free = _free[func] = row is not None and row.free
+    key: list[Any] = [func]
+    blocks: list[Any] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(arg)
+        if kind is Sharded:
+            key.append(arg.spec)
+            blocks.append(arg.local)
+        elif free and (kind is float or kind is int):
+            key.append(kind)
+            blocks.append(arg)
+        elif (kind is list or kind is tuple) and any(type(one) is Sharded for one in arg):
+            key.append((kind, *(one.spec if type(one) is Sharded else _hashable(one) for one in arg)))
+            blocks.append([one.local if type(one) is Sharded else one for one in arg])
+        else:
+            key.append(_hashable(arg))
+            blocks.append(arg)
+    if kwargs:
+        key.extend(kwargs)
+    cached = tuple(key)
+    plan = _cache.plans.get(cached)
+    if plan is None:
+        plan = _miss(func, args, kwargs)
+        _cache.misses += 1
+        if not _by_default_dtype(plan, cached):
+            _cache.plans[cached] = plan
+        if len(_cache.plans) > _cache.maxsize:
+            _cache.plans.popitem(last=False)
+    else:
+        _cache.hits += 1
+    if plan.needs_redistribute:
+        _move_operands(plan, blocks)
+    casts = _cast_operands(plan, blocks) if plan.casts else None
+    if kwargs:
+        out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
+    else:
+        out = plan.local(*blocks)
+    if plan.writes:
+        return args[0]
+    if casts:
+        for one in (out,) if isinstance(out, Tensor) else out:
+            if one.grad_fn is not None:
+                metadata: Any = one.grad_fn.metadata
+                metadata[_CASTS] = casts  # alive as long as the graph is, and no longer
+    results = plan.results
+    if type(results) is tuple or _autocast():
+        return _wrapped(out, results)
+    return Sharded(out, results)  # type: ignore[arg-type]
+
+
+def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
+    """Several results, or such as autocast may have given another dtype."""
+    if isinstance(results, TensorSpec):
+        return Sharded(out, _of_dtype(results, out.dtype))
+    found = [Sharded(one, _of_dtype(spec, one.dtype)) for one, spec in zip(out, results, strict=True)]
+    return type(out)(found)
+
+
+def _move_operands(plan: OpPlan, blocks: list[Any]) -> None:
+    for place, steps in plan.moves:
+        x = _at(blocks, place)
+        for step in steps:
+            x = apply(x, step)
+        _set(blocks, place, x)
+
+
+def _at(blocks: list[Any], place: Place) -> Any:
+    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
+
+
+def _set(blocks: list[Any], place: Place, x: Tensor) -> None:
+    if isinstance(place, tuple):
+        blocks[place[0]][place[1]] = x
+    else:
+        blocks[place] = x
+
+
+def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    return spec if spec.dtype == dtype else TensorSpec(spec.mesh, spec.partition, spec.shape, dtype)
+
+
+def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
+    """Whether the dtype of the result is torch's default one, which may change: integers divided, for example."""
+    dtypes = {part.dtype for part in key if isinstance(part, TensorSpec)}
+    results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
+    made = any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in results)
+    return made and not any(d.is_floating_point or d.is_complex for d in dtypes)
+
+
+def _hashable(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return (type(arg), arg.dtype, arg.shape) if type(arg) is not LocalTensor else LocalTensor
+    if isinstance(arg, (tuple, list)):
+        return type(arg), *map(_hashable, arg)
+    if isinstance(arg, slice):
+        return slice, _hashable(arg.start), _hashable(arg.stop), _hashable(arg.step)
+    return type(arg), arg
+
+
+def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    values = _values(args, kwargs)
+    mesh = values[0].spec.mesh
+    for x in values:
+        if x.spec.mesh != mesh:
+            raise MeshError(
+                f"{shown(func)} got values on two meshes, {mesh!r} and {x.spec.mesh!r}; move one with device_put"
+            )
+    operands: list[tuple[Place, TensorSpec]] = []
+    for i, arg in enumerate((*args, *kwargs.values())):
+        listed = isinstance(arg, (list, tuple))
+        for k, one in enumerate(arg if listed else (arg,)):
+            spec = one.spec if isinstance(one, Sharded) else None
+            if type(one) is LocalTensor:
+                raise ArgumentError(
+                    f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
+                    "computed); pass the Sharded itself, or a global tensor"
+                )
+            if isinstance(one, Tensor):
+                spec = TensorSpec(mesh, P(), one.shape, one.dtype)
+            if spec is not None:
+                operands.append(((i, k) if listed else i, spec))
+    if len(values) > sum(isinstance(_at([*args, *kwargs.values()], place), Sharded) for place, _ in operands):
+        refuse_rule(func, [x.spec for x in values])  # deeper in a tree
+    return propagate(func, args, kwargs, operands)
+
+
+def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]
+
+
+def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    assert state.body is not None
+    x = _values(args, kwargs)[0]
+    raise ArgumentError(
+        f"{shown(func)} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
+        "an argument, with its spec in in_specs, instead of closing over it"
+    )
+
+
+def _cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
+    """Cast what will have a gradient; gives the casts."""
+    found = []
+    for place, casts in plan.casts:
+        x = _at(blocks, place)
+        if (x.requires_grad and _grad_enabled()) or _transforms_active():
+            for cast in casts:
+                x = _cast(x, cast)
+            _set(blocks, place, x)
+            found.append(x)
+    return found
+
+
+def _cast(x: Tensor, cast: Call) -> Tensor:
+    """An invariant operand beside a varying one: one cast serves all uses whose graph is alive, forward for free."""
+    known = x.__dict__.get(_CASTS)
+    if known is not None and (found := known.get(cast)) is not None and found[1] == x._version:
+        y: Tensor | None = found[0]()
+        if y is not None:
+            return y
+    y = apply(x, cast)
+    if not _transforms_active():
+        if known is None:
+            known = _Casts()
+            setattr(x, _CASTS, known)
+        known[cast] = weakref.ref(y), x._version
+    return y
+
+
+above.dispatch = dispatch

@@ -1,0 +1,186 @@
+"""From the layouts of a call's operands to a plan: what moves, what runs on the blocks, how the result lies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from fspmd.cost import topology
+from fspmd.errors import ArgumentError, VarianceError
+from fspmd.op_kinds import name_of
+from fspmd.pairs import Call, call
+from fspmd.routes import route
+from fspmd.rules import Factors, Row, Whole, row_of, writes
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.strategies import best_strategy
+from fspmd.uneven import call_uneven
+
+Shape = tuple[int, ...]
+#: where a tensor stands: its number among the arguments (positional ones first), and in a list there
+Place = int | tuple[int, int]
+Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlan:
+    """One call, decided; immutable. ``needs_redistribute`` is False where the operands lie right."""
+
+    results: TensorSpec | tuple[TensorSpec, ...]
+    needs_redistribute: bool
+    moves: Calls
+    casts: Calls  # of operands that will have a gradient; forward they move nothing
+    local: Callable[..., Any]
+    writes: bool  # into the first operand, which is the result
+
+
+def propagate(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> OpPlan:
+    """Plan a call; ``operands`` are the places of its tensors, and their layouts.
+
+    Raises:
+        ArgumentError: the function has no rule for such a call, or the call fails on the global tensors.
+    """
+    row, specs = row_of(func), [spec for _, spec in operands]
+    if row is None or "out" in kwargs:
+        refuse_rule(func, specs)
+    mesh = specs[0].mesh
+    out = _on_meta(func, args, kwargs, operands)
+    outs = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
+        refuse_rule(func, specs)
+    results = [TensorSpec(mesh, P(), tuple(one.shape), one.dtype) for one in outs]
+    shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
+    plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
+    factors = row.rule(Whole(shapes, plain, kwargs, after))
+    if not _fits(factors, shapes, after, resized=row.blocks is not None):
+        refuse_rule(func, specs)
+    written = writes(func)
+    linear = _linearity(row, args, kwargs, specs[0], results[0])
+    best = best_strategy(factors, linear, specs, results, topology(), fixed=written)
+    if best is None:
+        _refuse_write(func, specs)
+    final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
+    moves: list[tuple[Place, tuple[Call, ...]]] = []
+    casts: list[tuple[Place, tuple[Call, ...]]] = []
+    for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
+        if spec is not need:
+            moves.append((place, tuple(step.call for step in route(spec, need, topology()).steps)))
+        if axes:
+            casts.append((place, _casts(need, axes)))
+    local: Callable[..., Any] = func
+    if row.local is not None:
+        local = functools.partial(row.local, shapes[0])
+    elif row.blocks is not None:
+        local = functools.partial(_of_first, functools.partial(row.blocks, factors, shapes[0], after[0]))
+    if mesh.transport == "simulation" and not all(spec.even for spec in (*final, *best.operands)):
+        local = functools.partial(_rank_by_rank, local, not written)
+    result = final[0] if isinstance(out, Tensor) else final
+    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, written)
+
+
+def _of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return local(x)
+
+
+def _on_meta(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Any:
+    """What the call gives for global tensors without data."""
+    values = [list(value) if isinstance(value, (list, tuple)) else value for value in (*args, *kwargs.values())]
+    for place, spec in operands:
+        meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        if isinstance(place, tuple):
+            values[place[0]][place[1]] = meta
+        else:
+            values[place] = meta
+    values = [
+        type(old)(new) if type(old) is tuple else new
+        for old, new in zip((*args, *kwargs.values()), values, strict=True)
+    ]
+    try:
+        return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    except NotImplementedError:  # the shape of the result depends on values
+        refuse_rule(func, [spec for _, spec in operands])
+    except Exception as error:
+        given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+
+
+def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: TensorSpec, result: TensorSpec) -> str:
+    """A number would be added once per rank, and rounding is not linear."""
+    if kwargs.get("rounding_mode") is not None:
+        return ""
+    if row.linear == "sum" and row.free and any(isinstance(a, (int, float, complex)) for a in args[:2]):
+        return ""
+    return "" if _is_float(first.dtype) and not _is_float(result.dtype) else row.linear
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _fits(factors: Factors, before: list[Shape], after: list[Shape], *, resized: bool) -> bool:
+    """Whether each factor has one size wherever it stands: a rule that is wrong for a call is not used.
+
+    ``resized``: a dim of the result may be another size, of which the strategy sees that the blocks are the same.
+    """
+    rows = (*factors.operands, *factors.results)
+    if [*map(len, rows)] != [*map(len, (*before, *after))]:
+        return False
+    sizes: dict[int, int] = {}
+    known = zip(factors.operands, before, strict=True) if resized else zip(rows, (*before, *after), strict=True)
+    pairs = [pair for dims, shape in known for pair in zip(dims, shape, strict=True)]
+    return all(factor is None or sizes.setdefault(factor, size) == size for factor, size in pairs)
+
+
+def _casts(need: TensorSpec, axes: tuple[str, ...]) -> tuple[Call, ...]:
+    reduced = tuple(axis for axis in axes if axis in need.partition.reduced)
+    others = tuple(axis for axis in axes if axis not in reduced)
+    rows = (("reduced_to_varying", reduced), ("invariant_to_varying", others))
+    return tuple(call(name, need.mesh, over) for name, over in rows if over)
+
+
+def _refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
+    name = shown(func)
+    raise VarianceError(
+        f"{name} would change how its operand lies: it writes into Sharded {specs[0]!r} what it computes with "
+        f"{', '.join(map(repr, specs[1:])) or 'a number'}; write x = x.{name.removesuffix('_()')}(...), or move the "
+        "operands first"
+    )
+
+
+def _rank_by_rank(func: Any, pure: bool, *args: Any, **kwargs: Any) -> Any:
+    """What torch does in backward often needs the sizes of an uneven block as plain numbers."""
+    return call_uneven(func, args, kwargs, None, pure=pure)
+
+
+def shown(func: Any) -> str:
+    """The call as a message names it."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return _OPERATORS.get(name.strip("_"), f"{name}()")
+    return f".{name.removeprefix('get ')}" if name.startswith("get ") else f"{name}()"
+
+
+_OPERATORS: Final = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "matmul": "@", "pow": "**", "mod": "%"},
+    **{"radd": "+", "rsub": "-", "rmul": "*", "rdiv": "/", "rfloordiv": "//", "rmatmul": "@", "rpow": "**"},
+    **{"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
+    **{"getitem": "x[...]", "setitem": "x[...] =", "array": "numpy"},
+}
+
+
+def refuse_rule(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
+    """A function that is not known to act on global tensors."""
+    given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+    raise ArgumentError(
+        f"{shown(func)} has no rule for {given}; write it in a function run by shard_map, whose values are this rank's "
+        "blocks, or use it on the global tensor, device_get(x)"
+    )

@@ -1,0 +1,9 @@
+"""How torch functions act on dims: rows in factor notation."""
+
+from __future__ import annotations
+
+from fspmd.rules.factors import Factors
+from fspmd.rules.table import Row, row_of, writes
+from fspmd.rules.whole import Whole
+
+__all__ = ["Factors", "Row", "Whole", "row_of", "writes"]

@@ -1,0 +1,36 @@
+"""Sums of products: matmul and its kin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.whole import NO_RULE, Rule, Whole
+
+_MATMUL: Final = {
+    (1, 1): parse("k, k ->"),
+    (2, 1): parse("... m k, k -> ... m"),
+    (1, 2): parse("k, ... k n -> ... n"),
+    (2, 2): parse("... m k, ... k n -> ... m n"),
+}
+
+
+def matmul(whole: Whole) -> Factors:
+    """By the number of dims of both operands."""
+    a, b = (min(len(shape), 2) for shape in whole.shapes)
+    return match(_MATMUL[a, b], whole.shapes)
+
+
+def einsum(whole: Whole) -> Factors:
+    """As the equation says; an ellipsis or another form of the call has no rule."""
+    if not isinstance(whole.args[0], str) or "." in whole.args[0]:
+        return NO_RULE
+    operands, _, result = whole.args[0].replace(" ", "").partition("->")
+    return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), whole.shapes)
+
+
+def with_added(text: str, place: int) -> Rule:
+    """A contraction to whose sum the operand at ``place`` is added."""
+    pattern = parse(text)
+    return lambda whole: replace(match(pattern, whole.shapes), added=frozenset({place}))

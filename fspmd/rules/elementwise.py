@@ -1,0 +1,17 @@
+"""Functions of elements that stand in one place, in operands that broadcast."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.whole import NO_RULE, Whole
+
+_PATTERNS: Final = {n: parse(", ".join(["..."] * n) + " -> ...") for n in range(1, 8)}
+
+
+def elementwise(whole: Whole) -> Factors:
+    """Any number of operands; no rule for ``inplace=True`` of an activation."""
+    if whole.kwargs.get("inplace") or any(arg is True for arg in whole.args):
+        return NO_RULE
+    return match(_PATTERNS[len(whole.shapes)], whole.shapes)

@@ -1,0 +1,175 @@
+"""Functions that arrange elements anew: permutations of dims, reshapes, slices, joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.rules.factors import Dims, Factors, Shape
+from fspmd.rules.whole import NO_RULE, Rule, Whole
+
+
+def permuted(order: Callable[[Whole], Sequence[int | None]]) -> Rule:
+    """The dims of the operand in another order."""
+    return lambda whole: Factors((tuple(range(whole.ndim)),), (tuple(order(whole)),))
+
+
+def transposed(whole: Whole) -> Dims:
+    """Two dims change places."""
+    first = whole.argument(1, "dim0", whole.kwargs.get("axis0"))
+    second = whole.argument(2, "dim1", whole.kwargs.get("axis1"))
+    order = list(range(whole.ndim))
+    order[first], order[second] = order[second], order[first]
+    return tuple(order)
+
+
+def in_order(whole: Whole) -> Dims:
+    """As ``dims`` says."""
+    return whole.dims(1, "dims")
+
+
+def moved(whole: Whole) -> Dims:
+    """``source`` dims to ``destination``."""
+    sources, targets = whole.argument(1, "source"), whole.argument(2, "destination")
+    sources, targets = ([d % whole.ndim for d in ((v,) if isinstance(v, int) else v)] for v in (sources, targets))
+    order: list[int | None] = [None] * whole.ndim
+    for s, t in zip(sources, targets, strict=True):
+        order[t] = s
+    rest = iter(d for d in range(whole.ndim) if d not in sources)
+    return tuple(next(rest) if d is None else d for d in order)
+
+
+def last_swapped(whole: Whole) -> Dims:
+    """The last two dims change places."""
+    n = whole.ndim
+    return (*range(n - 2), n - 1, n - 2) if n > 1 else tuple(range(n))
+
+
+# --- reshapes: the same elements in the same order --------------------------------------------------------------------
+
+
+def reshaped(whole: Whole) -> Factors:
+    """Groups of dims of equal products: the leading dim of a group may stay sharded, the others must be whole."""
+    before, after = whole.shapes[0], whole.results[0]
+    if any(isinstance(arg, torch.dtype) for arg in (*whole.args, *whole.kwargs.values())):
+        return NO_RULE
+    operand: list[int | None] = list(range(len(before)))
+    result: list[int | None] = [None] * len(after)
+    whole_dims: set[int] = set()
+    for source, target in _groups(before, after):
+        leading = next((d for d in source if before[d] != 1), None)
+        first = next((d for d in target if after[d] != 1), None)
+        whole_dims.update(d for d in source if d != leading)
+        if leading is not None and first is not None:
+            result[first] = leading
+        elif leading is not None:
+            whole_dims.add(leading)
+    return Factors((tuple(operand),), (tuple(result),), whole=frozenset(whole_dims))
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of dims, side by side, whose sizes multiply to the same."""
+    if 0 in before:
+        return [(list(range(len(before))), [])]
+    found: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        source: list[int] = []
+        target: list[int] = []
+        a = b = 1
+        while (not source and not target) or a != b:
+            if (a <= b and i < len(before)) or j == len(after):
+                source.append(i)
+                a *= before[i]
+                i += 1
+            else:
+                target.append(j)
+                b *= after[j]
+                j += 1
+        found.append((source, target))
+    return found
+
+
+def reshape_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> Tensor:
+    """A block of the operand as a block of the result."""
+    sizes: list[Any] = list(after)
+    for d, factor in enumerate(factors.results[0]):
+        if factor is not None:
+            sizes[d] = x.shape[factor] * after[d] // before[factor] if before[factor] else after[d]
+    return x.reshape(sizes)
+
+
+def expanded(whole: Whole) -> Factors:
+    """New leading dims, and dims of size 1 that grow, are whole."""
+    before, after = whole.shapes[0], whole.results[0]
+    new = len(after) - len(before)
+    kept = [d if before[d] == after[d + new] else None for d in range(len(before))]
+    return Factors((tuple(kept),), ((*(None,) * new, *kept),))
+
+
+def expand_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> Tensor:
+    """A block, along the dims that grow."""
+    return x.expand([size if factor is None else -1 for factor, size in zip(factors.results[0], after, strict=True)])
+
+
+# --- parts, and the whole of parts ------------------------------------------------------------------------------------
+
+
+def indexed(whole: Whole) -> Factors:
+    """``x[...]`` by ints, slices, None and an ellipsis: dims that are not taken in full are whole."""
+    index = whole.args[1] if isinstance(whole.args[1], tuple) else (whole.args[1],)
+    if not all(entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in index):
+        return NO_RULE
+    dims = sum(type(entry) in (int, slice) for entry in index)
+    if Ellipsis not in index:
+        index = (*index, Ellipsis)
+    result: list[int | None] = []
+    cut: set[int] = set()
+    at = 0
+    for entry in index:
+        if entry is None:
+            result.append(None)
+        elif entry is Ellipsis:
+            result += range(at, at + whole.ndim - dims)
+            at += whole.ndim - dims
+        else:
+            if type(entry) is int:
+                cut.add(at)
+            elif entry == slice(None):
+                result.append(at)
+            else:
+                cut.add(at)
+                result.append(None)
+            at += 1
+    return Factors((tuple(range(whole.ndim)),), (tuple(result),), whole=frozenset(cut))
+
+
+def parts(place: int, name: str, *, gone: bool = False) -> Rule:
+    """Pieces along a dim, which must be whole; with ``gone`` they do not have it."""
+
+    def rule(whole: Whole) -> Factors:
+        dim = whole.argument(place, name, 0) % whole.ndim
+        every = range(whole.ndim)
+        piece = tuple(d for d in every if d != dim) if gone else tuple(None if d == dim else d for d in every)
+        return Factors((tuple(every),), tuple(piece for _ in whole.results), whole=frozenset({dim}))
+
+    return rule
+
+
+def joined(*, new: bool = False) -> Rule:
+    """Operands one after another along a dim, which must be whole; with ``new`` along a dim of its own."""
+
+    def rule(whole: Whole) -> Factors:
+        if any(len(shape) != whole.ndim for shape in whole.shapes):
+            return NO_RULE  # torch.cat skips empty vectors
+        dim = whole.argument(1, "dim", 0) % (whole.ndim + new)
+        every = range(whole.ndim)
+        if new:
+            return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, whole.ndim)),))
+        kept = tuple(None if d == dim else d for d in every)
+        return Factors((kept,) * len(whole.shapes), (kept,))
+
+    return rule

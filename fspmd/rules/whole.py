@@ -1,0 +1,49 @@
+"""A call on global tensors, as rules see it: shapes, and the arguments that are no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fspmd.rules.factors import Factors, Shape, match, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One call: shapes of its tensors in the order given, its arguments with None for each tensor, its results."""
+
+    shapes: Sequence[Shape]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    results: Sequence[Shape]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the first tensor."""
+        return len(self.shapes[0])
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument given by place or by name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    def dims(self, place: int, name: str) -> tuple[int, ...]:
+        """The dims of the first tensor that an argument names, all of them for None; dims may be given one by one."""
+        given = self.argument(place, name)
+        if given is None or given == () or type(given) is bool:
+            return tuple(range(self.ndim))
+        if isinstance(given, int):
+            given = [d for d in self.args[place:] if type(d) is int] if len(self.args) > place else [given]
+        return tuple(d % self.ndim if self.ndim else 0 for d in given)
+
+
+Rule = Callable[[Whole], Factors]
+
+#: the answer of a rule to a call it does not cover
+NO_RULE: Final = Factors((), ())
+
+
+def notation(text: str) -> Rule:
+    """A rule written down."""
+    pattern = parse(text)
+    return lambda whole: match(pattern, whole.shapes)

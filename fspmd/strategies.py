@@ -1,0 +1,163 @@
+"""Which layouts a call can run on: for each mesh axis one choice, and the cheapest of all their combinations.
+
+An axis shards one factor, or none; or its operands are pending sums that the call, being linear, may pass on; or they
+are reduced and the result is. No rule spells a case of several axes: choices are made axis by axis and then priced
+together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fspmd.cost import Topology
+from fspmd.routes import route
+from fspmd.rules.factors import Dims, Factors
+from fspmd.spec import P, TensorSpec, blocks, entry_axes
+
+#: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
+Choice = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Layouts of the operands and results of one call; ``casts``: axes over which an operand is cast to varying."""
+
+    operands: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]
+    results: tuple[P, ...]
+    time: tuple[float, float]  # µs to move the operands; µs to settle the pending sums it adds
+
+
+def best_strategy(
+    factors: Factors,
+    linear: str,
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+    *,
+    fixed: bool = False,
+) -> Strategy | None:
+    """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are.
+
+    ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot.
+    """
+    mesh = operands[0].mesh
+    options = [_choices(axis, factors, linear, operands) for axis in mesh.axis_names]
+    combinations = (dict(zip(mesh.axis_names, choices, strict=True)) for choices in itertools.product(*options))
+    found = (_strategy(factors, one, operands, results, topology) for one in combinations)
+    stays = operands[0]
+    fitting = [
+        one
+        for one in found
+        if one is not None
+        and (not fixed or (one.operands[0] is stays and not one.casts[0] and one.results[0] is stays.partition))
+    ]
+    return min(fitting, key=lambda strategy: strategy.time, default=None)
+
+
+def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec]) -> list[Choice]:
+    """What an axis can do, the preferred first: only what some operand already does, or nothing."""
+    found: list[Choice] = []
+    if any(axis in spec.partition.reduced for spec in operands):
+        found.append("R" * len(operands))
+    pending = [i for i, spec in enumerate(operands) if axis in spec.partition.unreduced]
+    if pending and linear == "sum":
+        found.append("U" * len(operands))
+    elif pending and (linear == "product" or (linear == "first" and pending[0] == 0)):
+        for one in pending:
+            if one not in factors.added:
+                found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for factor, entry in zip(dims, spec.partition, strict=True):
+            if factor is not None and axis in entry_axes(entry) and factor not in factors.whole and factor not in found:
+                found.append(factor)
+    return [*found, "I" * len(operands)]
+
+
+def _strategy(
+    factors: Factors,
+    choices: dict[str, Choice],
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+) -> Strategy | None:
+    sharded = {choice for choice in choices.values() if isinstance(choice, int)}
+    axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
+    needs, casts = [], []
+    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
+        states = {axis: _state(choice, i, dims, factors, spec, axis) for axis, choice in choices.items()}
+        unreduced, reduced = (
+            [axis for axis, s in states.items() if s in kinds] for kinds in (("U",), ("R", "R, cast"))
+        )
+        needs.append(spec.with_partition(P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)))
+        casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
+    outs = tuple(_result(dims, factors, choices, axes_of) for dims in factors.results)
+    if not _aligned(factors, axes_of, [*operands, *results]):
+        return None
+    moving = sum(route(spec, need, topology).price.time for spec, need in zip(operands, needs, strict=True))
+    settling = sum(
+        route(lies := spec.with_partition(out), lies.with_partition(P(*out)), topology).price.time
+        for spec, out in zip(results, outs, strict=True)
+        if out.unreduced
+    )
+    return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), settling))
+
+
+def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Sequence[TensorSpec]) -> bool:
+    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size."""
+    for factor, axes in axes_of.items():
+        sizes = {
+            spec.shape[d]
+            for dims, spec in zip((*factors.operands, *factors.results), specs, strict=True)
+            for d, own in enumerate(dims)
+            if own == factor
+        }
+        parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
+        shares = ([Fraction(length, size or 1) for _, length in blocks(size, parts)] for size in sizes)
+        if len(set(map(tuple, shares))) > 1:
+            return False
+    return True
+
+
+def _state(choice: Choice, operand: int, dims: Dims, factors: Factors, spec: TensorSpec, axis: str) -> str:
+    """What an operand must be over an axis: I, V (it has the factor), U or R; cast where it meets others that vary."""
+    if isinstance(choice, str):
+        return choice[operand]
+    if choice in dims:
+        return "V"
+    if choice in factors.summed and operand in factors.added:
+        return "U"
+    return "R, cast" if axis in spec.partition.reduced else "I, cast"
+
+
+def _entries(dims: Dims, axes_of: dict[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [() if factor is None else axes_of.get(factor, ()) for factor in dims]
+
+
+def _ordered(
+    factor: int, choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
+) -> tuple[str, ...]:
+    """The axes of a factor, in the order that the operand with most of them has."""
+    axes = [axis for axis, choice in choices.items() if choice == factor]
+    best: tuple[str, ...] = ()
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for own, entry in zip(dims, spec.partition, strict=True):
+            kept = tuple(axis for axis in entry_axes(entry) if axis in axes)
+            if own == factor and len(kept) > len(best):
+                best = kept
+    return (*best, *(axis for axis in axes if axis not in best))
+
+
+def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], axes_of: dict[int, tuple[str, ...]]) -> P:
+    unreduced = {
+        axis
+        for axis, choice in choices.items()
+        if choice in factors.summed or (isinstance(choice, str) and "U" in choice)
+    }
+    reduced = {
+        axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
+    }
+    return P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)

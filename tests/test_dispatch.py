@@ -1,0 +1,306 @@
+"""Torch functions on `Sharded` values: every layout of every operand, values and gradients beside unsharded torch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from torch import Tensor
+from torch.nn import functional as F
+
+import fspmd
+from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, make_mesh
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import shards_of
+
+F64 = torch.float64
+FULL = os.environ.get("FSPMD_FULL") == "1"
+LINE = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
+WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
+
+
+def layouts(mesh: Mesh, dims: int) -> list[P]:
+    """Every partition of a tensor of that many dims."""
+    found = set()
+    places = [*range(dims), None, "unreduced", "reduced"]
+    for order in itertools.permutations(mesh.axis_names):
+        for at in itertools.product(places, repeat=len(order)):
+            on = [tuple(axis for axis, place in zip(order, at, strict=True) if place == dim) for dim in range(dims)]
+            words = {w: {a for a, p in zip(order, at, strict=True) if p == w} for w in ("unreduced", "reduced")}
+            found.add(P(*on, **words))
+    return sorted(found, key=repr)
+
+
+Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
+CASES: dict[str, Case] = {
+    "add": (lambda x, y: x + y, ((5, 6), (5, 6))),
+    "add, broadcast": (lambda x, y: x + y, ((5, 6), (6,))),
+    "add of rows of one": (lambda x, y: torch.add(x, y, alpha=2), ((5, 6), (5, 1))),
+    "sub a number": (lambda x: 2 - x - 1.5, ((5, 6),)),
+    "mul": (lambda x, y: x * y, ((4, 8), (4, 8))),
+    "mul by a scalar tensor": (lambda x, y: x * y, ((5, 3), ())),
+    "div": (lambda x, y: x / (y * y + 1), ((5, 6), (5, 6))),
+    "divide a number": (lambda x: 3 / (x * x + 1), ((5, 6),)),
+    "pow": (lambda x: x**2 + 2**x, ((5, 6),)),
+    "relu": (torch.relu, ((5, 6),)),
+    "gelu": (lambda x: F.gelu(x, approximate="tanh"), ((5, 6),)),
+    "where": (lambda x, y: torch.where(x > y, x, y), ((5, 6), (6,))),
+    "clamp": (lambda x: x.clamp(min=-0.5), ((1, 6),)),
+    "neg": (lambda x: -x, ((5, 6),)),
+    "matmul": (lambda x, y: x @ y, ((5, 6), (6, 7))),
+    "matmul, batched": (lambda x, y: x @ y, ((2, 5, 3), (2, 3, 4))),
+    "matmul, broadcast": (lambda x, y: x @ y, ((3, 1, 2, 5), (4, 5, 3))),
+    "matmul by a vector": (torch.matmul, ((5, 6), (6,))),
+    "vector by matrix": (torch.matmul, ((6,), (6, 3))),
+    "dot": (lambda x, y: x @ y, ((6,), (6,))),
+    "mm of empty blocks": (torch.mm, ((2, 1), (1, 3))),
+    "bmm": (torch.bmm, ((2, 3, 4), (2, 4, 3))),
+    "outer": (torch.outer, ((5,), (6,))),
+    "sum": (lambda x: x.sum(), ((5, 6),)),
+    "sum of a dim": (lambda x: x.sum(dim=-1), ((5, 6),)),
+    "sum of dims": (lambda x: torch.sum(x, (0, 2), keepdim=True), ((3, 4, 5),)),
+    "mean": (lambda x: x.mean(), ((5, 6),)),
+    "mean of a dim": (lambda x: torch.mean(x, 0, True), ((5, 6),)),
+    "sum kept": (lambda x: x.sum((0, -1), keepdim=True), ((3, 4, 5),)),
+    "linear": (F.linear, ((3, 4, 6), (5, 6), (5,))),
+    "linear by keyword": (lambda x, w, b: F.linear(x, weight=w, bias=b), ((4, 6), (5, 6), (5,))),
+    "addmm": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3), ((4, 6), (4, 5), (5, 6))),
+    "einsum": (lambda x, y: torch.einsum("bij,kjb->bki", x, y), ((2, 3, 4), (5, 4, 2))),
+    "einsum of a diagonal": (lambda x: torch.einsum("iij->ij", x), ((4, 4, 3),)),
+    "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
+    "log_softmax": (lambda x: x.log_softmax(0), ((5, 6),)),
+    "cumsum": (lambda x: x.cumsum(1), ((5, 6),)),
+    "flip": (lambda x: x.flip(0), ((5, 6),)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), ((4, 3, 6), (6,), (6,))),
+    "amax": (lambda x: x.amax(0) + x.amin(dim=0), ((5, 6),)),
+    "logsumexp": (lambda x: x.logsumexp((0, 1)), ((5, 6),)),
+    "prod": (lambda x: x.prod(1, keepdim=True), ((5, 3),)),
+    "embedding": (lambda w: F.embedding(torch.tensor([[0, 2, 4], [4, 1, 0]]), w), ((5, 6),)),
+    "max of a dim": (lambda x: x.max(dim=1), ((5, 6),)),
+    "median": (lambda x: (x.median(), x.median(0).values), ((5, 3),)),
+    "var": (lambda x: x.var(0, correction=0) + x.std(), ((5, 6),)),
+    "sort": (lambda x: torch.sort(x, 0, descending=True), ((5, 6),)),
+    "topk": (lambda x: x.topk(2, dim=1), ((5, 6),)),
+    "argmax": (lambda x: (x.argmax(), x.argmax(1), x.sum()), ((5, 6),)),
+    "cummax": (lambda x: x.cummax(0), ((5, 6),)),
+    "flatten": (lambda x: x.flatten(), ((4, 6),)),
+    "flatten of uneven rows": (lambda x: x.flatten(1), ((5, 3, 2),)),
+    "reshape": (lambda x: x.reshape(2, 4, -1).view(8, 3), ((4, 6),)),
+    "reshape across": (lambda x: x.reshape(6, 4), ((8, 3),)),
+    "unflatten": (lambda x: x.unflatten(1, (4, 3)), ((5, 12),)),
+    "squeeze": (lambda x: x.squeeze() + x.squeeze(1), ((5, 1, 6),)),
+    "reshape to itself and ones": (lambda x: x.reshape(1, 5, 1, 6, 1), ((5, 6),)),
+    "expand": (lambda x: x.expand(3, 5, 6) * x.unsqueeze(0), ((5, 1),)),
+    "getitem": (lambda x: x[:, 1:3] * x[..., None, 2], ((5, 6),)),
+    "getitem of rows": (lambda x: (x[0], x[-2:], x[None]), ((5, 6),)),
+    "select and narrow": (lambda x: x.select(0, 2) + x.narrow(0, 1, 2).sum(0), ((5, 6),)),
+    "split": (lambda x: (*x.split(2), *x.split([1, 5], dim=1)), ((5, 6),)),
+    "chunk": (lambda x: x.chunk(3, dim=-1), ((5, 7),)),
+    "unbind": (lambda x: x.unbind(1), ((5, 3),)),
+    "cat": (lambda x, y: torch.cat([x, y, x], dim=1), ((5, 3), (5, 2))),
+    "cat with a plain tensor": (lambda x: torch.cat((x, torch.ones(2, 3, dtype=F64))), ((5, 3),)),
+    "stack": (lambda x, y: torch.stack([x, y], -1), ((5, 3), (5, 3))),
+    "transpose": (lambda x: x.transpose(0, -1), ((3, 4, 5),)),
+    "permute": (lambda x: x.permute(2, 0, 1).permute((1, -1, 0)), ((3, 4, 5),)),
+    "movedim": (lambda x: x.movedim((0, 1), (2, 0)), ((3, 4, 5),)),
+    "unsqueeze": (lambda x: x.unsqueeze(-1) * x.unsqueeze(1), ((3, 4),)),
+    "T": (lambda x: x.T @ x.mT.t(), ((4, 4),)),
+    "to": (lambda x: x.to(torch.float32).double(), ((5, 6),)),
+    "a chain": (lambda x, w: torch.tanh((x @ w).relu() * 2 + x.sum(1, keepdim=True)).mean(), ((5, 6), (6, 7))),
+}
+
+
+def values(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    return [
+        torch.linspace(-1.0, 1.0, max(1, torch.Size(shape).numel()), dtype=F64).mul(3 + i).sin().reshape(shape)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def placements(mesh: Mesh, shapes: tuple[tuple[int, ...], ...], most: int) -> list[tuple[P, ...]]:
+    """Layouts of all operands, evenly taken from all there are."""
+    every = list(itertools.product(*(layouts(mesh, len(shape)) for shape in shapes)))
+    step = 1 if FULL else max(1, len(every) // most)
+    return every[len(every) // 7 % step :: step]
+
+
+def check_case(name: str, mesh: Mesh, most: int) -> None:
+    """Values, shapes, dtypes and gradients of many layouts of the operands against unsharded torch."""
+    f, shapes = CASES[name]
+    plain = [x.requires_grad_() for x in values(shapes)]
+    expected = outputs_of(f(*plain))
+    weights = [torch.arange(1.0, x.numel() + 1, dtype=F64).reshape(x.shape).cos().to(x.dtype) for x in expected]
+    followed = [x for x in expected if x.requires_grad]
+    grads = torch.autograd.grad(
+        followed, plain, [w for x, w in zip(expected, weights, strict=True) if x.requires_grad], retain_graph=True
+    )
+    for specs in placements(mesh, shapes, most):
+        given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
+        outs = outputs_of(f(*given))
+        total = torch.zeros((), dtype=F64)
+        for out, want, weight in zip(outs, expected, weights, strict=True):
+            assert isinstance(out, Sharded)
+            assert (out.shape, out.dtype) == (tuple(want.shape), want.dtype), specs
+            check_lies_as_told(out)
+            found = device_get(out)
+            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12, msg=f"{name} {specs}: {out}")
+            if want.requires_grad:
+                total = total + (found * weight).sum()
+        total.backward()
+        for leaf, grad in zip(given, grads, strict=True):
+            assert leaf.grad is not None, specs
+            check_lies_as_told(leaf.grad)
+            torch.testing.assert_close(device_get(leaf.grad), grad, rtol=1e-11, atol=1e-11, msg=f"{name} {specs}: grad")
+
+
+def outputs_of(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
+def test_values_and_gradients(mesh: Mesh, name: str) -> None:
+    check_case(name, mesh, 60)
+
+
+def _on_processes(sizes: tuple[int, ...]) -> None:
+    mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
+    for name in CASES:
+        check_case(name, mesh, 2)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_on_processes(sizes: tuple[int, ...]) -> None:
+    with Processes(4) as pool:
+        pool.run(_on_processes, sizes, seconds=120)
+
+
+def check_lies_as_told(x: Sharded) -> None:
+    """Each rank's block has the shape that the spec gives it."""
+    mesh, block = x.spec.mesh, x.local.detach()
+    if mesh.transport == "process_group":
+        blocks = {mesh.coordinate(): block}
+    else:
+        every = itertools.product(*map(range, mesh.shape.values()))
+        blocks = dict(zip(every, shards_of(block, frame(mesh, mesh.axis_names)), strict=True))
+    for at, own in blocks.items():
+        assert at is not None
+        assert tuple(own.shape) == x.spec.local_shape(at), (x, at, own.shape)
+
+
+def test_one_cast_serves_all_uses() -> None:
+    """q, k and v of one x: its gradient is summed over ranks once."""
+    x = device_put(values(((4, 6),))[0], P(), mesh=LINE).requires_grad_()
+    weights = [device_put(w, P(None, "x"), mesh=LINE) for w in values(((6, 8),) * 3)]
+    q, k, v = (x @ w for w in weights)
+    casts = {edge[0] for out in (q, k, v) for edge in out.local.grad_fn.next_functions if edge[0] is not None}
+    assert len(casts) == 1
+
+
+def test_a_leaf_may_be_saved_and_copied_after_use() -> None:
+    x = device_put(values(((4, 6),))[0], P(), mesh=GRID).requires_grad_()
+    y = x * device_put(values(((4, 6),))[0], P("x"), mesh=GRID)
+    for copy_of in (copy.deepcopy(x.local), pickle.loads(pickle.dumps(x.local))):
+        assert torch.equal(copy_of, x.local)
+    assert y.requires_grad
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+def test_writes_into_a_sharded(mesh: Mesh) -> None:
+    """The operand stays as it lies; a write that would need another layout is refused."""
+    programs: list[tuple[Callable[..., Any], int]] = [
+        (lambda x, y: x.add_(y, alpha=2), 2),
+        (lambda x, y: x.mul_(y).clamp_(min=-0.1), 2),
+        (lambda x, y: x.copy_(y).mul_(3), 2),
+        (lambda x, y: x.zero_().sub_(y), 2),
+        (lambda x: x.fill_(2.5).div_(2), 1),
+        (lambda x: x.exp_(), 1),
+    ]
+    refused = done = 0
+    for f, count in programs:
+        plain = [x.requires_grad_() for x in values(((5, 6), (6,))[:count])]
+        expected = f(plain[0] * 2, *plain[1:])
+        weight = torch.linspace(0, 1, 30, dtype=F64).reshape(5, 6)
+        grads = torch.autograd.grad(expected, plain, weight, allow_unused=True)
+        for specs in placements(mesh, ((5, 6), (6,))[:count], 40):
+            given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
+            x = given[0] * 2
+            try:
+                out = f(x, *given[1:])
+            except VarianceError:
+                refused += 1
+                continue
+            done += 1
+            assert out is x
+            check_lies_as_told(x)
+            torch.testing.assert_close(device_get(x), expected, rtol=1e-12, atol=1e-12, msg=str(specs))
+            x.backward(weight)
+            for leaf, grad in zip(given, grads, strict=True):
+                if grad is not None and leaf.grad is not None:
+                    torch.testing.assert_close(device_get(leaf.grad), grad, rtol=1e-11, atol=1e-11, msg=str(specs))
+    assert min(refused, done) > 5
+
+
+def test_rounding_is_not_linear() -> None:
+    x = device_put(torch.full((4,), 1.5), P(unreduced={"x"}), mesh=LINE)
+    half = Sharded(x.local, x.spec) + x  # 3, pending
+    assert device_get(torch.div(half, 2, rounding_mode="floor")).tolist() == [1.0] * 4
+    assert device_get(half.to(torch.int64)).tolist() == [3] * 4
+    assert device_get(x + 1).tolist() == [2.5] * 4
+
+
+def test_a_mean_of_halves_does_not_overflow() -> None:
+    x = device_put(torch.full((70000,), 3.0, dtype=torch.float16), P("x"), mesh=LINE)
+    assert device_get(x.mean()).item() == pytest.approx(3.0, rel=1e-3)
+
+
+def test_dtypes_follow_autocast_and_the_default() -> None:
+    x = device_put(torch.ones(8, 8), P("x"), mesh=LINE)
+    n = device_put(torch.arange(8), P("x"), mesh=LINE)
+    assert (x @ x).dtype == (n / 2).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype == (x @ x).local.dtype == torch.bfloat16
+    torch.set_default_dtype(F64)
+    try:
+        assert (n / 2).dtype == (n / 2).local.dtype == F64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.relu(x, inplace=True),
+        lambda x: F.relu(x, True),
+        lambda x: x.normal_(),
+        lambda x: torch.add(x, 1, out=x.local),
+        lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0),
+        lambda x: torch.einsum("...i,...i->...", x, x),
+        lambda x: torch.cat([x, torch.ones(0)]),
+        lambda x: x.view(torch.int32),
+        lambda x: x[x > 0],
+        lambda x: x + x.local,
+        F.dropout,
+    ],
+)
+def test_what_has_no_rule_is_refused(call: Callable[[Sharded], Any]) -> None:
+    x = device_put(torch.ones(8, 8), P("x"), mesh=LINE)
+    with pytest.raises(ArgumentError, match=r"has no rule for|got the blocks of all"):
+        call(x)
+
+
+def test_numbers_that_do_not_bear_on_layouts_never_miss() -> None:
+    x = device_put(values(((4, 6),))[0], P("x"), mesh=LINE)
+    fspmd.propagation_cache_clear()
+    for i in range(5):
+        x * (0.37 + i) + i
+    info = fspmd.propagation_cache_info()
+    assert (info.misses, info.hits) == (2, 8)
