@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from math import lcm
 
 from fspmd.cost import Topology
 from fspmd.routes import route
@@ -116,8 +116,8 @@ def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Seque
             if own == factor
         }
         parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
-        shares = ([Fraction(length, size or 1) for _, length in blocks(size, parts)] for size in sizes)
-        if len(set(map(tuple, shares))) > 1:
+        unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit
+        if len({tuple(length * unit // (size or 1) for _, length in blocks(size, parts)) for size in sizes}) > 1:
             return False
     return True
 
