@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body
-from fspmd.errors import ArgumentError, SpecError
+from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]
@@ -65,7 +66,7 @@ def _as_tensor(leaf: Any) -> str:
     return f"{static}, or register {type(leaf).__name__} with optree if it is a tree of tensors"
 
 
-def make_entry(leaf: Any, partition: P | None, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
+def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
     """The function that brings one leaf in; made once per plan."""
     if partition is None and isinstance(leaf, Sharded):
         spec = leaf.spec
@@ -79,7 +80,7 @@ def make_entry(leaf: Any, partition: P | None, body: Body, new_axes: frozenset[s
         source = leaf.spec
         target = TensorSpec(body.mesh, partition, source.shape, source.dtype)
         return _sharded_entry(source, target, variance if body.checked else None, widen)
-    return _plain_entry(partition, body, variance if body.checked else None, widen, nested)
+    return _plain_entry(partition, label, body, variance if body.checked else None, widen, nested)
 
 
 def _static(leaf: Any) -> Any:
@@ -110,7 +111,9 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
     return moved
 
 
-def _plain_entry(partition: P, body: Body, variance: Variance | None, widen: Call | None, nested: bool) -> Entry:
+def _plain_entry(
+    partition: P, label: str, body: Body, variance: Variance | None, widen: Call | None, nested: bool
+) -> Entry:
     cut = bool(partition.mentioned)
 
     def enter(x: Any) -> Any:
@@ -119,6 +122,8 @@ def _plain_entry(partition: P, body: Body, variance: Variance | None, widen: Cal
         inherited = get_variance(x) if nested else INVARIANT
         y = x
         if cut:
+            if body.outer is not None and body.outer.uneven:
+                _check_even_blocks(x, partition, label, body)
             spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
             if not spec.even:
                 body.uneven = True
@@ -139,3 +144,16 @@ def _plain_entry(partition: P, body: Body, variance: Variance | None, widen: Cal
         return set_variance(y, variance) if cut else y
 
     return enter
+
+
+def _check_even_blocks(x: Tensor, partition: P, label: str, body: Body) -> None:
+    """A block that a nested map cuts again has one shape on all ranks; raises on all of them alike."""
+    with outside_transforms():
+        layouts = body.transport.layouts([x], body.mesh)
+    shapes = list(dict.fromkeys(found[1] for (found,) in layouts if found is not None))
+    if len(shapes) > 1:
+        raise ShapeError(
+            f"{body.name}: {label} has blocks of different shapes, {' and '.join(map(str, shapes[:2]))}, on different "
+            f"ranks, so {partition!r} cannot cut them again; cut the whole value over all these axes in the outer "
+            "map, or pad the blocks to one shape first"
+        )

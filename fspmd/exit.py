@@ -16,12 +16,12 @@ from fspmd.entry import manual_complaint
 from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
-from fspmd.redistribute import from_blocks
+from fspmd.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
 from fspmd.transport import Options, transport_of
-from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import frame_of, is_uneven
+from fspmd.transport.frame import frame, groups
+from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
 from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
@@ -124,7 +124,16 @@ def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> 
             text = f"{shown} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
             axis = as_axis_name(sorted(missing))
             return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
+    if type(x) is LocalTensor and (unseen := set(x.frame.axes) & inner - variance.varying - variance.unreduced):
+        text = f"{shown} has another value on each rank over {quoted(sorted(unseen))}, which its type does not say"
+        return Failure(text, VarianceError, _UNSEEN)
     return None
+
+
+_UNSEEN = (
+    "it comes from a block that the body was not given: x.local of a Sharded, or a value kept from another body; pass "
+    "it as an argument, the Sharded with its spec in in_specs"
+)
 
 
 _SETTLE = {
@@ -188,7 +197,10 @@ def make_exit(
             x = set_variance(apply(x, share), get_variance(x))
         if simulated and not nested:
             x = _held(x, partition, body)
-        if is_uneven(x) if simulated else body.uneven:
+        uneven = is_uneven(x) if simulated else body.uneven
+        if nested and (not uneven or (not body.uneven and _even_along(x, partition.axes))):
+            return _whole(x, partition, body)
+        if uneven:
             spec = spec_of_blocks(x, partition, body.mesh, path)
         else:
             spec = _even_spec(x, partition, body)
@@ -234,6 +246,14 @@ def _held(x: Tensor, partition: P, body: Body) -> Tensor:
         return x
     with torch._C.DisableTorchFunction():
         return apply(x, call("apart", body.mesh, want.axes)).clone()
+
+
+def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
+    """Whether simulated blocks differ in shape along other axes only, those of an enclosing body."""
+    if type(x) is not LocalTensor:
+        return False
+    _, table = groups(x.frame, tuple(axis for axis in x.frame.axes if axis in axes))
+    return all(len({x.shards[i].shape for i in group}) == 1 for group in table)
 
 
 def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
@@ -289,9 +309,10 @@ def _where(mesh: Any, at: tuple[int, ...]) -> str:
     return f"rank {mesh.rank_at(at)} at {place}"
 
 
-def _whole(x: Tensor, spec: TensorSpec, body: Body) -> Tensor:
-    """In an enclosing body a result is whole over the inner axes."""
+def _whole(x: Tensor, lies: TensorSpec | P, body: Body) -> Tensor:
+    """In an enclosing body a result is whole over the inner axes; as a P says it lies where its blocks are even."""
     outer = get_variance(x)
+    partition = lies if isinstance(lies, P) else lies.partition
     with torch._C.DisableTorchFunction():
-        y = from_blocks(x, spec)
-    return set_variance(y, outer.moved(spec.partition.mentioned, "I") if body.checked else outer)
+        y = from_even_blocks(x, lies, body.mesh) if isinstance(lies, P) else from_blocks(x, lies)
+    return set_variance(y, outer.moved(partition.mentioned, "I") if body.checked else outer)

@@ -19,7 +19,7 @@ from fspmd.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.spec import P
+from fspmd.spec import P, TensorSpec
 from fspmd.trees import leaf_paths, parameter_names, prefix_over
 
 
@@ -110,9 +110,9 @@ def make_plan(
     if failures := [failure for failure in found if failure is not None]:
         refuse(_MISFITS.format(name), failures)
     for leaf, spec, _ in rows:
-        if isinstance(leaf, Sharded) and spec is not None and not leaf.spec.with_partition(spec).even:
+        if isinstance(leaf, Sharded) and spec is not None and not TensorSpec(whole, spec, leaf.shape, leaf.dtype).even:
             body.uneven = True
-    entries = [make_entry(leaf, spec, body, new_axes, outer is not None) for leaf, spec, _ in rows]
+    entries = [make_entry(leaf, spec, label, body, new_axes, outer is not None) for leaf, spec, label in rows]
     plain = [
         (i, len(spec)) for i, (leaf, spec, _) in enumerate(rows) if spec is not None and not isinstance(leaf, Sharded)
     ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from fspmd.cost import topology
+from fspmd.mesh import Mesh
 from fspmd.pairs import Call, apply, call
 from fspmd.routes import lengths, route
-from fspmd.spec import TensorSpec
+from fspmd.spec import P, TensorSpec, entry_axes
 from fspmd.transport import Options
 
 
@@ -26,32 +27,41 @@ def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _to_pending(x: Tensor, spec: TensorSpec) -> Tensor:
-    if axes := _ordered(spec, spec.partition.reduced):
+    if axes := _ordered(spec.mesh, spec.partition.reduced):
         x = apply(x, call("invariant_to_reduced", spec.mesh, axes))
-    if axes := _ordered(spec, spec.partition.unreduced):
+    if axes := _ordered(spec.mesh, spec.partition.unreduced):
         x = apply(x, call("invariant_to_unreduced", spec.mesh, axes))
     return x
 
 
 def from_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """The global tensor on every rank: an all-gather per sharded dim, a psum where unreduced. Backward slices."""
-    x = _settle(x, spec)
+    x = _settle(x, spec.partition, spec.mesh)
     for dim, axes, _ in reversed(spec.cuts):
         x = apply(x, _dim_call("all_gather_invariant", spec, dim, axes))
     return x
 
 
-def _settle(x: Tensor, spec: TensorSpec) -> Tensor:
-    """Unreduced and reduced to invariant."""
-    if axes := _ordered(spec, spec.partition.unreduced):
-        x = apply(x, call("psum_unreduced", spec.mesh, axes))
-    if axes := _ordered(spec, spec.partition.reduced):
-        x = apply(x, call("reduced_to_invariant", spec.mesh, axes))
+def from_even_blocks(x: Tensor, partition: P, mesh: Mesh) -> Tensor:
+    """`from_blocks` where the blocks along each cut have one length, which may differ along axes of no cut."""
+    x = _settle(x, partition, mesh)
+    for dim, entry in reversed(list(enumerate(partition))):
+        if axes := entry_axes(entry):
+            x = apply(x, call("all_gather_invariant", mesh, axes, Options(dim=dim)))
     return x
 
 
-def _ordered(spec: TensorSpec, axes: frozenset[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in spec.mesh.axis_names if axis in axes)
+def _settle(x: Tensor, partition: P, mesh: Mesh) -> Tensor:
+    """Unreduced and reduced to invariant."""
+    if axes := _ordered(mesh, partition.unreduced):
+        x = apply(x, call("psum_unreduced", mesh, axes))
+    if axes := _ordered(mesh, partition.reduced):
+        x = apply(x, call("reduced_to_invariant", mesh, axes))
+    return x
+
+
+def _ordered(mesh: Mesh, axes: frozenset[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in mesh.axis_names if axis in axes)
 
 
 def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:

@@ -27,6 +27,7 @@ from fspmd import (
     device_get,
     device_put,
     from_local,
+    grad,
     make_mesh,
     pmean,
     psum,
@@ -34,6 +35,7 @@ from fspmd import (
     set_mesh,
     shard_map,
     typeof,
+    vjp,
 )
 
 F64 = torch.float64
@@ -251,6 +253,45 @@ def test_a_sharded_over_another_axis_is_made_whole_on_the_way_in() -> None:
         device_put(x, P("x", "y"), mesh=GRID)
     )
     torch.testing.assert_close(device_get(y), x.cumsum(1))
+
+
+def nested_in_uneven(check_vma: bool) -> Any:
+    """A nested map whose values differ in size along the outer axis: results, and a gradient."""
+    mesh = make_mesh((2, 2), ("x", "y"), device="cpu")
+
+    def inner(b: Tensor) -> tuple[Tensor, Tensor]:
+        each = b * (1 + axis_index("y"))
+        return psum(each, "y"), each[None]
+
+    def outer(b: Tensor) -> tuple[Tensor, Tensor]:
+        total, rows = shard_map(inner, in_specs=P(), out_specs=(P(), P("y")), check_vma=check_vma)(b)
+        return total, rows.sum(0)
+
+    f = shard_map(outer, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}, check_vma=check_vma)
+    loss: Any = lambda x: sum(device_get(y).square().sum() for y in f(x))  # noqa: E731
+    x = drawn(5, 3)
+    return [*map(device_get, f(x)), grad(loss)(x)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_nested_map_of_blocks_that_are_uneven_over_the_outer_axes(four: Processes, check_vma: bool) -> None:
+    x = drawn(5, 3)
+    expected = [3 * x, 3 * x, 36 * x]
+    for found in (nested_in_uneven(check_vma), *four.run(nested_in_uneven, check_vma)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_sharded_on_another_mesh_of_the_same_ranks_is_moved(rows: int, check_vma: bool) -> None:
+    flat, turned = CUBE.flatten(("x", "y"), "xy"), CUBE["z", "x", "y"]
+    x = drawn(rows, 3)
+    for mesh, spec in ((flat, P("xy")), (flat, P(("z", "xy"))), (turned, P(("x", "z"))), (turned, P(("y", "x"), "z"))):
+        for lies in (P(("x", "y")), P("z"), P("x", "y"), P()):
+            f = shard_map(lambda x: x * x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+            out, pull = vjp(f, device_put(x, lies, mesh=CUBE))
+            torch.testing.assert_close(device_get(out), x * x)
+            torch.testing.assert_close(device_get(pull(torch.ones_like(x))[0]), 2 * x)
 
 
 def test_types_of_blocks_in_a_nested_body() -> None:

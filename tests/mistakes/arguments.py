@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fspmd import ArgumentError, AxisError, MeshError, P, VarianceError, device_put, psum, shard_map
+from fspmd import ArgumentError, AxisError, MeshError, P, ShapeError, VarianceError, device_put, psum, shard_map
 from mistakes import Setting, mistake
 
 ONES = torch.ones(8, 4)
@@ -331,3 +331,19 @@ def no_in_specs(m: Setting) -> None:
     P()), out_specs=P('x'))
     """
     shard_map(same, mesh=m.line, out_specs=P("x"))
+
+
+@mistake(ShapeError)
+def uneven_block_cut_again(m: Setting) -> None:
+    """shard_map(inner): y has blocks of different shapes, (3, 4) and (2, 4), on different ranks, so P('y') cannot cut \
+    them again; cut the whole value over all these axes in the outer map, or pad the blocks to one shape first
+    """
+
+    def inner(y: Tensor) -> Tensor:
+        return y * 2
+
+    def outer(x: Tensor) -> Tensor:
+        y: Tensor = m.map(inner, P("y"), P("y"), mesh=m.grid)(x)
+        return y
+
+    m.map(outer, P("x"), P("x"), mesh=m.grid, axis_names={"x"})(torch.ones(5, 4))

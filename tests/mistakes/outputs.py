@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd import ArgumentError, P, ShapeError, VarianceError, pcast, psum, rank_map
+from fspmd import ArgumentError, P, ShapeError, VarianceError, device_put, pcast, psum, rank_map
 from mistakes import Setting, mistake
 
 # --- types ----------------------------------------------------------------------------------------------------------
@@ -225,3 +225,18 @@ def blocks_of_different_dtype_on_processes(m: Setting) -> None:
     dtype and one number of dims
     """
     blocks_of_different_dtype(m)
+
+
+@mistake(VarianceError, checked=(True,), transports=("simulation",))
+def block_that_was_no_argument(m: Setting) -> None:
+    """shard_map(f): the results do not fit out_specs
+      * result, f32[4], has another value on each rank over 'x', which its type does not say
+    it comes from a block that the body was not given: x.local of a Sharded, or a value kept from another body; pass \
+    it as an argument, the Sharded with its spec in in_specs
+    """
+    x = device_put(torch.ones(8, 4), P("x"), mesh=m.line)
+
+    def f(w: Tensor) -> Tensor:
+        return x.local.sum(0) * w
+
+    m.map(f, P(), P())(torch.ones(4))
