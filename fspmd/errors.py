@@ -9,7 +9,15 @@ from collections.abc import Iterable
 
 
 class FspmdError(ValueError):
-    """Base of every error that fspmd raises on wrong input."""
+    """Base of every error that fspmd raises on wrong input: before any communication, on all ranks alike.
+
+    >>> from fspmd import psum
+    >>> try:
+    ...     psum(1, "x")
+    ... except FspmdError as error:
+    ...     print(type(error).__name__, isinstance(error, ValueError))
+    AxisError True
+    """
 
 
 class MeshError(FspmdError):

@@ -37,6 +37,10 @@ class Mesh(Grid):
     """Named axes over global ranks; immutable, and equal by value: names, shape, ranks, device type and transport.
 
     Make one with :func:`make_mesh`; derive others by ``mesh["tp"]``, :meth:`flatten`, :meth:`unflatten`, :meth:`split`.
+
+    >>> mesh = make_mesh((2, 4), ("dp", "tp"))
+    >>> mesh, mesh.size, dict(mesh.shape), mesh["tp"], mesh.flatten(("dp", "tp"), "all")
+    (mesh(dp=2, tp=4), 8, {'dp': 2, 'tp': 4}, mesh(tp=4), mesh(all=8))
     """
 
     __slots__ = ("device_type", "transport")
@@ -259,7 +263,12 @@ _ambient: ContextVar[Mesh | None] = ContextVar("fspmd_mesh", default=None)
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh that :class:`set_mesh` has set, None when there is none."""
+    """The mesh that :class:`set_mesh` has set, None when there is none.
+
+    >>> with set_mesh(make_mesh((4,), ("x",))):
+    ...     current_mesh()
+    mesh(x=4)
+    """
     return _ambient.get()
 
 

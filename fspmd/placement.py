@@ -95,6 +95,11 @@ def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
 def device_get(tree: Any) -> Any:
     """The global tensors of a pytree of `Sharded`, on every rank: an all-gather per sharded dim. Backward: a slice.
 
+    Unreduced values are summed. Plain tensors and other leaves stay as they are. The result has memory of its own.
+
+    Raises:
+        ArgumentError: inside a body.
+
     >>> from fspmd import make_mesh
     >>> x = device_put(torch.arange(5), P("x"), mesh=make_mesh((4,), ("x",)))
     >>> device_get(x)

@@ -36,7 +36,13 @@ def vmap(
 
     None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
     `Sharded` are those of its global tensor; the mapped dim must be whole. With ``spmd_axis_name`` the mapped dim is
-    sharded over that mesh axis: each rank maps over its own block, and results are sharded alike.
+    sharded over that mesh axis: each rank maps over its own block, and results are sharded alike. A collective in ``f``
+    is done once, for all that is mapped. ``randomness`` is that of `torch.vmap`.
+
+    Raises:
+        ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or one that is sharded.
+        TreeError: ``in_dims`` or ``out_dims`` of another structure.
+        AxisError: ``spmd_axis_name`` is no axis of the mesh, or there is no mesh.
 
     >>> from fspmd import P, device_get, make_mesh, psum
     >>> f = shard_map(lambda x: psum(x, "x"), mesh=make_mesh((2,), ("x",)), in_specs=P("x"), out_specs=P())

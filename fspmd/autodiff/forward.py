@@ -30,6 +30,13 @@ from fspmd.trees import leaf_paths, tree_text
 def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """``f(*primals)`` and its derivative along ``tangents``, a tree like ``primals``; both have the result's layout.
 
+    Each collective in ``f`` is done twice: for the value, and for the tangent.
+
+    Raises:
+        ArgumentError: primals that have no derivative.
+        TreeError, VarianceError: a tangent of another tree, shape, dtype or layout, or one that varies where its primal
+            does not.
+
     >>> from fspmd import P, device_get, make_mesh, psum, shard_map
     >>> f = shard_map(lambda x: psum(x * x, "x"), mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P())
     >>> out, tangent = jvp(f, (torch.arange(4.0),), (torch.ones(4),))

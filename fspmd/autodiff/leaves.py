@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -19,6 +19,7 @@ from fspmd.variance import get_variance, set_variance, show
 
 transforms_active = torch._C._are_functorch_transforms_active
 Function = Callable[..., Any]
+T = TypeVar("T")
 
 
 class _Depth(threading.local):
@@ -147,11 +148,12 @@ def show_leaf(x: Any) -> str:
     return show(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, Sharded) else described(x)
 
 
-def stop_gradient(tree: Any) -> Any:
-    """The same values, not followed by autograd.
+def stop_gradient(tree: T) -> T:
+    """The same values, not followed by autograd, with the types and layouts they had. Nothing is sent.
 
     >>> from fspmd import grad
     >>> grad(lambda x: (stop_gradient(x) * x).sum())(torch.tensor([2.0, 3.0]))
     tensor([2., 3.])
     """
-    return detached(tree)
+    result: T = detached(tree)
+    return result

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fspmd.autodiff.leaves import Function, check_function, transforms_active
+from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
 from fspmd.hooks import install
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
-def checkpoint(f: Function) -> Function:
-    """``f``, recomputed in backward instead of keeping its intermediates, collectives included.
+
+def checkpoint(f: Callable[Q, R]) -> Callable[Q, R]:
+    """``f``, recomputed in backward instead of keeping its intermediates.
+
+    Backward repeats the collectives of forward, and its random draws. Plain and `Sharded` arguments, in a body or not.
+
+    Raises:
+        ArgumentError: ``f`` is no function.
 
     >>> from fspmd import grad
     >>> def layer(w, x):
@@ -29,10 +37,10 @@ def checkpoint(f: Function) -> Function:
     install()
 
     @functools.wraps(f)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if transforms_active() or not torch.is_grad_enabled():
             return f(*args, **kwargs)
-        return _run_checkpointed(f, args, kwargs)
+        return _run_checkpointed(f, args, kwargs)  # type: ignore[no-any-return]
 
     return recomputed
 

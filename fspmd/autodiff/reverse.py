@@ -44,7 +44,12 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     """``f(*primals)`` and the function that maps a cotangent of the result to cotangents of the primals.
 
     Cotangents are trees like the result; a `Sharded` result takes a `Sharded` or a plain global tensor. Returns
-    ``(out, vjp_fn)``, or ``(out, vjp_fn, aux)``.
+    ``(out, vjp_fn)``, or ``(out, vjp_fn, aux)``. ``vjp_fn`` may be called again.
+
+    Raises:
+        ArgumentError: primals that have no derivative.
+        TreeError, VarianceError: of ``vjp_fn``, a cotangent of another tree, shape, dtype or layout, or one that varies
+            where the result does not.
 
     >>> from fspmd import P, make_mesh, psum, shard_map
     >>> f = shard_map(lambda x: x * x, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))
@@ -127,7 +132,14 @@ def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool 
     """A function that gives ``(f(*args), gradient)``, the gradient a tree like ``args[argnums]``.
 
     ``f`` returns a scalar, a plain tensor or a `Sharded`; with ``has_aux`` it returns ``(scalar, aux)`` and the result
-    is ``((scalar, aux), gradient)``. Inside a checked body the gradient of an invariant value is summed over ranks.
+    is ``((scalar, aux), gradient)``. Forward and backward communicate as the collectives in ``f`` and their transposes.
+
+    Inside a checked body the gradient of an invariant value is summed over ranks already; a psum of it would count it
+    once more per rank. ``pcast(w, "x", to="varying")`` before gives each rank's own.
+
+    Raises:
+        ArgumentError: leaves that have no derivative, wrong ``argnums``, a result that is no real scalar.
+        VarianceError: a `Sharded` result that is not equal on all ranks.
 
     >>> from fspmd import P, make_mesh, psum, shard_map
     >>> loss = shard_map(
@@ -148,6 +160,9 @@ def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool 
 
 def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
     """A function that gives the gradient of a scalar function; see `value_and_grad`. With ``has_aux``: (gradient, aux).
+
+    The gradient is a tree like ``args[argnums]`` (a tuple of such for several), each leaf of its primal's shape, dtype
+    and layout. Raises what `value_and_grad` raises.
 
     >>> grad(lambda x: (x**3).sum())(torch.tensor([1.0, 2.0]))
     tensor([ 3., 12.])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from fspmd.collectives.operands import (
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Reshape, Rows, Step, run
+from fspmd.collectives.steps import Handle, Reshape, Rows, Step, T, run
 from fspmd.collectives.uneven_rows import exchange_rows
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
@@ -33,6 +33,30 @@ from fspmd.transport import Options
 from fspmd.variance import INVARIANT
 
 
+@overload
+def all_to_all(
+    x: T,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    size: int | None = None,
+    wait: Literal[True] = True,
+) -> T: ...
+@overload
+def all_to_all(
+    x: T,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    *,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    size: int | None = None,
+    wait: Literal[False],
+) -> Handle[T]: ...
 def all_to_all(
     x: Any,
     axis_name: AxisName,
@@ -50,6 +74,10 @@ def all_to_all(
     otherwise ``split_axis`` must equal the number of ranks, is dropped, and a new dim stands at ``concat_axis``.
     ``size``, with ``tiled``, is the global size of ``concat_axis`` where its blocks are uneven; then ``split_axis``
     may be uneven too. Backward is the inverse all-to-all.
+
+    Raises:
+        ShapeError: no such dim, or one that does not divide without ``size``; blocks of different shapes.
+        AxisError, VarianceError: an axis that is not bound; an unreduced or reduced value.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -145,6 +173,29 @@ def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squ
     return Rows(call("all_to_all", body.mesh, axes, Options(index_groups=o.index_groups)), into, back)
 
 
+@overload
+def pswapaxes(
+    x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: Literal[True] = True
+) -> T: ...
+@overload
+def pswapaxes(
+    x: T, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: Literal[False]
+) -> Handle[T]: ...
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
-    """Swap a mesh axis with a dim of its size: ``all_to_all(x, axis_name, axis, axis)``."""
+    """Swap a mesh axis with a dim of its size: ``all_to_all(x, axis_name, axis, axis)``. Backward: the same swap.
+
+    Raises:
+        ShapeError: the dim is not as long as there are ranks. Else as `all_to_all`.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> f = shard_map(
+    ...     lambda x: pswapaxes(x, "x", 0), mesh=make_mesh((2,), ("x",)), in_specs=P(None, "x"), out_specs=P("x")
+    ... )
+    >>> device_get(f(torch.arange(4).view(2, 2)))
+    tensor([[0],
+            [1],
+            [2],
+            [3]])
+    """
     return _all_to_all(x, axis_name, (axis, axis), axis_index_groups, False, None, wait, "pswapaxes")

@@ -17,6 +17,7 @@ from fspmd.collectives.operands import (
     steps_of,
     tensor_leaves,
 )
+from fspmd.collectives.steps import T
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import apply, call
@@ -33,11 +34,15 @@ _PCASTS = {
 _NOT_CASTS = dict.fromkeys(("invariant", "invarying"), "; to make a value equal on all ranks use psum or all_gather")
 
 
-def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
+def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
     """The same value under another type; moves nothing forward.
 
     Invariant to varying or reduced: backward an all-reduce is no longer done for you (the gradient is each rank's own,
     or a pending sum). Reduced to varying and varying to unreduced are free both ways. The result aliases ``x``.
+
+    Raises:
+        VarianceError: no such cast; the message says which collective it takes.
+        AxisError: outside a body, or an axis that is not bound.
 
     >>> from fspmd import P, make_mesh, shard_map, typeof
     >>> mesh = make_mesh((4,), ("x",))
@@ -64,7 +69,8 @@ def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
         results[i] = _pcast_one(body, leaf, axes, to)
 
     steps_of(leaves, treedef, "pcast", build)
-    return optree.tree_unflatten(treedef, results)
+    cast: T = optree.tree_unflatten(treedef, results)
+    return cast
 
 
 def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
@@ -89,6 +95,9 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
 def axis_index(axis_name: AxisName) -> Tensor:
     """This rank's position along the axis (a tuple: major first), a 0-d int64 tensor that varies over it.
 
+    Raises:
+        AxisError: outside a body, or an axis that is not bound.
+
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
     >>> f = shard_map(lambda x: x + axis_index("x"), mesh=mesh, in_specs=P(), out_specs=P("x"))
@@ -103,6 +112,16 @@ def axis_index(axis_name: AxisName) -> Tensor:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """The number of ranks along the axis, or along all of a tuple of axes: a Python int."""
+    """The number of ranks along the axis, or along all of a tuple of axes: a Python int. Nothing is sent.
+
+    Raises:
+        AxisError: outside a body, or an axis that is not bound.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((2, 4), ("x", "y"))
+    >>> f = shard_map(lambda x: x * axis_size(("x", "y")), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    >>> device_get(f(torch.ones(2)))
+    tensor([8., 8.])
+    """
     body = bound_body("axis_size")
     return math.prod(body.sizes(resolve_axes(body, axis_name, "axis_size")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from fspmd.collectives.operands import (
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Rows, Step, run
+from fspmd.collectives.steps import Handle, Rows, Step, T, run
 from fspmd.collectives.uneven_rows import gather_rows, scatter_rows
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name, quoted
@@ -37,6 +37,30 @@ from fspmd.transport.carriers import check_adds
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
+@overload
+def all_gather(
+    x: T,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    size: int | None = None,
+    wait: Literal[True] = True,
+) -> T: ...
+@overload
+def all_gather(
+    x: T,
+    axis_name: AxisName,
+    *,
+    axis_index_groups: Groups = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    size: int | None = None,
+    wait: Literal[False],
+) -> Handle[T]: ...
 def all_gather(
     x: Any,
     axis_name: AxisName,
@@ -54,6 +78,12 @@ def all_gather(
     the type of the result over the axes: "varying" (backward a reduce-scatter), "invarying" (backward a slice) or
     "reduced" (backward a reduce-scatter of pending sums). ``size`` is the global size of ``axis`` where blocks are
     uneven, as torch.chunk cuts them; it needs ``tiled``. Nothing is copied when the gathered dim is leading.
+
+    Blocks ``[b, ...]`` of n ranks make ``[n * b, ...]`` tiled, ``[n, b, ...]`` otherwise (for ``axis=0``).
+
+    Raises:
+        ShapeError: no such dim, blocks of different shapes without ``size``, or a ``size`` they do not make.
+        AxisError, VarianceError: an axis that is not bound; an unreduced value; an invariant one ``to="reduced"``.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -135,6 +165,28 @@ def _gather_step(
     return Step(call(name, body.mesh, axes, o), after, before, rows=rows)
 
 
+@overload
+def psum_scatter(
+    x: T,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    size: int | None = None,
+    wait: Literal[True] = True,
+) -> T: ...
+@overload
+def psum_scatter(
+    x: T,
+    axis_name: AxisName,
+    *,
+    scatter_dimension: int = 0,
+    axis_index_groups: Groups = None,
+    tiled: bool = False,
+    size: int | None = None,
+    wait: Literal[False],
+) -> Handle[T]: ...
 def psum_scatter(
     x: Any,
     axis_name: AxisName,
@@ -149,7 +201,11 @@ def psum_scatter(
 
     A reduce-scatter; backward an all-gather. ``tiled`` keeps the scattered dim (its size divided), otherwise the dim
     must equal the number of ranks and is dropped. ``size`` allows a dim that does not divide: blocks as torch.chunk
-    cuts them.
+    cuts them. An unreduced value becomes varying.
+
+    Raises:
+        ShapeError: no such dim, or one that does not divide without ``size``.
+        AxisError, VarianceError: an axis that is not bound; a reduced value.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map

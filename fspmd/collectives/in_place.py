@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
 
+@overload
+def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: Literal[False]) -> Handle[Tensor]: ...
 def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
     """Write every rank's block into ``out``, along dim 0: ``[A] [B] => out = [A,B]``.
 
@@ -26,6 +30,7 @@ def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True
 
     Raises:
         ShapeError: shapes, dtypes or layouts of which a copy would be needed.
+        ArgumentError: a value that requires grad, or is mapped by `vmap`; use `all_gather`.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> def body(x):
@@ -37,11 +42,20 @@ def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True
     return _into("all_gather_into", out, x, axis_name, wait, gather=True)
 
 
+@overload
+def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: Literal[False]) -> Handle[Tensor]: ...
 def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
     """Write this rank's block of the sum over ranks into ``out``: ``[A0,A1] [B0,B1] => out = [A0+B0] [A1+B1]``.
 
     ``x`` is ``[n * b, ...]``, or ``[n, b, ...]``, and ``out`` ``[b, ...]``, both contiguous; ``out`` must vary over the
-    axes already (make it with ``x.new_empty(...)``). Not differentiable.
+    axes already (make it with ``x.new_empty(...)``). Not differentiable. Returns ``out``, or a handle with
+    ``wait=False``.
+
+    Raises:
+        ShapeError, ArgumentError: as `all_gather_into`.
+        VarianceError: ``out`` is equal on all ranks; ``x`` is unreduced or reduced.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> def body(x):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -19,14 +19,25 @@ from fspmd.collectives.operands import (
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Step, run
+from fspmd.collectives.steps import Handle, Step, T, run
 from fspmd.pairs import Call, call
 from fspmd.transport import Options
 from fspmd.variance import INVARIANT
 
 
+@overload
+def ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: Literal[True] = True) -> T: ...
+@overload
+def ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: Literal[False]) -> Handle[T]: ...
 def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: bool = True) -> Any:
     """Send blocks along (source, destination) pairs; a rank nobody sends to gets zeros. Backward: the inverse pairs.
+
+    All ranks pass one shape, and get it. Over a tuple of axes ranks are numbered in the tuple's order.
+
+    Raises:
+        ShapeError: a pair outside of the axis, a source or a destination named twice, blocks of different shapes.
+        ArgumentError: ``perm`` is no list of pairs of ints.
+        AxisError, VarianceError: an axis that is not bound; an unreduced or reduced value.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -39,8 +50,22 @@ def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wa
     return _permute(x, axis_name, lambda size: check_permutation(perm, size, "ppermute"), wait, "ppermute")
 
 
+@overload
+def pshuffle(x: T, axis_name: AxisName, perm: Sequence[int], *, wait: Literal[True] = True) -> T: ...
+@overload
+def pshuffle(x: T, axis_name: AxisName, perm: Sequence[int], *, wait: Literal[False]) -> Handle[T]: ...
 def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = True) -> Any:
-    """`ppermute` by a full permutation: position ``i`` receives from ``perm[i]``."""
+    """`ppermute` by a full permutation: position ``i`` receives from ``perm[i]``. Backward: the inverse one.
+
+    Raises:
+        ShapeError: not each position named once. Else as `ppermute`.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> f = lambda x: pshuffle(x, "x", [3, 2, 1, 0])
+    >>> device_get(shard_map(f, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
+    tensor([3, 2, 1, 0])
+    """
 
     return _permute(x, axis_name, lambda size: check_shuffle(perm, size, "pshuffle"), wait, "pshuffle")
 
@@ -56,8 +81,24 @@ def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: boo
     return _moved(body, leaves, treedef, axes, the_call, wait, what)
 
 
+@overload
+def pbroadcast(x: T, axis_name: AxisName, source: int, *, wait: Literal[True] = True) -> T: ...
+@overload
+def pbroadcast(x: T, axis_name: AxisName, source: int, *, wait: Literal[False]) -> Handle[T]: ...
 def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -> Any:
-    """The block of position ``source`` on every rank. Backward: the sum of all cotangents goes to the source."""
+    """The block of position ``source`` on every rank. Backward: the sum of all cotangents goes to the source.
+
+    All ranks pass one shape, and get it; the result varies over the axes.
+
+    Raises:
+        ShapeError: ``source`` is no position along the axes. Else as `ppermute`.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> f = lambda x: pbroadcast(x, "x", 2)
+    >>> device_get(shard_map(f, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
+    tensor([2, 2, 2, 2])
+    """
     what = "pbroadcast"
     body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,32 @@ from fspmd.variance import INVARIANT, Variance, join, set_variance, show
 _NAMES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
 
+@overload
+def ragged_all_to_all(
+    operand: Tensor,
+    output: Tensor,
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    output_offsets: Tensor,
+    recv_sizes: Tensor,
+    *,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
+    wait: Literal[True] = True,
+) -> Tensor: ...
+@overload
+def ragged_all_to_all(
+    operand: Tensor,
+    output: Tensor,
+    input_offsets: Tensor,
+    send_sizes: Tensor,
+    output_offsets: Tensor,
+    recv_sizes: Tensor,
+    *,
+    axis_name: AxisName,
+    axis_index_groups: Groups = None,
+    wait: Literal[False],
+) -> Handle[Tensor]: ...
 def ragged_all_to_all(
     operand: Tensor,
     output: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fspmd.collectives.operands import (
     then,
     varying_operand,
 )
-from fspmd.collectives.steps import Step, run
+from fspmd.collectives.steps import Handle, Step, T, run
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call
@@ -31,6 +31,10 @@ from fspmd.transport.carriers import check_adds
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show
 
 
+@overload
+def psum(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[True] = True) -> T: ...
+@overload
+def psum(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
     """Sum over mesh axes: ``[A] [B] => A+B``, invariant over them.
 
@@ -59,8 +63,14 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     return _reduction(x, axis_name, axis_index_groups, wait, "psum")
 
 
+@overload
+def pmean(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[True] = True) -> T: ...
+@overload
+def pmean(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
-    """Mean over mesh axes: `psum` divided by the number of ranks. Integers give floats.
+    """Mean over mesh axes: `psum` divided by the number of ranks, an all-reduce; backward nothing is sent.
+
+    Integers give floats. Raises what `psum` raises.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -136,11 +146,19 @@ def _remember_psum(body: Body, axis_name: str, x: Tensor, step: Step) -> None:
         body.calls[axis_name, variance] = step.call, step.variance if body.checked else variance
 
 
+@overload
+def pmax(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[True] = True) -> T: ...
+@overload
+def pmax(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
     """Maximum over mesh axes, element by element; invariant over them.
 
     Forward an all-reduce. The gradient goes to the elements that attain the maximum, in equal parts, as torch.amax's
     does; finding out how many they are costs an all-reduce in backward.
+
+    Raises:
+        ArgumentError: complex numbers.
+        AxisError, VarianceError: as `psum`; an unreduced value too.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -150,8 +168,18 @@ def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     return _extremum(x, axis_name, axis_index_groups, wait, "max")
 
 
+@overload
+def pmin(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[True] = True) -> T: ...
+@overload
+def pmin(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
-    """Minimum over mesh axes; see `pmax`."""
+    """Minimum over mesh axes, element by element; see `pmax`.
+
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> device_get(shard_map(lambda x: pmin(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
+    tensor([0.])
+    """
     return _extremum(x, axis_name, axis_index_groups, wait, "min")
 
 

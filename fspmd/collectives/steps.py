@@ -9,17 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import optree
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import Call, Flight, apply, depart, land
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance
+
+T = TypeVar("T", default=Any)  # a tree, and the tree that comes of it
 
 Reshape = Callable[[Tensor], Tensor]
 
@@ -48,18 +51,34 @@ class HandleAttributeError(ArgumentError, AttributeError):
     """A tensor's attribute asked of a handle."""
 
 
-class Handle:
-    """A collective under way over a pytree; `wait` gives the result."""
+class Handle(Generic[T]):
+    """A collective under way over a pytree, what ``wait=False`` gives; `wait` gives the result.
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
+    Until then the operand must not be written into. Backward takes as long to wait: the cotangent's communication
+    begins where the result was waited for, and is waited for where the collective was called.
+
+    Raises:
+        ArgumentError: a handle used as a tensor, returned from a body, or passed to another collective.
+
+    >>> from fspmd import P, device_get, make_mesh, psum, shard_map
+    >>> def body(x):
+    ...     handle = psum(x, "x", wait=False)
+    ...     y = x * x  # while the sum is under way
+    ...     return y + handle.wait()
+    >>> f = shard_map(body, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))
+    >>> device_get(f(torch.arange(4.0)))
+    tensor([ 6.,  7., 10., 15.])
+    """
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
         self._result: Any = None
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """The result, once it is there. Waiting twice gives the same object."""
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
-        return self._result
+        return self._result  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

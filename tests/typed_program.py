@@ -1,0 +1,69 @@
+"""What a user's type checker makes of the public functions; `mypy` reads it, nothing runs it."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from torch import Tensor
+
+from fspmd import (
+    Handle,
+    Mesh,
+    P,
+    Sharded,
+    all_gather,
+    all_gather_into,
+    all_to_all,
+    axis_index,
+    axis_size,
+    checkpoint,
+    from_callback,
+    from_local,
+    make_mesh,
+    pcast,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    set_mesh,
+    shard_map,
+    stop_gradient,
+    value_and_grad,
+)
+
+mesh = assert_type(make_mesh((2, 4), ("dp", "tp")), Mesh)
+assert_type(mesh["tp"], Mesh)
+assert_type(mesh.coordinate(), tuple[int, ...] | None)
+
+
+@shard_map(mesh=mesh, in_specs=(P("dp"), P(None, "tp")), out_specs=P())
+def loss(x: Tensor, w: Tensor) -> Tensor:
+    """A body returns what its collectives return."""
+    return psum(layer(x, w).square().sum(), ("dp", "tp"))
+
+
+@checkpoint
+def layer(x: Tensor, w: Tensor) -> Tensor:
+    return pcast(x, "tp", to="varying") @ w
+
+
+def collectives(x: Tensor, params: dict[str, Tensor]) -> Tensor:
+    assert_type(pmean(params, "dp"), dict[str, Tensor])
+    assert_type(psum(1, "dp"), int)
+    assert_type(axis_size("dp"), int)
+    assert_type(axis_index(("dp", "tp")), Tensor)
+    assert_type(stop_gradient(params), dict[str, Tensor])
+    assert_type(all_gather(x, "dp", axis=1, tiled=True, to="invarying"), Tensor)
+    handle = assert_type(psum_scatter(x, "dp", tiled=True, wait=False), Handle[Tensor])
+    assert_type(all_gather_into(x, handle.wait(), "dp", wait=False), Handle[Tensor])
+    assert_type(ppermute([x, x], "dp", [(0, 1)], wait=False).wait(), list[Tensor])
+    return all_to_all(pmax(x, "dp"), "dp", 0, 1, tiled=True)
+
+
+def outside(block: Tensor) -> tuple[Sharded, Sharded]:
+    with set_mesh(mesh):
+        value, gradient = value_and_grad(loss, argnums=(0, 1))(block, block)
+    under_way: Handle = gradient
+    del value, under_way
+    return from_local(block, P("dp")), from_callback((8, 4), P("dp"), lambda index: block[index])
