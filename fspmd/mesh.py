@@ -239,6 +239,10 @@ def make_mesh(
     if launched:
         device_type = device_type or world.default_device_type()
         world.ensure_initialised(device_type)
+    elif device_type not in (None, "meta") and not world.available(device_type):
+        raise MeshError(
+            f'{call}: device={device_type!r}, but torch finds none here: leave it out, or write device="cpu"'
+        )
     device_type = device_type or torch.get_default_device().type
     kind = (device_type, "process_group" if launched else "simulation")
     return Mesh._make(*lay_out(dict(zip(names, sizes, strict=True)), listed), kind)

@@ -149,6 +149,13 @@ class Sharded:
     def __int__(self) -> int:
         return int(self.item())
 
+    def __format__(self, spec: str) -> str:
+        if spec and self.ndim:
+            raise ArgumentError(
+                f"the format {spec!r} was asked of {self!r}; it takes a scalar: reduce it, or format its repr"
+            )
+        return format(self.item() if spec else repr(self), spec)
+
     def __float__(self) -> float:
         return float(self.item())
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "adopt_group",
+    "available",
     "default_device_type",
     "ensure_initialised",
     "initialised",
@@ -160,7 +161,7 @@ def ensure_initialised(device: str | None = None) -> None:
             "a mesh over process groups needs a launcher, but RANK and WORLD_SIZE are not set and torch.distributed is "
             'not initialised: start the program with torchrun, or pass transport="simulation"'
         )
-    if device_type != "cpu" and not _available(device_type):
+    if device_type != "cpu" and not available(device_type):
         raise MeshError(f'this process sees no device of type {device_type!r}: pass device="cpu"')
     if initialised():
         if device_type not in _backends():
@@ -201,7 +202,8 @@ def _own_index(device_type: str) -> int:
     )
 
 
-def _available(device_type: str) -> bool:
+def available(device_type: str) -> bool:
+    """Whether torch finds a device of this type."""
     try:
         return bool(torch.get_device_module(device_type).is_available())
     except RuntimeError:

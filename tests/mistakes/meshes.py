@@ -91,3 +91,9 @@ def mesh_larger_than_the_world(m: Setting) -> None:
     --nproc-per-node 8), make a smaller mesh, or pass transport="simulation"
     """
     make_mesh((4, 2), ("x", "y"))
+
+
+@mistake(MeshError, checked=(True,), transports=("simulation",))
+def mesh_of_devices_that_are_not_there(m: Setting) -> None:
+    """make_mesh((4,), ('x',)): device='xpu', but torch finds none here: leave it out, or write device="cpu\""""
+    make_mesh((4,), ("x",), device="xpu")

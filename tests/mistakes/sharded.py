@@ -71,3 +71,9 @@ def block_of_another_body(m: Setting) -> None:
     kept: list[torch.Tensor] = []
     m.inside(lambda x: (kept.append(x), x)[1])
     m.map(lambda x: x + kept[0], P("x"), P("x"), mesh=m.grid)(torch.ones(8, 4))
+
+
+@mistake(ArgumentError, checked=(True,))
+def format_of_a_vector(m: Setting) -> None:
+    """the format '.2f' was asked of Sharded f32[8@x] on mesh(x=4); it takes a scalar: reduce it, or format its repr"""
+    f"{rows(m):.2f}"
