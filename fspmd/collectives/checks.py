@@ -161,14 +161,14 @@ def check_alike(
     """Every rank's blocks must have one shape; along ``dim`` they must be the blocks of a dim of global ``size``.
 
     Asked of all ranks, so that all fail alike, where blocks may be uneven: one more, small, all-gather there. A body
-    without types (``check_vma=False``) asks only where ``size`` says that they are.
+    without types (``check_vma=False``) knows that of specs and of ``size``, not of torch calls such as ``x[x > 0]``.
     """
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
     simulated = body.mesh.transport == "simulation"
     if simulated and size is None and not any(is_uneven(x) for x in tensors):
         return
-    asks = simulated or lengths is not None or (body.uneven and body.checked)
+    asks = simulated or lengths is not None or body.uneven
     if not asks and size is None:
         return
     n = math.prod(body.sizes(axes))

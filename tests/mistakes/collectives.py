@@ -148,7 +148,7 @@ def gather_size_wrong_for_uneven_blocks(m: Setting) -> None:
     m.map(lambda x: all_gather(x, "x", tiled=True, size=6), P("x"), P("x"))(torch.arange(5))
 
 
-@mistake(ShapeError, checked=(True,))
+@mistake(ShapeError)
 def gather_of_uneven_blocks_without_size(m: Setting) -> None:
     """all_gather over 'x': rank 2 at x=2 has i64 of shape (1,), but rank 0 at x=0 has i64 of shape (2,); for uneven \
     blocks pass tiled=True and size=5, the global size
@@ -156,7 +156,7 @@ def gather_of_uneven_blocks_without_size(m: Setting) -> None:
     m.map(lambda x: all_gather(x, "x", tiled=True), P("x"), P("x"))(torch.arange(5))
 
 
-@mistake(ShapeError, checked=(True,))
+@mistake(ShapeError)
 def sum_of_uneven_blocks(m: Setting) -> None:
     """psum over 'x': rank 2 at x=2 has i64 of shape (1,), but rank 0 at x=0 has i64 of shape (2,); all ranks must \
     pass the same shape: pad the blocks to one size first
@@ -172,7 +172,7 @@ def sum_of_selected_rows(m: Setting) -> None:
     m.inside(lambda x: psum(x[x[:, 0] % 3 == 0], "x"))
 
 
-@mistake(ShapeError, checked=(True,))
+@mistake(ShapeError)
 def uneven_blocks_in_a_tree(m: Setting) -> None:
     """ppermute over 'x': rank 2 at x=2 has i64 of shape (1,), but rank 0 at x=0 has i64 of shape (2,); all ranks \
     must pass the same shape: pad the blocks to one size first
