@@ -163,7 +163,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 if below is not None:
                     _push_mode(below)
         leaves, tree = _flatten_result(out)
-        if widen is not None:
+        if widen is not None and (_transforms_active() or any(getattr(x, "requires_grad", False) for x in leaves)):
             leaves = list(leaves)
             found = sum_closures(leaves, blocks, body, start, widen)
             plan.closes = plan.closes and found is not False

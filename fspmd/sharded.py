@@ -224,8 +224,9 @@ _OPERATORS = (
 )
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
 
+_own = set(dir(Sharded))
 for _name in dir(Tensor):
-    if _name not in dir(Sharded) and not _name.startswith("_") and callable(getattr(Tensor, _name)):
+    if _name not in _own and not _name.startswith("_") and callable(getattr(Tensor, _name)):
         setattr(Sharded, _name, _method(getattr(Tensor, _name)))
 for _name in _VIEWS:
     setattr(Sharded, _name, _getter(getattr(Tensor, _name).__get__))
