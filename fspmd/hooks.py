@@ -1,11 +1,12 @@
-"""Four places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
+"""Five places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
 
 * ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
 * The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
 * ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
+* TorchScript calls torch below Python.
 
-Outside a body the first three go straight to torch.
+Outside a body each wrapper goes straight to torch.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state
+from fspmd.errors import VarianceError
 from fspmd.modes import again, is_active
 from fspmd.tracking import Tracker, mode_for
+from fspmd.type_rules import show_value, tensors_of
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _installed = False
@@ -36,6 +39,7 @@ def install() -> None:
     _wrap_backward()
     _wrap_vmap_exit()
     _wrap_recomputation()
+    _wrap_script()
 
 
 def _wrap_apply() -> None:
@@ -130,3 +134,37 @@ def _wrap_recomputation() -> None:
         return original(again_in_body, *given, **kwargs)
 
     torch_checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def _wrap_script() -> None:
+    """A compiled function is one torch call; the parameters of a compiled module are no operands of it."""
+
+    def wrap(kind: Any) -> None:
+        original = kind.__call__
+
+        def script(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs)
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tracker = state.tracker
+            if tracker is None or not is_active(tracker):
+                return original(self, *args, **kwargs)
+            if isinstance(self, torch._C.ScriptMethod) and torch.is_grad_enabled():
+                _check_frozen(self, (*args, *kwargs.values()))
+            return tracker.__torch_function__(script, (), (self, *args), kwargs)
+
+        kind.__call__ = run
+
+    wrap(torch._C.ScriptFunction)
+    wrap(torch._C.ScriptMethod)
+
+
+def _check_frozen(method: Any, operands: Any) -> None:
+    module: Any = torch.jit._recursive.wrap_cpp_module(method.owner)
+    varying = next((x for x in tensors_of(operands) if get_variance(x) is not INVARIANT), None)
+    if varying is not None and any(p.requires_grad for p in module.parameters()):
+        raise VarianceError(
+            f"a TorchScript module was called with {show_value(varying)}: its parameters would get the gradient of one "
+            "rank alone, since TorchScript runs where types are not seen; call the Python module, or freeze its "
+            "parameters"
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_calls import F64
 
 import fspmd
-from fspmd import P, psum, shard_map, typeof
+from fspmd import P, VarianceError, psum, shard_map, typeof
 
 X = torch.linspace(-1, 1, 24, dtype=F64).view(8, 3)
 W = torch.tensor([0.3, -0.7, 1.1], dtype=F64)
@@ -130,3 +130,40 @@ def test_a_custom_function_with_several_outputs() -> None:
     assert typed(Both.apply, X, W, specs=(P("x"), P())) == {"{V:x}"}
     grad = run(lambda x, w: fspmd.grad(lambda x: Both.apply(x, w)[1].sum())(x), X, W, specs=(P("x"), P()))
     torch.testing.assert_close(torch.cat(shards(grad)), W.expand(8, 3))
+
+
+def scripted(w: Tensor, x: Tensor) -> Tensor:
+    return (x * w).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_one_call() -> None:
+    compiled: Any = torch.jit.script(scripted)
+    f = shard_map(lambda w, x: psum(compiled(w, x), "x"), mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
+    found, expected = (fspmd.grad(g, argnums=(0, 1))(W, X) for g in (f, scripted))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_torchscript_module_in_a_checked_body_is_frozen() -> None:
+    module: Any = torch.jit.script(torch.nn.Linear(3, 2).double())
+    f = shard_map(lambda x: psum(module(x).sum(), "x"), mesh=MESH, in_specs=P("x"), out_specs=P())
+    with pytest.raises(VarianceError, match="call the Python module"):
+        f(X)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    torch.testing.assert_close(fspmd.grad(f)(X), fspmd.grad(lambda x: module(x).sum())(X))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_anomaly_detection_looks_at_every_rank(check_vma: bool) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return psum(x.sqrt().sum(), "x")
+
+    f = shard_map(loss, mesh=MESH, in_specs=P("x"), out_specs=P(), check_vma=check_vma)
+    x = torch.ones(8, dtype=F64)
+    with torch.autograd.detect_anomaly():
+        assert fspmd.grad(f)(x).tolist() == [0.5] * 8
+        x[5] = -1
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            fspmd.grad(f)(x)

@@ -217,6 +217,8 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Apply an aten op to each rank's blocks; plain arguments go to every rank as they are."""
     facts = FACTS.get(func) or learn(func)
     if facts.asks:
+        if facts.asks == "value" and args[0].dtype is torch.bool and _looks_for_nan():
+            return any(func(shard) for shard in args[0].shards)
         _refuse_numbers(func, facts.asks, args[0])
     if facts.elementwise and (parts := _parts_by_frame(args)):
         return _apply_in_parts(func, args, kwargs, parts)
@@ -321,6 +323,11 @@ def _apply_in_parts(
 
 
 # --- what an op writes and returns ----------------------------------------------------------------------------------
+
+
+def _looks_for_nan() -> bool:
+    """Whether autograd itself asks, as under ``torch.autograd.detect_anomaly``."""
+    return torch.is_anomaly_check_nan_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:
