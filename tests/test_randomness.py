@@ -213,6 +213,22 @@ def test_dropout_keeps_the_right_share_on_every_rank() -> None:
     assert abs(together - 0.75**2) < 5 * (0.75**2 * (1 - 0.75**2) / 40000) ** 0.5
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_tangents_of_zeros_in_a_function_that_may_draw(checked: bool) -> None:
+    """Weights that do not move have tangents without memory; no rank draws those."""
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(4, 2).double()
+    mesh = make_mesh((4,), ("x",), transport="simulation")
+    x = torch.randn(12, 3, 4, dtype=torch.float64)
+
+    def slope(x: Tensor) -> Tensor:
+        tangent: Tensor = torch.func.jvp(lambda x: attention(x, x, x)[0], (x,), (x * 1,))[1]
+        return tangent
+
+    f = shard_map(slope, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=checked)
+    torch.testing.assert_close(device_get(f(x)), torch.cat([slope(block) for block in x.chunk(4)]))
+
+
 Layer = Callable[[Tensor], Tensor]
 RECOMPUTED: dict[str, Callable[[Layer], Layer]] = {
     "kept": lambda f: f,

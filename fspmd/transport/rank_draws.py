@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +47,8 @@ class _MadeApart(TorchDispatchMode):
             return call_per_rank(on_one_rank, args, kwargs, self.frame)
 
 
-_MAKES: dict[Any, bool] = {}
+#: tangents of zeros have no memory, and no rank draws them
+_MAKES: dict[Any, bool] = {torch.ops.aten._efficientzerotensor.default: False}
 
 
 def _makes_tensor(func: Any) -> bool:
