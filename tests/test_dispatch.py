@@ -128,7 +128,7 @@ def values(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
 def placements(mesh: Mesh, shapes: tuple[tuple[int, ...], ...], most: int) -> list[tuple[P, ...]]:
     """Layouts of all operands, evenly taken from all there are."""
     every = list(itertools.product(*(layouts(mesh, len(shape)) for shape in shapes)))
-    step = 1 if FULL else max(1, len(every) // most)
+    step = max(1, len(every) // (most * 20 if FULL and mesh.transport == "simulation" else most))
     return every[len(every) // 7 % step :: step]
 
 
