@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd import P, device_put, make_mesh, shard_map, typeof
+from fspmd import Mesh, P, device_put, make_mesh, shard_map, typeof
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import shards_of
 
@@ -29,6 +30,18 @@ def simulated(*shape: int, seed: int = 0) -> Tensor:
 
 def shards(x: Tensor, held: Frame | None = None) -> list[Tensor]:
     return shards_of(x.detach(), held or frame(MESH, ("x",)))
+
+
+def layouts(mesh: Mesh, dims: int) -> list[P]:
+    """Every partition of a tensor: each axis on a dim, in every order there, nowhere, unreduced or reduced."""
+    found = set()
+    places = [*range(dims), None, "unreduced", "reduced"]
+    for order in itertools.permutations(mesh.axis_names):
+        for at in itertools.product(places, repeat=len(order)):
+            on = [tuple(axis for axis, place in zip(order, at, strict=True) if place == dim) for dim in range(dims)]
+            words = {w: {a for a, p in zip(order, at, strict=True) if p == w} for w in ("unreduced", "reduced")}
+            found.add(P(*on, **words))
+    return sorted(found, key=repr)
 
 
 def run(f: Callable[..., Any], *args: Any, mesh: Any = MESH, specs: Any = SHARDED, check_vma: bool = True) -> Any:

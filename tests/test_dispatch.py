@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Processes
+from simulated import layouts
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,18 +26,6 @@ FULL = os.environ.get("FSPMD_FULL") == "1"
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
-
-
-def layouts(mesh: Mesh, dims: int) -> list[P]:
-    """Every partition of a tensor of that many dims."""
-    found = set()
-    places = [*range(dims), None, "unreduced", "reduced"]
-    for order in itertools.permutations(mesh.axis_names):
-        for at in itertools.product(places, repeat=len(order)):
-            on = [tuple(axis for axis, place in zip(order, at, strict=True) if place == dim) for dim in range(dims)]
-            words = {w: {a for a, p in zip(order, at, strict=True) if p == w} for w in ("unreduced", "reduced")}
-            found.add(P(*on, **words))
-    return sorted(found, key=repr)
 
 
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
