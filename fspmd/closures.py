@@ -6,8 +6,10 @@ that do not lead through an argument, and the cotangents that leave there are su
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -97,6 +99,39 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
     for i in handed_on:
         outputs[i] = apply(outputs[i], widen)
     return bool(outside or handed_on) if graph or handed_on else None
+
+
+def holds_trainable(function: Any) -> bool:
+    """Whether a function can be seen to hold a tensor that requires grad, or a function of its module that does."""
+    seen: set[int] = set()
+    stack: list[Any] = [function]
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            if one.requires_grad:
+                return True
+        elif isinstance(one, torch.nn.Module):
+            stack.extend(one.parameters())
+        elif isinstance(one, functools.partial):
+            stack += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            stack += [one.__func__, one.__self__]
+        elif isinstance(one, FunctionType):
+            if one is function or one.__module__ == getattr(function, "__module__", None):
+                stack += _held_by(one)
+        elif isinstance(one, (list, tuple, dict)):
+            stack += one.values() if isinstance(one, dict) else one
+    return False
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    """What a function closes over, its defaults, and the globals it names."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    globals_ = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    return [*cells, *globals_, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _sum_what_leaves(node: Any, outside: set[Node], total: Call) -> None:

@@ -196,7 +196,7 @@ def _check_call(f: Any, args: tuple[Any, ...], names: tuple[str, ...], name: str
     except TypeError:
         return
     except ValueError:
-        if isinstance(f, functools.partial):
+        if isinstance(f, functools.partial) and _has_signature(f.func):
             raise ArgumentError(f"{name}: functools.partial binds arguments that {_name_of(f)} has not") from None
         return
     positional = len(args) - len(names)
@@ -207,6 +207,14 @@ def _check_call(f: Any, args: tuple[Any, ...], names: tuple[str, ...], name: str
         raise ArgumentError(
             f"{name} was called with arguments that do not fit {_name_of(f)}({shown}): {error}"
         ) from None
+
+
+def _has_signature(f: Any) -> bool:
+    """Functions written in C often have none."""
+    try:
+        return inspect.signature(f) is not None
+    except (TypeError, ValueError):
+        return False
 
 
 def _specs_of(

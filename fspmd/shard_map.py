@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.closures import now, sum_closures
+from fspmd.closures import holds_trainable, now, sum_closures
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.indexing import IndexMode
 from fspmd.mesh import Mesh, current_mesh
@@ -137,13 +137,12 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
-    widen = plan.widen if plan.closes or _transforms_active() else None
+    widen = plan.widen
     start = 0 if widen is None else now()
     blocks = args
     if not flat:
         args = plan.treedef.unflatten(args)
-    if names:
-        function = _by_name(function, len(args) - len(names), names)
+    called = _by_name(function, len(args) - len(names), names) if names else function
     state.body = body
     mode: BodyMode | None = None
     if body.checked:
@@ -152,18 +151,18 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         mode = IndexMode()
     try:
         if mode is None:
-            out = function(*args)
+            out = called(*args)
         else:
             below = lift_mode() if plan.nested else None
             _push_mode(mode)
             try:
-                out = function(*args)
+                out = called(*args)
             finally:
                 _pop_mode()
                 if below is not None:
                     _push_mode(below)
         leaves, tree = _flatten_result(out)
-        if widen is not None and (_transforms_active() or any(getattr(x, "requires_grad", False) for x in leaves)):
+        if widen is not None and _may_close(plan, function, leaves):
             leaves = list(leaves)
             found = sum_closures(leaves, blocks, body, start, widen)
             plan.closes = plan.closes and found is not False
@@ -174,6 +173,13 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     finally:
         state.body, state.tracker = outer, outer_tracker
+
+
+def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:
+    """Whether results of an unchecked body may depend on a differentiable tensor that is no argument."""
+    if _transforms_active():
+        return True
+    return any(getattr(x, "requires_grad", False) for x in leaves) and (plan.closes or holds_trainable(function))
 
 
 def _flatten_result(out: Any) -> tuple[list[Any], Any]:

@@ -147,6 +147,47 @@ def test_a_closed_over_tensor_returned_as_it_is(checked: bool) -> None:
         torch.testing.assert_close(by(loss)(W), 1 + W.cos())
 
 
+class _Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(W.clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+FROZEN = W.clone()
+
+
+def _by_global(x: Tensor) -> Tensor:
+    return x * FROZEN
+
+
+@pytest.mark.parametrize("held", ["cell", "list", "module", "method", "default", "partial", "global"])
+def test_what_was_frozen_may_be_trained_later(held: str) -> None:
+    module, w = _Scaled(), W.clone()
+    listed = [w]
+    function, trained = {
+        "cell": (lambda x: x * w, w),
+        "list": (lambda x: x * listed[0], w),
+        "module": (lambda x: module(x), module.w),  # noqa: PLW0108
+        "method": (module.forward, module.w),
+        "default": (lambda x, v=w: x * v, w),
+        "partial": (partial(torch.mul, w), w),
+        "global": (lambda x: _by_global(x), FROZEN),  # noqa: PLW0108
+    }[held]
+    apply = shard_map(function, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    x = X.clone().requires_grad_()
+    try:
+        device_get(apply(x)).sum().backward()  # shows a graph without closures
+        trained.requires_grad_()
+        device_get(apply(x)).sum().backward()
+        torch.testing.assert_close(trained.grad, X.sum(0))
+    finally:
+        FROZEN.requires_grad_(False)
+        FROZEN.grad = None
+
+
 def _on_processes(checked: bool) -> list[Any]:
     mesh = make_mesh((2, 2), ("x", "y"))
     found = []
