@@ -361,7 +361,7 @@ def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     dtype = x.dtype
     if dtype in _MOVABLE:
         return x.reshape(1), lambda flat: flat
-    flat = x.view(-1) if x.numel() else x.new_empty(0)  # a dim of an empty tensor may have any stride
+    flat = x.as_strided((x.numel(),), (1,))  # a dim of size 1, or of an empty tensor, may have any stride
     return flat.view(torch.uint8), lambda flat: flat.view(dtype)
 
 
