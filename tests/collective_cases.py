@@ -97,6 +97,10 @@ class Case:
 RAW = {torch.float4_e2m1fn_x2: torch.uint8, torch.bits8: torch.uint8, torch.bits16: torch.int16}
 
 
+def raw(x: Tensor) -> Tensor:
+    return x.view(RAW.get(x.dtype, x.dtype))
+
+
 def dtype_of(case: Case) -> torch.dtype:
     found: torch.dtype = getattr(torch, case.dtype)
     return found
@@ -256,7 +260,7 @@ def _group_result(case: Case, x: list[Tensor]) -> list[Tensor]:
     """What each rank of one group gets, ``x`` in group order."""
     dtype = x[0].dtype
     if dtype in RAW:
-        return [y.view(dtype) for y in _group_result(case, [b.view(RAW[dtype]) for b in x])]
+        return [y.view(dtype) for y in _group_result(case, [raw(b) for b in x])]
     n, o = len(x), case.option
     dim = o.get("axis", o.get("scatter_dimension", 0))
     parts = tuple(case.sizes[axis] for axis in case.axes) if "size" in o else (n,)
@@ -383,9 +387,9 @@ def feed(case: Case, blocks: list[Tensor], equal_over: tuple[str, ...]) -> tuple
     shapes = {tuple(block.shape) for block in blocks}
     uneven = [d for d in range(blocks[0].ndim) if len({shape[d] for shape in shapes}) > 1]
     for group in groups(replace(case, options=()), case.axes):
-        members = [blocks[group[0]]] if equal_over else [blocks[i] for i in group]
+        members = [raw(blocks[i]) for i in (group[:1] if equal_over else group)]
         rows.append(torch.cat(members, uneven[0]).unsqueeze(0) if uneven else torch.stack(members))
-    whole = torch.stack(rows)
+    whole = torch.stack(rows).view(blocks[0].dtype)
     if equal_over:
         return whole, P(others or None)
     if uneven:
