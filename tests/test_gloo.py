@@ -50,7 +50,8 @@ Packed = tuple[torch.dtype, tuple[int, ...], bytes]
 
 def pack(x: Tensor) -> Packed:
     """A tensor as bytes, to be sent between processes."""
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    x = x.detach().resolve_conj().resolve_neg()
+    flat = torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1))  # a view of one element may have any stride
     raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return x.dtype, tuple(x.shape), raw
 
