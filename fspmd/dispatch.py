@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple, NoReturn
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.decompose import NotTraceable, decompose, tensors_of
 from fspmd.errors import ArgumentError, MeshError
+from fspmd.mesh import Mesh
 from fspmd.pairs import Call, apply
-from fspmd.propagate import OpPlan, Place, propagate, refuse_rule, shown
-from fspmd.rules import row_of
+from fspmd.propagate import OpPlan, Place, as_whole, propagate, refuse_rule, shown
+from fspmd.redistribute import redistribute
+from fspmd.rules import is_ragged, row_of, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -106,6 +110,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         _cache.hits += 1
     if plan.needs_redistribute:
+        if plan.whole is not None:
+            return plan.whole(args, kwargs)
         _move_operands(plan, blocks)
     casts = _cast_operands(plan, blocks) if plan.casts else None
     if kwargs:
@@ -165,6 +171,10 @@ def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
 
 
 def _hashable(arg: Any) -> Any:
+    if type(arg) is Sharded:
+        return arg.spec
+    if isinstance(arg, dict):
+        return dict, *((name, _hashable(value)) for name, value in arg.items())
     if isinstance(arg, Tensor):
         return (type(arg), arg.dtype, arg.shape) if type(arg) is not LocalTensor else LocalTensor
     if isinstance(arg, (tuple, list)):
@@ -182,23 +192,57 @@ def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             raise MeshError(
                 f"{shown(func)} got values on two meshes, {mesh!r} and {x.spec.mesh!r}; move one with device_put"
             )
-    operands: list[tuple[Place, TensorSpec]] = []
+    if any(type(one) is LocalTensor for one in tensors_of(args, kwargs)):
+        raise ArgumentError(
+            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
+            "computed); pass the Sharded itself, or a global tensor"
+        )
+    specs = [x.spec for x in values]
+    if "out" in kwargs:
+        refuse_rule(func, specs)
+    if is_ragged(func):
+        return as_whole(functools.partial(_gathered, func))
+    operands, all_found = _operands(args, kwargs, mesh)
+    plan = propagate(func, args, kwargs, operands) if all_found else None
+    if plan is not None:
+        return plan
+    if writes(func):
+        refuse_rule(func, specs)
+    try:
+        graph = decompose(func, args, kwargs)
+    except NotTraceable:
+        return as_whole(functools.partial(_gathered, func))
+    if graph is None:
+        refuse_rule(func, specs)
+    return as_whole(lambda args, kwargs: graph.run(dispatch, tensors_of(args, kwargs)))
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tuple[list[tuple[Place, TensorSpec]], bool]:
+    """The tensors among the arguments and in lists there, and whether that is all of them."""
+    found: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
         for k, one in enumerate(arg if listed else (arg,)):
-            spec = one.spec if isinstance(one, Sharded) else None
-            if type(one) is LocalTensor:
-                raise ArgumentError(
-                    f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
-                    "computed); pass the Sharded itself, or a global tensor"
-                )
-            if isinstance(one, Tensor):
-                spec = TensorSpec(mesh, P(), one.shape, one.dtype)
-            if spec is not None:
-                operands.append(((i, k) if listed else i, spec))
-    if len(values) > sum(isinstance(_at([*args, *kwargs.values()], place), Sharded) for place, _ in operands):
-        refuse_rule(func, [x.spec for x in values])  # deeper in a tree
-    return propagate(func, args, kwargs, operands)
+            if isinstance(one, (Tensor, Sharded)):
+                spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
+                found.append(((i, k) if listed else i, spec))
+    return found, len(found) == len(tensors_of(args, kwargs))
+
+
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call on global tensors: what it gives, or its shape, depends on values."""
+    mesh = _values(args, kwargs)[0].spec.mesh
+
+    def gathered(x: Any) -> Any:
+        if not isinstance(x, Sharded):
+            return x
+        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
+
+    def wrapped(x: Any) -> Any:
+        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
+
+    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
+    return optree.tree_map(wrapped, func(*whole[0], **whole[1]), none_is_leaf=True)
 
 
 def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:

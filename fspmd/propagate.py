@@ -36,31 +36,32 @@ class OpPlan:
     moves: Calls
     casts: Calls  # of operands that will have a gradient; forward they move nothing
     local: Callable[..., Any]
-    writes: bool  # into the first operand, which is the result
+    writes: bool = False  # into the first operand, which is the result
+    whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
 
 
 def propagate(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> OpPlan:
-    """Plan a call; ``operands`` are the places of its tensors, and their layouts.
+) -> OpPlan | None:
+    """Plan a call; ``operands`` are the places of its tensors, and their layouts. None: there is no rule for it.
 
     Raises:
-        ArgumentError: the function has no rule for such a call, or the call fails on the global tensors.
+        ArgumentError: the call fails on the global tensors.
     """
     row, specs = row_of(func), [spec for _, spec in operands]
-    if row is None or "out" in kwargs:
-        refuse_rule(func, specs)
+    if row is None:
+        return None
     mesh = specs[0].mesh
     out = _on_meta(func, args, kwargs, operands)
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
-        refuse_rule(func, specs)
+        return None
     results = [TensorSpec(mesh, P(), tuple(one.shape), one.dtype) for one in outs]
     shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
     plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
     factors = row.rule(Whole(shapes, plain, kwargs, after))
     if not _fits(factors, shapes, after, resized=row.blocks is not None):
-        refuse_rule(func, specs)
+        return None
     written = writes(func)
     linear = _linearity(row, args, kwargs, specs[0], results[0])
     best = best_strategy(factors, linear, specs, results, topology(), fixed=written)
@@ -85,6 +86,15 @@ def propagate(
     return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, written)
 
 
+def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:
+    """The plan of a call that is more than one local call."""
+    return OpPlan((), True, (), (), _never, whole=run)
+
+
+def _never(*_: Any) -> NoReturn:
+    raise NotImplementedError
+
+
 def _of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return local(x)
 
@@ -107,7 +117,7 @@ def _on_meta(
     try:
         return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
     except NotImplementedError:  # the shape of the result depends on values
-        refuse_rule(func, [spec for _, spec in operands])
+        return None
     except Exception as error:
         given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
         raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error

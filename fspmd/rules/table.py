@@ -108,6 +108,19 @@ def row_of(func: Any) -> Row | None:
     return ROWS.get(name)
 
 
+def is_ragged(func: Any) -> bool:
+    """Whether the result, or its shape, depends on values: a number for Python, the places of true elements."""
+    return name_of(func) in _RAGGED
+
+
+_RAGGED: Final = frozenset(
+    _names(
+        "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
+        "is_same_size"
+    )
+)
+
+
 def writes(func: Any) -> bool:
     """Whether a function writes into its first operand: by torch's custom its name ends in an underscore."""
     name = name_of(func)

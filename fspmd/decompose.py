@@ -1,0 +1,148 @@
+"""A torch function that has no rule, as the graph of the simpler functions it is made of.
+
+The graph is traced once, on fake tensors of the global shapes; each of its nodes is then a call on `Sharded` values
+with a rule of its own. What runs on the blocks is the graph, never the original kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, fx
+from torch._decomp import decomposition_table
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fspmd.rules import row_of
+from fspmd.sharded import Sharded, is_sharded
+
+Function = Callable[..., Any]
+
+
+class NotTraceable(Exception):
+    """The function looks at values, or at what a tensor without data has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One call: the leaves of its arguments, of which those at ``places`` are earlier values."""
+
+    target: Function
+    leaves: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]
+    arguments: optree.PyTreeSpec
+    calls: bool  # a torch function, and not Python's own
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Calls one after another; the first values are the tensors among the arguments, in their order."""
+
+    nodes: tuple[_Node, ...]
+    results: tuple[Any, ...]  # numbers of values where ``places`` say so
+    places: frozenset[int]
+    structure: optree.PyTreeSpec
+
+    def run(self, dispatch: Function, tensors: Sequence[Any]) -> Any:
+        """The function on these tensors: one ``dispatch(target, args, kwargs)`` per node that has a `Sharded`."""
+        values = list(tensors)
+        for node in self.nodes:
+            leaves = list(node.leaves)
+            for place, number in node.places:
+                leaves[place] = values[number]
+            args, kwargs = node.arguments.unflatten(leaves)
+            if node.calls and any(type(leaf) is Sharded for leaf in leaves):
+                values.append(dispatch(node.target, args, kwargs))
+            else:
+                values.append(node.target(*args, **kwargs))
+        return self.structure.unflatten(values[x] if i in self.places else x for i, x in enumerate(self.results))
+
+
+def _graph(module: fx.GraphModule, structure: optree.PyTreeSpec) -> Graph:
+    numbers: dict[fx.Node, int] = {}
+    nodes: list[_Node] = []
+    for node in module.graph.nodes:
+        leaves, places, arguments = _linked((_plain(node.args), dict(node.kwargs)), numbers)
+        if node.op == "output":
+            results, at, _ = _linked(_plain(node.args[0]), numbers)
+            return Graph(tuple(nodes), results, frozenset(place for place, _ in at), structure)
+        if node.op == "get_attr":
+            constant = getattr(module, str(node.target))
+            nodes.append(_Node(functools.partial(_same, constant), (), (), _NOTHING, False))
+        elif node.op == "call_function":
+            nodes.append(_Node(node.target, leaves, places, arguments, node.target is not operator.getitem))
+        numbers[node] = len(numbers)
+    raise AssertionError("a graph has an output")
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _linked(tree: Any, numbers: dict[fx.Node, int]) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...], Any]:
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    places = ((i, numbers[x]) for i, x in enumerate(leaves) if isinstance(x, fx.Node))
+    found = tuple((i, number) for i, number in places)
+    for i, number in found:
+        leaves[i] = number
+    return tuple(leaves), found, treedef
+
+
+_NOTHING = optree.tree_structure(((), {}), none_is_leaf=True)  # type: ignore[arg-type]
+
+
+def _plain(tree: Any) -> Any:
+    """Lists and tuples of fx as Python's own."""
+    if isinstance(tree, list):
+        return [_plain(x) for x in tree]
+    return tuple(_plain(x) for x in tree) if type(tree) is tuple else tree
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors and `Sharded` values of a call, in the order of a graph's operands."""
+    leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
+    return [x for x in leaves if isinstance(x, (Tensor, Sharded))]
+
+
+def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
+    """The graph of a call; None where it is the function itself again.
+
+    Raises:
+        NotTraceable: the result, or its shape, depends on values.
+    """
+    leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
+    places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
+    structure: list[optree.PyTreeSpec] = []
+
+    def flat(*tensors: Tensor) -> list[Any]:
+        filled = list(leaves)
+        for place, x in zip(places, tensors, strict=True):
+            filled[place] = x
+        given, named = treedef.unflatten(filled)
+        found, spec = optree.tree_flatten(func(*given, **named), none_is_leaf=True)
+        structure[:] = [spec]
+        return found
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device=leaves[i].device) for i in places]
+        with torch.no_grad(), mode:
+            module = make_fx(flat, decomposition_table=_simpler())(*fakes)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise NotTraceable(str(error)) from error
+    module.graph.eliminate_dead_code()
+    graph = _graph(module, structure[0])
+    return None if any(node.target is func for node in graph.nodes) else graph
+
+
+@functools.cache
+def _simpler() -> dict[Any, Function]:
+    """torch's decompositions of what has no rule."""
+    return {op: f for op, f in decomposition_table.items() if row_of(op) is None}

@@ -1,0 +1,311 @@
+"""torch's own op database through the global view: values, shapes and gradients against the unsharded call.
+
+``python tests/opinfo/sweep.py`` runs every op (or those named) and prints a table; `test_opinfo.py` runs a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import optree
+import torch
+import torch.testing._internal.common_methods_invocations as common
+from torch import Tensor
+
+from fspmd import FspmdError, Mesh, P, Sharded, device_get, device_put, make_mesh
+
+#: sizes of op_db's samples: its own, which four ranks do not divide, and such as they do
+SIZES = {"uneven": {"L": 20, "M": 10, "S": 5, "XS": 3}, "even": {"L": 24, "M": 12, "S": 4, "XS": 2}}
+MESHES = {"line": ((4,), ("x",)), "grid": ((2, 2), ("x", "y"))}
+_DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
+
+
+@dataclass
+class Report:
+    """What became of one op."""
+
+    name: str
+    status: str = "clean"  # or "refused", "wrong", "crash"
+    runs: int = 0
+    refused: int = 0
+    gradients: int = 0
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+def name_of(op: Any) -> str:
+    return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+
+
+def ops() -> dict[str, Any]:
+    return {name_of(op): op for op in common.op_db}
+
+
+def dtype_of(op: Any) -> torch.dtype | None:
+    dtypes = op.supported_dtypes("cpu")
+    return next((dtype for dtype in _DTYPES if dtype in dtypes), None)
+
+
+def samples(op: Any, dtype: torch.dtype, sizes: str, most: int) -> Iterator[Any]:
+    before = {name: getattr(common, name) for name in SIZES[sizes]}
+    try:
+        for name, size in SIZES[sizes].items():
+            setattr(common, name, size)
+        torch.manual_seed(0)
+        every = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
+    finally:
+        for name, size in before.items():
+            setattr(common, name, size)
+    step = max(1, len(every) // most)
+    yield from every[::step][:most]
+
+
+def specs_of(mesh: Mesh, ndim: int) -> list[P]:
+    """Whole, and every dim over every axis, or one dim over all."""
+    axes = mesh.axis_names
+    found = [P()]
+    for places in itertools.product(range(-1, ndim), repeat=len(axes)):
+        entries: list[tuple[str, ...]] = [()] * ndim
+        for axis, place in zip(axes, places, strict=True):
+            if place >= 0:
+                entries[place] += (axis,)
+        if any(entries):
+            found.append(P(*entries))
+    return found
+
+
+def placements(tensors: Sequence[Tensor], mesh: Mesh, most: int) -> list[tuple[P, ...]]:
+    """Specs for each tensor: all combinations up to a cap, taken evenly."""
+    options = [specs_of(mesh, x.dim()) for x in tensors]
+    total = 1
+    for one in options:
+        total *= len(one)
+    step = max(1, -(-total // most))
+    found = []
+    for number in range(total // 3 % step, total, step):
+        chosen = []
+        for one in reversed(options):
+            number, place = divmod(number, len(one))
+            chosen.append(one[place])
+        found.append(tuple(reversed(chosen)))
+    return found
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+class Wrong(Exception):
+    """A number that is not what the unsharded call gives."""
+
+
+def run_op(op: Any, *, sizes: str, mesh: str, most_samples: int, most_placements: int) -> Report:
+    report = Report(name_of(op))
+    start = time.perf_counter()
+    dtype = dtype_of(op)
+    shape, names = MESHES[mesh]
+    on = make_mesh(shape, names, transport="simulation")
+    try:
+        for sample in samples(op, dtype, sizes, most_samples) if dtype is not None else ():
+            _run_sample(op, sample, on, most_placements, report)
+    except Exception as error:
+        report.status = "crash"
+        report.notes.append(f"samples: {error!r}"[:300])
+    report.seconds = round(time.perf_counter() - start, 2)
+    return report
+
+
+_ORDER = ("clean", "refused", "crash", "wrong")
+
+
+def _note(report: Report, status: str, text: str) -> None:
+    report.status = max(report.status, status, key=_ORDER.index)
+    if len(report.notes) < 4:
+        report.notes.append(f"{status}: {text}")
+
+
+def _run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> None:
+    given = (sample.input, tuple(sample.args), dict(sample.kwargs))
+    leaves, treedef = optree.tree_flatten(given, none_is_leaf=True)
+    places = [i for i, x in enumerate(leaves) if is_tensor(x)]
+    tensors = [leaves[i] for i in places]
+    if not tensors:
+        return
+
+    def call(values: Sequence[Any]) -> tuple[list[Any], Any]:
+        filled = list(leaves)
+        for i, x in zip(places, values, strict=True):
+            filled[i] = x
+        first, args, kwargs = treedef.unflatten(filled)
+        torch.manual_seed(1)
+        out = function(first, *args, **kwargs)
+        return optree.tree_flatten(out, is_leaf=lambda x: isinstance(x, Sharded))[0], type(out)
+
+    function = function_of(op)
+    plain = [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
+    try:
+        expected, kind = call(_of_leaves(plain))
+        grads = gradients(expected, plain)
+    except Exception:
+        return  # the sample itself fails
+    for specs in placements(tensors, mesh, most):
+        report.runs += 1
+        try:
+            _compare(call, tensors, specs, mesh, expected, grads, kind, report)
+        except FspmdError as error:
+            report.refused += 1
+            _note(report, "refused", str(error)[:240])
+        except Wrong as error:
+            _note(report, "wrong", f"{described(tensors, specs, sample)}: {error}"[:600])
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            _note(report, "crash", f"{described(tensors, specs, sample)}: {error!r} at {where.name}:{where.lineno}"[:500])
+
+
+def function_of(op: Any) -> Callable[..., Any]:
+    """Methods of `torch.Tensor` looked up on the first argument, as users write them."""
+    if type(op.op).__name__ in ("method_descriptor", "wrapper_descriptor"):
+        return lambda first, *args, **kwargs: getattr(first, op.op.__name__)(*args, **kwargs)
+    function: Callable[..., Any] = op.op
+    return function
+
+
+def _of_leaves(leaves: Sequence[Any]) -> list[Any]:
+    """What an op that writes may write into: no leaf."""
+    return [x * 1 if x.requires_grad else x.clone() for x in leaves]
+
+
+def weight_of(x: Tensor) -> Tensor:
+    found = torch.arange(1.0, x.numel() + 1, dtype=torch.float64).mul(0.7).cos().add(0.1).reshape(x.shape)
+    return found.to(x.dtype)
+
+
+def gradients(outs: Sequence[Any], leaves: Sequence[Any]) -> list[Tensor | None]:
+    followed = [x for x in outs if isinstance(x, Tensor) and x.requires_grad]
+    wanted = [x for x in leaves if x.requires_grad]
+    if not followed or not wanted:
+        return [None] * len(leaves)
+    found = iter(torch.autograd.grad(followed, wanted, [weight_of(x) for x in followed], allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in leaves]
+
+
+def _compare(
+    call: Callable[[Sequence[Any]], tuple[list[Any], Any]],
+    tensors: Sequence[Tensor],
+    specs: Sequence[P],
+    mesh: Mesh,
+    expected: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    kind: Any,
+    report: Report,
+) -> None:
+    given = [
+        device_put(x.detach().clone(), spec, mesh=mesh).requires_grad_(x.requires_grad)
+        if x.requires_grad
+        else device_put(x.detach().clone(), spec, mesh=mesh)
+        for x, spec in zip(tensors, specs, strict=True)
+    ]
+    found, found_kind = call([x * 1 if x.requires_grad else x for x in given])
+    if len(found) != len(expected) or (kind in (tuple, list) and found_kind is not kind):
+        raise Wrong(f"{len(found)} results ({found_kind}), expected {len(expected)} ({kind})")
+    total: Any = None
+    for out, want in zip(found, expected, strict=True):
+        if not isinstance(want, Tensor):
+            if out != want and not (out != out and want != want):
+                raise Wrong(f"{out!r}, expected {want!r}")
+            continue
+        whole = device_get(out) if isinstance(out, Sharded) else out
+        if not isinstance(whole, Tensor) or (whole.shape, whole.dtype) != (want.shape, want.dtype):
+            raise Wrong(f"{type(whole).__name__} {whole}, expected {want.dtype} {tuple(want.shape)}")
+        if isinstance(out, Sharded) and (out.shape, out.dtype) != (tuple(want.shape), want.dtype):
+            raise Wrong(f"{out!r} is told, but it is {want.dtype} {tuple(want.shape)}")
+        _same(whole, want, "value")
+        if want.requires_grad and whole.requires_grad:
+            part = (whole * weight_of(want).conj()).sum().real
+            total = part if total is None else total + part
+    if total is not None:
+        total.backward()
+        report.gradients += 1
+    for leaf, want in zip(given, grads, strict=True):
+        if want is not None:
+            if leaf.grad is None:
+                if want.abs().max() > 0 if want.numel() else False:
+                    raise Wrong("no gradient")
+                continue
+            _same(device_get(leaf.grad), want, "gradient")
+
+
+def _same(found: Any, want: Any, what: str) -> None:
+    if found.layout is not torch.strided:
+        found, want = found.to_dense(), want.to_dense()
+    precise = want.dtype in (torch.float64, torch.complex128)
+    try:
+        tolerance = {"rtol": 1e-6, "atol": 1e-8} if precise else {}
+        torch.testing.assert_close(found.detach(), want.detach(), equal_nan=True, **tolerance)
+    except AssertionError as error:
+        raise Wrong(f"{what}: {str(error)[:300]}") from None
+
+
+def described(tensors: Sequence[Tensor], specs: Sequence[P], sample: Any) -> str:
+    given = ", ".join(f"{tuple(x.shape)} {spec}" for x, spec in zip(tensors, specs, strict=True))
+    rest = [a for a in sample.args if not isinstance(a, Tensor)], sample.kwargs
+    return f"{given} {rest}"[:300]
+
+
+def run_named(job: tuple[str, dict[str, Any]]) -> Report:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    name, options = job
+    return run_op(ops()[name], **options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="ops (all by default); a name ending in * is a prefix")
+    parser.add_argument("--sizes", choices=SIZES, default="uneven")
+    parser.add_argument("--mesh", choices=MESHES, default="line")
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--placements", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--json", help="where to write the reports")
+    options = parser.parse_args()
+    chosen = [
+        name
+        for name in ops()
+        if not options.names or any(name == n or (n.endswith("*") and name.startswith(n[:-1])) for n in options.names)
+    ]
+    settings = {
+        "sizes": options.sizes,
+        "mesh": options.mesh,
+        "most_samples": options.samples,
+        "most_placements": options.placements,
+    }
+    reports = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for report in pool.map(run_named, [(name, settings) for name in chosen]):
+            reports.append(report)
+            if report.status != "clean" or options.names:
+                print(f"{report.status:8} {report.name} ({report.runs} runs, {report.refused} refused)", flush=True)
+                for note in report.notes[: 4 if options.names else 1]:
+                    print("    ", note.replace("\n", " "), flush=True)
+    counts = {status: sum(r.status == status for r in reports) for status in _ORDER}
+    print(f"{len(reports)} ops, {sum(r.runs for r in reports)} runs: {counts}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([asdict(r) for r in reports], file, indent=1)
+    sys.exit(counts["wrong"] + counts["crash"] > 0)
+
+
+if __name__ == "__main__":
+    main()
