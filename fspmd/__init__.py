@@ -21,6 +21,20 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
+from fspmd.creation import (
+    arange,
+    empty,
+    eye,
+    full,
+    linspace,
+    normal,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
 from fspmd.dispatch import propagation_cache_clear, propagation_cache_info
 from fspmd.errors import (
     ArgumentError,
@@ -33,6 +47,7 @@ from fspmd.errors import (
     VarianceError,
 )
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
+from fspmd.modules import functional_call
 from fspmd.placement import device_get, device_put, from_callback, from_local
 from fspmd.rank_map import rank_map
 from fspmd.shard_map import shard_map
@@ -56,17 +71,25 @@ __all__ = [
     "all_gather",
     "all_gather_into",
     "all_to_all",
+    "arange",
     "axis_index",
     "axis_size",
     "checkpoint",
     "current_mesh",
     "device_get",
     "device_put",
+    "empty",
+    "eye",
     "from_callback",
     "from_local",
+    "full",
+    "functional_call",
     "grad",
     "jvp",
+    "linspace",
     "make_mesh",
+    "normal",
+    "ones",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -81,6 +104,10 @@ __all__ = [
     "psum_scatter_into",
     "pswapaxes",
     "ragged_all_to_all",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
     "rank_map",
     "set_mesh",
     "shard_map",
@@ -89,4 +116,5 @@ __all__ = [
     "value_and_grad",
     "vjp",
     "vmap",
+    "zeros",
 ]
