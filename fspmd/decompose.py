@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, fx
-from torch._decomp import decomposition_table
+from torch._decomp import core_aten_decompositions
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -145,4 +145,4 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @functools.cache
 def _simpler() -> dict[Any, Function]:
     """torch's decompositions of what has no rule."""
-    return {op: f for op, f in decomposition_table.items() if row_of(op) is None}
+    return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None}

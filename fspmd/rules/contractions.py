@@ -30,6 +30,16 @@ def einsum(whole: Whole) -> Factors:
     return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), whole.shapes)
 
 
+def convolution(whole: Whole) -> Factors:
+    """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``."""
+    window = " ".join("1" for _ in whole.shapes[0][2:])
+    kernel = "i o" if whole.args[6] else "o i"
+    if whole.args[8] != 1:  # groups
+        return match(parse(f"n 1 {window}, 1 1 {window}, 1 -> n 1 {window}"), whole.shapes)
+    found = match(parse(f"n i {window}, {kernel} {window}, o -> n o {window}"), whole.shapes)
+    return replace(found, added=frozenset({2}))
+
+
 def with_added(text: str, place: int) -> Rule:
     """A contraction to whose sum the operand at ``place`` is added."""
     pattern = parse(text)

@@ -7,11 +7,15 @@ from typing import Final
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
 
-_PATTERNS: Final = {n: parse(", ".join(["..."] * n) + " -> ...") for n in range(1, 8)}
+_PATTERNS: Final = {
+    (n, results): parse(", ".join(["..."] * n) + " -> " + ", ".join(["..."] * results))
+    for n in range(1, 8)
+    for results in (1, 2)
+}
 
 
 def elementwise(whole: Whole) -> Factors:
     """Any number of operands; no rule for ``inplace=True`` of an activation."""
     if whole.kwargs.get("inplace") or any(arg is True for arg in whole.args):
         return NO_RULE
-    return match(_PATTERNS[len(whole.shapes)], whole.shapes)
+    return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)

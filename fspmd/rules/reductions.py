@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fspmd.rules.elementwise import elementwise
 from fspmd.rules.factors import Dims, Factors, Shape, match, parse
 from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 
-def _reduced(whole: Whole, dims: tuple[int, ...]) -> Dims:
-    """The dims of a result from which some are gone, or kept with size 1."""
-    if whole.results and len(whole.results[0]) == whole.ndim:
+def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:
+    """The dims of a result from which some are gone (others may follow), or stand with another size."""
+    if len(shape) == whole.ndim:
         return tuple(None if d in dims else d for d in range(whole.ndim))
-    return tuple(d for d in range(whole.ndim) if d not in dims)
+    kept = [d for d in range(whole.ndim) if d not in dims]
+    return (*kept, *(None,) * (len(shape) - len(kept)))
 
 
 def summed(whole: Whole) -> Factors:
     """Over sharded dims the results are pending sums."""
     dims = whole.dims(1, "dim")
-    return Factors((tuple(range(whole.ndim)),), (_reduced(whole, dims),), summed=frozenset(dims))
+    return Factors((tuple(range(whole.ndim)),), (_without(whole, dims, whole.results[0]),), summed=frozenset(dims))
 
 
-def reduced(whole: Whole) -> Factors:
-    """Over whole dims; one or several results alike."""
-    dims = whole.dims(1, "dim")
-    result = _reduced(whole, dims)
-    return Factors((tuple(range(whole.ndim)),), tuple(result for _ in whole.results), whole=frozenset(dims))
+def over(place: int = 1, name: str = "dim", default: Any = None) -> Rule:
+    """Along dims that must be whole: all by default, or ``default``. Further operands lie alike, or are whole."""
+    return lambda whole: along(whole, whole.dims(place, name, default))
 
 
-def one_reduced(place: int, name: str, default: int) -> Rule:
-    """Over one whole dim, by default ``default``: kthvalue, mode, median with a dim."""
-
-    def rule(whole: Whole) -> Factors:
-        dim = whole.argument(place, name, default)
-        over = dim % whole.ndim if whole.ndim else 0
-        result = _reduced(whole, (over,))
-        return Factors((tuple(range(whole.ndim)),), tuple(result for _ in whole.results), whole=frozenset({over}))
-
-    return rule
+def along(whole: Whole, dims: Sequence[int]) -> Factors:
+    """The dims that must be whole, as `over` says."""
+    kept: Dims = tuple(None if d in dims else d for d in range(whole.ndim))
+    operands = tuple(kept if shape == whole.shapes[0] else (None,) * len(shape) for shape in whole.shapes)
+    return Factors(operands, tuple(_without(whole, dims, shape) for shape in whole.results))
 
 
-def along(place: int, name: str, default: int | None = None) -> Rule:
-    """Along one dim (or several), which must be whole; the results lie as the operand."""
+def extreme(whole: Whole) -> Factors:
+    """``max`` and ``min``: of all, of a dim, or of two operands place by place."""
+    return along(whole, whole.dims(1, "dim")) if len(whole.shapes) == 1 else elementwise(whole)
 
-    def rule(whole: Whole) -> Factors:
-        given = whole.argument(place, name, default)
-        dims = whole.dims(place, name) if given is None or not isinstance(given, int) else (given % max(1, whole.ndim),)
-        result = tuple(None if d in dims else d for d in range(whole.ndim))
-        return Factors((tuple(range(whole.ndim)),), tuple(result for _ in whole.results), whole=frozenset(dims))
 
-    return rule
+def over_two(first: tuple[int, str, int], second: tuple[int, str, int]) -> Rule:
+    """Along two dims, each named by an argument."""
+    return lambda whole: along(whole, [whole.argument(*one) % whole.ndim for one in (first, second)])
 
 
 def layer_norm(whole: Whole) -> Factors:
@@ -59,7 +53,9 @@ def layer_norm(whole: Whole) -> Factors:
     normalised = len(whole.argument(1, "normalized_shape"))
     dims = tuple(range(whole.ndim))
     inner = dims[whole.ndim - normalised :]
-    return Factors((dims, *(inner for _ in whole.shapes[1:])), (dims,), whole=frozenset(inner))
+    outer = dims[: whole.ndim - normalised]
+    results = (dims, *((*outer, *(None,) * (len(shape) - len(outer))) for shape in whole.results[1:]))
+    return Factors((dims, *(inner for _ in whole.shapes[1:])), results, whole=frozenset(inner))
 
 
 def embedding(whole: Whole) -> Factors:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import reductions, views
-from fspmd.rules.contractions import einsum, matmul, with_added
+from fspmd.rules import lookups, reductions, views
+from fspmd.rules.batches import batched, gathered
+from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise
-from fspmd.rules.reductions import along, mean_of_blocks, one_reduced
+from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
 
@@ -32,22 +33,90 @@ def _names(text: str) -> tuple[str, ...]:
 
 _POINTWISE: Final = _names(
     "relu sigmoid tanh exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh asinh acosh "
-    "atanh erf erfc abs absolute sign sgn square reciprocal ceil floor round trunc frac gelu silu mish softplus elu "
-    "selu celu leaky_relu hardtanh relu6 hardsigmoid hardswish logsigmoid softsign tanhshrink clamp clamp_min "
+    "atanh erf erfc erfinv abs absolute sign sgn square reciprocal ceil floor round trunc frac gelu silu mish softplus "
+    "elu selu celu leaky_relu hardtanh relu6 hardsigmoid hardswish logsigmoid softsign tanhshrink clamp clamp_min "
     "clamp_max clip pow rpow rdiv float_power atan2 arctan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 "
     "remainder fmod floor_divide eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor "
     "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift where masked_fill lerp "
-    "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold hardshrink softshrink"
+    "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold hardshrink softshrink arccos arcsin "
+    "arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle frexp gcd "
+    "lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar complex conj_physical "
+    "log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
+    "special_erfcx special_i0e special_i1 special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
+    "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
+    "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
+    "special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
+    "special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0 special_modified_bessel_i1 "
+    "special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_xlog1py "
+    "special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
+    "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0"
 )
-_RESHAPES: Final = _names("reshape view flatten ravel unflatten squeeze unsqueeze view_as reshape_as")
+#: linear in one operand, which stays as it is or only changes its dtype
+_CASTS: Final = _names(
+    "neg negative positive clone contiguous to type float double half bfloat16 _to_copy alias detach lift_fresh_copy "
+    "conj resolve_conj resolve_neg real imag alias_copy type_as"
+)
+_GATHERED: Final = _names(
+    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc _histogramdd_bin_edges "
+    "histogram _pdist_forward native_group_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+    "segment_reduce _embedding_bag_forward_only _embedding_bag dist _ctc_loss nonzero_static hash_tensor max_unpool2d "
+    "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq _linalg_check_errors"
+)
+_LIKES: Final = _names("zeros_like ones_like full_like empty_like")
+_RESHAPES: Final = _names(
+    "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy unsqueeze_copy "
+    "view_copy"
+)
 _WHOLE_REDUCTIONS: Final = _names(
-    "amax amin prod all any logsumexp argmax argmin max min var std count_nonzero aminmax median nanmedian"
+    "amax amin prod all any logsumexp argmax argmin var std count_nonzero aminmax median nanmedian var_mean std_mean"
 )
+#: along one dim or several, by default all: name -> place of the argument
+_ALONG: Final = {
+    **dict.fromkeys(_names("softmax log_softmax softmin _softmax _log_softmax _safe_softmax"), (1, "dim")),
+    **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp unsafe_split"), (1, "dim")),
+    **dict.fromkeys(_names("sort argsort msort"), (1, "dim", -1)),
+    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1), "topk": (2, "dim", -1), "norm": (2, "dim")},
+    **{"linalg_vector_norm": (2, "dim"), "renorm": (2, "dim"), "unfold": (1, "dimension"), "unfold_copy": (1, "dim")},
+    **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
+    **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
+    "linalg_cross": (2, "dim", -1),
+}
+#: of the trailing dims of each operand
+_BATCHED: Final = {
+    **dict.fromkeys(
+        _names(
+            "_linalg_svd linalg_qr linalg_pinv linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
+            "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
+            "linalg_lu linalg_svdvals triu tril _linalg_eigvals linalg_eigvals cholesky_solve ormqr triangular_solve "
+            "linalg_solve_triangular"
+        ),
+        (2,),
+    ),
+    **{"linalg_householder_product": (2, 1), "linalg_lu_solve": (2, 1, 2), "linalg_ldl_solve": (2, 1, 2)},
+    **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
+    **dict.fromkeys(_names("avg_pool1d max_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d"), (1,)),
+    **dict.fromkeys(
+        _names(
+            "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
+            "reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+            "_upsample_bilinear2d_aa _upsample_nearest_exact2d view_as_windows"
+        ),
+        (2,),
+    ),
+    **dict.fromkeys(
+        _names(
+            "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d "
+            "upsample_nearest3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d"
+        ),
+        (3,),
+    ),
+    **dict.fromkeys(_names("upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d view_as_complex"), (1,)),
+}
 
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=True) for name in _POINTWISE},
-    **{name: Row(elementwise, "first") for name in _names("neg negative positive clone contiguous to type")},
-    **{name: Row(elementwise, "first") for name in _names("float double half bfloat16")},
+    **{name: Row(elementwise, "first") for name in _CASTS},
+    **{name: Row(elementwise, free=True) for name in _LIKES},
     **{name: Row(elementwise, "sum", free=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=True) for name in _names("mul multiply rmul")},
     **{name: Row(elementwise, "first", free=True) for name in _names("div divide true_divide")},
@@ -56,37 +125,62 @@ ROWS: Final[dict[str, Row]] = {
     "bmm": Row(notation("b m k, b k n -> b m n"), "product"),
     "mv": Row(notation("m k, k -> m"), "product"),
     "dot": Row(notation("k, k ->"), "product"),
+    "vdot": Row(notation("k, k ->"), "product"),
     "outer": Row(notation("m, n -> m n"), "product"),
     "linear": Row(with_added("... k, n k, n -> ... n", 2), "product"),
     "addmm": Row(with_added("m n, m k, k n -> m n", 0), "product"),
+    "addmv": Row(with_added("m, m k, k -> m", 0), "product"),
+    "addr": Row(with_added("m n, m, n -> m n", 0), "product"),
     "baddbmm": Row(with_added("b m n, b m k, b k n -> b m n", 0), "product"),
+    "addbmm": Row(with_added("m n, b m k, b k n -> m n", 0), "product"),
     "einsum": Row(einsum, "product"),
+    "_cdist_forward": Row(notation("... m [k], ... n [k] -> ... m n")),
+    "_trilinear": Row(gathered),
     "sum": Row(reductions.summed, "first"),
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
-    **{name: Row(reductions.reduced) for name in _WHOLE_REDUCTIONS},
-    "mode": Row(one_reduced(1, "dim", -1)),
-    "kthvalue": Row(one_reduced(2, "dim", -1)),
-    **{name: Row(along(1, "dim")) for name in _names("softmax log_softmax softmin cumprod cummax cummin logcumsumexp")},
-    "cumsum": Row(along(1, "dim"), "first"),
-    **{name: Row(along(1, "dim", -1)) for name in _names("sort argsort")},
-    "topk": Row(along(2, "dim", -1)),
-    "flip": Row(along(1, "dims"), "first"),
+    **{name: Row(over()) for name in _WHOLE_REDUCTIONS},
+    **{name: Row(extreme) for name in _names("max min")},
+    **{name: Row(over(*where)) for name, where in _ALONG.items()},
+    "cumsum": Row(over(), "first"),
+    "flip": Row(over(1, "dims"), "first"),
+    "roll": Row(over(2, "dims"), "first"),
     "layer_norm": Row(reductions.layer_norm),
+    "native_layer_norm": Row(reductions.layer_norm),
     "embedding": Row(reductions.embedding),
-    **{name: Row(permuted(views.transposed), "first") for name in _names("transpose swapaxes swapdims")},
-    "permute": Row(permuted(views.in_order), "first"),
+    **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
+    **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},
     **{name: Row(permuted(views.moved), "first") for name in _names("movedim moveaxis")},
-    **{name: Row(permuted(views.last_swapped), "first") for name in _names("t mT mH")},
-    "T": Row(permuted(lambda whole: tuple(reversed(range(whole.ndim)))), "first"),
+    **{name: Row(permuted(views.last_swapped), "first") for name in _names("t mT mH t_copy")},
+    **{name: Row(permuted(views.reversed_dims), "first") for name in _names("T H")},
     **{name: Row(views.reshaped, "first", blocks=views.reshape_blocks) for name in _RESHAPES},
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
+    **{name: Row(views.repeated, "first") for name in _names("repeat tile")},
+    "view_as_real": Row(notation("... -> ... 1"), "first"),
+    "constant_pad_nd": Row(views.padded),
     "getitem": Row(views.indexed, "first"),
-    "select": Row(parts(1, "dim", gone=True), "first"),
-    "narrow": Row(parts(1, "dim"), "first"),
-    "unbind": Row(parts(1, "dim", gone=True), "first"),
-    **{name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split")},
+    "slice": Row(views.sliced, "first"),
+    "diagonal": Row(over_two((2, "dim1", 0), (3, "dim2", 1)), "first"),
+    "diag_embed": Row(views.embedded_diagonal, "first"),
+    "diagonal_scatter": Row(over_two((3, "dim1", 0), (4, "dim2", 1))),
+    **{name: Row(over(2, "dim", 0)) for name in _names("slice_scatter select_scatter")},
+    **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("select unbind unbind_copy")},
+    **{name: Row(parts(1, "dim"), "first") for name in _names("narrow narrow_copy")},
+    **{
+        name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split split_with_sizes unsafe_chunk")
+    },
+    "split_with_sizes_copy": Row(parts(2, "dim"), "first"),
     **{name: Row(joined(), "sum") for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
+    **{name: Row(batched(*trailing)) for name, trailing in _BATCHED.items()},
+    "convolution": Row(convolution, "product"),
+    "gather": Row(lookups.gather),
+    **{name: Row(lookups.scatter) for name in _names("scatter scatter_add scatter_reduce")},
+    "index_select": Row(lookups.select),
+    **{name: Row(lookups.put_slices) for name in _names("index_add index_copy index_fill index_reduce")},
+    **{name: Row(lookups.index) for name in _names("index _unsafe_index")},
+    **{name: Row(lookups.index_put) for name in _names("index_put _unsafe_index_put")},
+    "take": Row(lookups.taken_whole),
+    **{name: Row(gathered) for name in _GATHERED},
 }
 #: operators, and those with the operands the other way round
 _OPERATORS: Final = {

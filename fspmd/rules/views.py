@@ -19,6 +19,8 @@ def permuted(order: Callable[[Whole], Sequence[int | None]]) -> Rule:
 
 def transposed(whole: Whole) -> Dims:
     """Two dims change places."""
+    if not whole.ndim:
+        return ()
     first = whole.argument(1, "dim0", whole.kwargs.get("axis0"))
     second = whole.argument(2, "dim1", whole.kwargs.get("axis1"))
     order = list(range(whole.ndim))
@@ -40,6 +42,11 @@ def moved(whole: Whole) -> Dims:
         order[t] = s
     rest = iter(d for d in range(whole.ndim) if d not in sources)
     return tuple(next(rest) if d is None else d for d in order)
+
+
+def reversed_dims(whole: Whole) -> Dims:
+    """The dims from the last to the first."""
+    return tuple(reversed(range(whole.ndim)))
 
 
 def last_swapped(whole: Whole) -> Dims:
@@ -145,6 +152,40 @@ def indexed(whole: Whole) -> Factors:
                 result.append(None)
             at += 1
     return Factors((tuple(range(whole.ndim)),), (tuple(result),), whole=frozenset(cut))
+
+
+def sliced(whole: Whole) -> Factors:
+    """A range of one dim, which must be whole if not all of it is taken."""
+    dim = whole.argument(1, "dim", 0) % whole.ndim
+    every = range(whole.ndim)
+    if whole.results[0] == whole.shapes[0]:
+        return Factors((tuple(every),), (tuple(every),))
+    kept = tuple(None if d == dim else d for d in every)
+    return Factors((kept,), (kept,))
+
+
+def repeated(whole: Whole) -> Factors:
+    """Dims that are taken once may be sharded."""
+    before, after = whole.shapes[0], whole.results[0]
+    new = len(after) - len(before)
+    kept = tuple(d if before[d] == after[d + new] else None for d in range(len(before)))
+    return Factors((kept,), ((*(None,) * new, *kept),))
+
+
+def padded(whole: Whole) -> Factors:
+    """Dims whose size stays may be sharded."""
+    pad = whole.argument(1, "pad")
+    touched = [whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size]
+    kept = tuple(None if d in touched else d for d in range(whole.ndim))
+    return Factors((kept,), (kept,))
+
+
+def embedded_diagonal(whole: Whole) -> Factors:
+    """The last dim becomes the diagonal of two."""
+    n = len(whole.results[0])
+    new = [whole.argument(place, name, default) % n for place, name, default in ((2, "dim1", -2), (3, "dim2", -1))]
+    rest = iter(range(whole.ndim - 1))
+    return Factors(((*range(whole.ndim - 1), None),), (tuple(None if d in new else next(rest) for d in range(n)),))
 
 
 def parts(place: int, name: str, *, gone: bool = False) -> Rule:

@@ -27,10 +27,10 @@ class Whole:
         """An argument given by place or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
-    def dims(self, place: int, name: str) -> tuple[int, ...]:
+    def dims(self, place: int, name: str, default: Any = None) -> tuple[int, ...]:
         """The dims of the first tensor that an argument names, all of them for None; dims may be given one by one."""
-        given = self.argument(place, name)
-        if given is None or given == () or type(given) is bool:
+        given = self.argument(place, name, default)
+        if given is None or given == () or given == [] or type(given) is bool:
             return tuple(range(self.ndim))
         if isinstance(given, int):
             given = [d for d in self.args[place:] if type(d) is int] if len(self.args) > place else [given]

@@ -170,7 +170,9 @@ def _run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> 
             _note(report, "wrong", f"{described(tensors, specs, sample)}: {error}"[:600])
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            _note(report, "crash", f"{described(tensors, specs, sample)}: {error!r} at {where.name}:{where.lineno}"[:500])
+            _note(
+                report, "crash", f"{described(tensors, specs, sample)}: {error!r} at {where.name}:{where.lineno}"[:500]
+            )
 
 
 def function_of(op: Any) -> Callable[..., Any]:

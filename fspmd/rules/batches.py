@@ -1,0 +1,49 @@
+"""Functions of the trailing dims of their operands, one result for each place of the leading ones: matrices, images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fspmd.rules.factors import Dims, Factors, match, parse
+from fspmd.rules.whole import NO_RULE, Rule, Whole
+
+
+def batched(*trailing: int) -> Rule:
+    """So many trailing dims of each operand (of further ones as of the last) are whole; the others broadcast."""
+
+    def rule(whole: Whole) -> Factors:
+        counts = [*trailing, *(trailing[-1],) * len(whole.shapes)][: len(whole.shapes)]
+        if any(len(shape) < count for shape, count in zip(whole.shapes, counts, strict=True)):
+            return NO_RULE
+        text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
+        batch = match(parse(f"{text} -> ..."), whole.shapes)
+        return replace(batch, results=tuple((*batch.results[0], *_whole(whole, i, batch)) for i in _each(whole)))
+
+    return rule
+
+
+def _each(whole: Whole) -> range:
+    return range(len(whole.results))
+
+
+def _whole(whole: Whole, result: int, batch: Factors) -> Dims:
+    return (None,) * (len(whole.results[result]) - len(batch.results[0]))
+
+
+def leading(count: int) -> Rule:
+    """Only so many leading dims of the first operand may be sharded; the other operands must be whole."""
+
+    def rule(whole: Whole) -> Factors:
+        first = (*range(count), *(None,) * whole.ndim)[: whole.ndim]
+        others = tuple((None,) * len(shape) for shape in whole.shapes[1:])
+        results = tuple((*range(count), *(None,) * len(shape))[: len(shape)] for shape in whole.results)
+        return Factors((first, *others), results)
+
+    return rule
+
+
+def gathered(whole: Whole) -> Factors:
+    """No dim may be sharded."""
+    return Factors(
+        tuple((None,) * len(shape) for shape in whole.shapes), tuple((None,) * len(shape) for shape in whole.results)
+    )
