@@ -107,7 +107,7 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
         if not isinstance(axis, str):
             raise AxisError(f"{what} got {described(axis)} in axis_name; an axis is named by a string")
         if axis not in body.axes:
-            known = quoted(a for a in body.mesh.axis_names if a in body.axes)
+            known = quoted(body.mesh.ordered(body.axes))
             hint = ""
             if axis in body.mesh.axis_names:
                 hint = f"; {axis!r} is an axis of {body.mesh!r}: to use it, add it to axis_names of shard_map"

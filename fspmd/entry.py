@@ -74,7 +74,7 @@ def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes:
     if partition is None:
         return _static
     variance = variance_of_spec(partition)
-    absent = tuple(a for a in body.mesh.axis_names if a in new_axes and a not in partition.mentioned)
+    absent = body.mesh.ordered(new_axes - partition.mentioned)
     widen = None if body.checked or not absent else call("invariant_to_varying", body.mesh, absent)
     if isinstance(leaf, Sharded):
         source = leaf.spec

@@ -170,9 +170,7 @@ def make_exit(
     target = variance_of_spec(partition)
     specs: dict[Any, TensorSpec] = {}
     simulated = body.mesh.transport == "simulation"
-    inner_absent = tuple(
-        a for a in body.mesh.axis_names if a in body.axes - outer_axes and a not in partition.mentioned
-    )
+    inner_absent = body.mesh.ordered(body.axes - outer_axes - partition.mentioned)
     share = None
     if inner_absent and not body.checked:
         share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
@@ -230,9 +228,8 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
         (target.unreduced & variance.varying, "varying_to_unreduced"),
     ):
         if axes:
-            ordered = tuple(a for a in body.mesh.axis_names if a in axes)
             with torch._C.DisableTorchFunction():
-                x = apply(x, call(row, body.mesh, ordered))
+                x = apply(x, call(row, body.mesh, body.mesh.ordered(axes)))
     kept = (outer_axes & group for group in (variance.varying, variance.unreduced, variance.reduced))
     groups = zip((target.varying, target.unreduced, target.reduced), kept, strict=True)
     setattr(x, ATTRIBUTE, Variance(*(own | others for own, others in groups)))

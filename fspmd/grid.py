@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -147,6 +147,15 @@ class Grid:
 
     def _layouts(self, names: Iterable[str]) -> dict[str, Layout]:
         return {name: self._axes[self.axis_names.index(name)] for name in names}
+
+    def ordered(self, axes: Container[str]) -> tuple[str, ...]:
+        """Those axes of the mesh that are among ``axes``, in the order of the mesh.
+
+        >>> from fspmd import make_mesh
+        >>> make_mesh((2, 4), ("dp", "tp")).ordered({"tp", "dp"})
+        ('dp', 'tp')
+        """
+        return tuple(name for name in self.axis_names if name in axes)
 
     def _rest(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in self.axis_names if name not in names)

@@ -127,9 +127,7 @@ def make_plan(
         outer_axes=outer_axes,
         nested=outer is not None,
         simulated=mesh.transport == "simulation",
-        widen=None
-        if checked
-        else call("invariant_to_varying", whole, tuple(a for a in whole.axis_names if a in new_axes)),
+        widen=None if checked else call("invariant_to_varying", whole, whole.ordered(new_axes)),
     )
 
 

@@ -39,7 +39,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     body = bound_body("rank_map")
     if not callable(fn):
         raise ArgumentError(f"rank_map got {described(fn)} for fn; give it a function: rank_map(fn, x)")
-    axes = tuple(axis for axis in body.mesh.axis_names if axis in body.axes)
+    axes = body.mesh.ordered(body.axes)
     leaves, treedef = optree.tree_flatten(args, none_is_leaf=True)
     if body.checked and state.tracker is not None:
         varying = Variance(varying=axes)

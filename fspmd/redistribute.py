@@ -27,9 +27,9 @@ def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _to_pending(x: Tensor, spec: TensorSpec) -> Tensor:
-    if axes := _ordered(spec.mesh, spec.partition.reduced):
+    if axes := spec.mesh.ordered(spec.partition.reduced):
         x = apply(x, call("invariant_to_reduced", spec.mesh, axes))
-    if axes := _ordered(spec.mesh, spec.partition.unreduced):
+    if axes := spec.mesh.ordered(spec.partition.unreduced):
         x = apply(x, call("invariant_to_unreduced", spec.mesh, axes))
     return x
 
@@ -53,15 +53,11 @@ def from_even_blocks(x: Tensor, partition: P, mesh: Mesh) -> Tensor:
 
 def _settle(x: Tensor, partition: P, mesh: Mesh) -> Tensor:
     """Unreduced and reduced to invariant."""
-    if axes := _ordered(mesh, partition.unreduced):
+    if axes := mesh.ordered(partition.unreduced):
         x = apply(x, call("psum_unreduced", mesh, axes))
-    if axes := _ordered(mesh, partition.reduced):
+    if axes := mesh.ordered(partition.reduced):
         x = apply(x, call("reduced_to_invariant", mesh, axes))
     return x
-
-
-def _ordered(mesh: Mesh, axes: frozenset[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in mesh.axis_names if axis in axes)
 
 
 def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:

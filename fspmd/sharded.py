@@ -262,20 +262,16 @@ def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
     """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error."""
     (local,) = children
     if isinstance(local, Tensor):
-        if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != _even_block(spec)):
+        if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != spec.block_shape):
             raise ShapeError(
                 f"a tree function put a tensor of shape {tuple(local.shape)} in the place of a block of shape "
-                f"{_even_block(spec)} into Sharded {spec!r}; instead of torch.vmap and torch.func use fspmd.vmap, "
+                f"{spec.block_shape} into Sharded {spec!r}; instead of torch.vmap and torch.func use fspmd.vmap, "
                 "fspmd.grad ..., or return device_get(x) from the function; instead of a tree_map that changes shapes "
                 "use shard_map"
             )
         if local.dtype is not spec.dtype:
             spec = TensorSpec(spec.mesh, spec.partition, spec.shape, local.dtype)
     return Sharded(local, spec)
-
-
-def _even_block(spec: TensorSpec) -> tuple[int, ...]:
-    return spec.local_shape((0,) * len(spec.mesh.axis_names))
 
 
 optree.register_pytree_node(

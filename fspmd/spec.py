@@ -191,6 +191,11 @@ class TensorSpec:
         return TensorSpec, (self.mesh, self.partition, self.shape, self.dtype)
 
     @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The shape of the first rank's block, which no other rank's exceeds in any dim."""
+        return self.local_shape((0,) * len(self.mesh.axis_names))
+
+    @property
     def ndim(self) -> int:
         """Number of dims."""
         return len(self.shape)

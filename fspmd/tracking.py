@@ -227,7 +227,7 @@ class Tracker(BodyMode):
         """Draw from one stream per coordinate over the axes the value varies over, on every transport alike."""
         body, seed = self.body, draw_seed(kwargs.get("generator"))
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        axes = tuple(axis for axis in body.mesh.axis_names if axis in variance.varying)
+        axes = body.mesh.ordered(variance.varying)
         if self.simulated:
             apart = call("apart", body.mesh, axes)
             args, kwargs = (

@@ -41,8 +41,7 @@ def _frame(mesh: Mesh, axes: tuple[str, ...]) -> Frame:
 
 def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
     """The frame of a set of axes of ``mesh``."""
-    chosen = frozenset(axes)
-    return _frame(mesh, tuple(axis for axis in mesh.axis_names if axis in chosen))
+    return _frame(mesh, mesh.ordered(frozenset(axes)))
 
 
 #: meshes on which sizes have differed from rank to rank: of blocks, or of slices. On them a value cast to varying is
