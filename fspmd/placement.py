@@ -24,7 +24,7 @@ from fspmd.transport.local_tensor import local_tensor
 from fspmd.trees import broadcast_prefix, leaf_paths
 
 
-def _the_mesh(mesh: Mesh | None, what: str) -> Mesh:
+def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     _check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
@@ -70,7 +70,7 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
             f"device_put got {described(specs)} for specs; write device_put(tree, P('x'), mesh=mesh): specs say how "
             "tensors are cut, the mesh on which devices they lie"
         )
-    mesh = _the_mesh(mesh, "device_put")
+    mesh = the_mesh(mesh, "device_put")
     if src is not None and sends_from(src, tree, mesh):
         return scatter_from(tree, specs, mesh, src)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
@@ -130,9 +130,9 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
     Sharded f32[2, 3] on mesh(x=4)
     """
     if isinstance(spec, TensorSpec):
-        mesh, partition = _the_mesh(spec.mesh, "from_local"), spec.partition
+        mesh, partition = the_mesh(spec.mesh, "from_local"), spec.partition
     else:
-        mesh, partition = _the_mesh(mesh, "from_local"), spec
+        mesh, partition = the_mesh(mesh, "from_local"), spec
     if wrong := complain(partition, mesh, None):
         raise SpecError(f"from_local: {wrong}")
     if not isinstance(local, Tensor):
@@ -162,7 +162,7 @@ def from_callback(
     >>> device_get(from_callback((6,), P("x"), lambda index: whole[index], mesh=make_mesh((4,), ("x",))))
     tensor([0., 1., 2., 3., 4., 5.])
     """
-    mesh = _the_mesh(mesh, "from_callback")
+    mesh = the_mesh(mesh, "from_callback")
     if not callable(fn):
         raise ArgumentError(f"from_callback got {described(fn)} for fn; give it a function of a tuple of slices")
     if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):

@@ -1,0 +1,163 @@
+"""The counter-based generator: published vectors, blocks that agree with the whole, and what the numbers are like."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fspmd import distributions
+from fspmd.counter import Block, Distribution, draw, philox
+
+CPU = torch.device("cpu")
+ONES = 0xFFFFFFFF
+
+
+def drawn(law: Distribution, *shape: int, seed: int = 1) -> Tensor:
+    return draw(Block(shape, (0,) * len(shape), shape), law, seed, CPU)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((ONES,) * 4, (ONES,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_published_vectors(counter: tuple[int, int, int, int], key: tuple[int, int], words: str) -> None:
+    """The known answers that the authors publish with Random123, of ints and of tensors."""
+    expected = [int(word, 16) for word in words.split()]
+    assert list(philox(counter, key)) == expected
+    columns = tuple(torch.full((3,), word) for word in counter)
+    assert [word.tolist() for word in philox(columns, key)] == [[word] * 3 for word in expected]
+    some = (counter[0], columns[1], counter[2], columns[3])
+    assert [word.tolist() for word in philox(some, key)] == [[word] * 3 for word in expected]
+
+
+def test_elements_beyond_32_bits_have_numbers_of_their_own() -> None:
+    whole = (1 << 36, 3)
+    law = distributions.uniform(torch.float64)
+    far = draw(Block(whole, (1 << 35, 0), (4, 3)), law, 1, CPU)
+    near = draw(Block(whole, (0, 0), (4, 3)), law, 1, CPU)
+    assert not torch.equal(far, near)
+    index = 3 << 35
+    a, b, _, _ = philox((index // 2 & ONES, index // 2 >> 32, 0, 0), (1, 0))
+    assert far[0, 0].item() == ((a << 21) | (b >> 11)) * 2.0**-53
+
+
+LAWS = {
+    "uniform f32": distributions.uniform(torch.float32),
+    "uniform f64": distributions.uniform(torch.float64),
+    "uniform bf16": distributions.uniform(torch.bfloat16),
+    "normal f32": distributions.normal(torch.float32),
+    "normal f64": distributions.normal(torch.float64),
+    "exponential": distributions.exponential(torch.float32),
+    "bernoulli": distributions.bernoulli(0.3),
+    "integers": distributions.integers(-3, 10, torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("shape", [(5, 7, 6), (4, 1, 8), (9,), (), (3, 1)])
+def test_a_block_is_a_part_of_the_whole(name: str, shape: tuple[int, ...]) -> None:
+    whole = drawn(LAWS[name], *shape)
+    choose = random.Random(0)
+    for _ in range(40):
+        offset = tuple(choose.randrange(n) for n in shape)
+        size = tuple(choose.randrange(n - o + 1) for n, o in zip(shape, offset, strict=True))
+        block = draw(Block(shape, offset, size), LAWS[name], 1, CPU)
+        assert torch.equal(block, whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))])
+        assert block.is_contiguous()
+        assert block.untyped_storage().nbytes() == block.numel() * block.element_size()
+
+
+def test_pieces_that_fit_the_cache_join_without_a_seam() -> None:
+    n = 300_000
+    whole = drawn(LAWS["normal f32"], n)
+    assert torch.equal(whole[200_001:], draw(Block((n,), (200_001,), (n - 200_001,)), LAWS["normal f32"], 1, CPU))
+
+
+def test_seeds_and_streams_are_apart() -> None:
+    law, block = LAWS["uniform f64"], Block((1000,), (0,), (1000,))
+    found = [draw(block, law, seed, CPU, stream) for seed in (0, 1, 1 << 40) for stream in (0, 1)]
+    correlations = torch.corrcoef(torch.stack(found)) - torch.eye(6, dtype=torch.float64)
+    assert correlations.abs().max() < 0.12
+
+
+def distance(sample: Tensor, cdf: Tensor) -> float:
+    """Kolmogorov and Smirnov's statistic, of ``cdf`` at the sorted sample, times the root of its size."""
+    n = len(sample)
+    steps = torch.arange(n + 1, dtype=torch.float64) / n
+    return float(torch.maximum((cdf - steps[:-1]).abs().max(), (steps[1:] - cdf).abs().max())) * math.sqrt(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_floats_have_their_distributions(dtype: torch.dtype) -> None:
+    """Kolmogorov and Smirnov's test: beyond 1.95 in one of a thousand samples."""
+    n = 100_003
+    x = drawn(distributions.uniform(dtype), n).double().sort().values
+    assert distance(x, x) < 1.95
+    assert x[0] >= 0
+    assert x[-1] < 1
+    x = drawn(distributions.normal(dtype), n).double().sort().values
+    assert distance(x, torch.special.ndtr(x)) < 1.95
+    x = drawn(distributions.exponential(dtype), n).double().sort().values
+    assert distance(x, -torch.expm1(-x)) < 1.95
+    assert x[0] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normals_have_their_moments_and_are_independent(dtype: torch.dtype) -> None:
+    n = 1 << 18
+    x = drawn(distributions.normal(dtype), n).double()
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((x**power).mean() - moment) < 4 * math.sqrt(variance / n)
+    for lag in (1, 2, 3, 4, 8):
+        assert abs((x[lag:] * x[:-lag]).mean()) < 4 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_uniforms_stay_below_one(dtype: torch.dtype) -> None:
+    x = drawn(distributions.uniform(dtype), 100_000)
+    assert x.dtype == dtype
+    assert x.min() >= 0
+    assert x.max() < 1
+    assert abs(x.double().mean() - 0.5) < 0.01
+
+
+@pytest.mark.parametrize(("low", "count"), [(0, 2), (-5, 10), (3, 127), (0, 1000)])
+def test_integers_are_equally_likely(low: int, count: int) -> None:
+    """Pearson's chi-square, beyond four standard deviations of its own in one of ten thousand samples."""
+    n = 200_000
+    x = drawn(distributions.integers(low, low + count, torch.int64), n)
+    assert low <= x.min()
+    assert x.max() < low + count
+    counts = torch.bincount(x - low, minlength=count).double()
+    square = float(((counts - n / count) ** 2 / (n / count)).sum())
+    assert abs(square - (count - 1)) < 4 * math.sqrt(2 * (count - 1)) + 3
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1 << 31), (0, 3 << 31), (-5, 1 << 40), (-(1 << 63), 1 << 63), (7, (1 << 63) - 1)]
+)
+def test_wide_integers(low: int, high: int) -> None:
+    """Each is the upper half of a product of 128 bits, computed here by Python."""
+    x = drawn(distributions.integers(low, high, torch.int64), 64)
+    bits = drawn(distributions.integers(0, 1 << 64, torch.int64), 64)
+    expected = [low + ((int(b) & (1 << 64) - 1) * (high - low) >> 64) for b in bits]
+    assert x.tolist() == expected
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+def test_bernoulli(p: float) -> None:
+    n = 100_000
+    x = drawn(distributions.bernoulli(p), n).double()
+    assert abs(x.mean() - p) <= 4 * math.sqrt(p * (1 - p) / n)
