@@ -65,6 +65,37 @@ class Graph:
         return self.structure.unflatten(values[x] if i in self.places else x for i, x in enumerate(self.results))
 
 
+def _without_writes(graph: fx.Graph) -> None:
+    """Each write into a value of the graph's own becomes a new value."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not _writes(node.target):
+            continue
+        name = node.target._schema.name.split("::")[-1]
+        pure = getattr(getattr(torch.ops.aten, name[:-1], None), node.target._overloadname, None)
+        target = node.args[0]
+        if pure is None or not name.endswith("_") or target.op == "placeholder" or _is_view(target):
+            raise NotTraceable(f"{name}() writes into a view or an operand")
+        if any(_is_view(user) and user is not node for user in target.users):
+            raise NotTraceable(f"{name}() writes into what has a view")
+        node.target = pure
+        later = False
+        for user in graph.nodes:
+            if later:
+                user.replace_input_with(target, node)
+            later = later or user is node
+
+
+def _writes(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node gives the memory of an operand; the data of a pure one are its own."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
 def _graph(module: fx.GraphModule, structure: optree.PyTreeSpec) -> Graph:
     numbers: dict[fx.Node, int] = {}
     nodes: list[_Node] = []
@@ -137,6 +168,7 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             module = make_fx(flat, decomposition_table=_simpler())(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error
+    _without_writes(module.graph)
     module.graph.eliminate_dead_code()
     graph = _graph(module, structure[0])
     return None if any(node.target is func for node in graph.nodes) else graph

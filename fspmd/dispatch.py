@@ -198,9 +198,9 @@ def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             "computed); pass the Sharded itself, or a global tensor"
         )
     specs = [x.spec for x in values]
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         refuse_rule(func, specs)
-    if is_ragged(func):
+    if is_ragged(func, args):
         return as_whole(functools.partial(_gathered, func))
     operands, all_found = _operands(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if all_found else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
@@ -51,6 +54,9 @@ def propagate(
     row, specs = row_of(func), [spec for _, spec in operands]
     if row is None:
         return None
+    if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
+        return None
+    operands, specs = ordered, [spec for _, spec in ordered]
     mesh = specs[0].mesh
     out = _on_meta(func, args, kwargs, operands)
     outs = (out,) if isinstance(out, Tensor) else out
@@ -64,7 +70,7 @@ def propagate(
         return None
     written = writes(func)
     linear = _linearity(row, args, kwargs, specs[0], results[0])
-    best = best_strategy(factors, linear, specs, results, topology(), fixed=written)
+    best = best_strategy(factors, linear, specs, results, topology(), fixed=written, empty=row.empty)
     if best is None:
         _refuse_write(func, specs)
     final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
@@ -103,24 +109,69 @@ def _on_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Any:
     """What the call gives for global tensors without data."""
-    values = [list(value) if isinstance(value, (list, tuple)) else value for value in (*args, *kwargs.values())]
-    for place, spec in operands:
-        meta = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        if isinstance(place, tuple):
-            values[place[0]][place[1]] = meta
-        else:
-            values[place] = meta
-    values = [
-        type(old)(new) if type(old) is tuple else new
-        for old, new in zip((*args, *kwargs.values()), values, strict=True)
-    ]
+    mesh = operands[0][1].mesh
     try:
-        return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    except NotImplementedError:  # the shape of the result depends on values
+        try:
+            return _on(torch.device("meta"), func, args, kwargs, operands)
+        except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
+            with FakeTensorMode():
+                return _on(torch.device(mesh.device_type), func, args, kwargs, operands)
+    except (NotImplementedError, DataDependentOutputException, DynamicOutputShapeException):  # the shape of the result depends on values
         return None
     except Exception as error:
         given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
         raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+
+
+def _on(
+    device: torch.device,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+) -> Any:
+    given = (*args, *kwargs.values())
+    values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
+    for place, spec in operands:
+        empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        if isinstance(place, tuple):
+            values[place[0]][place[1]] = empty
+        else:
+            values[place] = empty
+    values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
+    return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+
+def _by_signature(
+    func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Sequence[tuple[Place, TensorSpec]] | None:
+    """The operands in the order of the parameters, however they were named; None where that is not known."""
+
+    def place_of(operand: tuple[Place, TensorSpec]) -> int:
+        place = operand[0]
+        return place[0] if isinstance(place, tuple) else place
+
+    named = [operand for operand in operands if place_of(operand) >= positional]
+    if len(named) < 2:
+        return operands
+    order = _parameters(func)
+    if not all(names[place_of(operand) - positional] in order for operand in named):
+        return None
+    named.sort(key=lambda operand: order.index(names[place_of(operand) - positional]))
+    return [*(operand for operand in operands if place_of(operand) < positional), *named]
+
+
+@functools.cache
+def _parameters(func: Any) -> list[str]:
+    """The names of a function's parameters; torch's own in C are known by their schemas."""
+    if isinstance(func, torch._ops.OpOverload):
+        return [argument.name for argument in func._schema.arguments]
+    try:
+        return list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        packet = getattr(torch.ops.aten, name_of(func), None)
+        schemas = [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+        return list(dict.fromkeys(argument.name for schema in schemas for argument in schema.arguments))
 
 
 def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: TensorSpec, result: TensorSpec) -> str:

@@ -39,15 +39,17 @@ def best_strategy(
     topology: Topology,
     *,
     fixed: bool = False,
+    empty: bool = True,
 ) -> Strategy | None:
     """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are.
 
-    ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot.
+    ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
+    the function takes empty blocks.
     """
     mesh = operands[0].mesh
     options = [_choices(axis, factors, linear, operands) for axis in mesh.axis_names]
     combinations = (dict(zip(mesh.axis_names, choices, strict=True)) for choices in itertools.product(*options))
-    found = (_strategy(factors, one, operands, results, topology) for one in combinations)
+    found = (_strategy(factors, one, operands, results, topology, empty) for one in combinations)
     stays = operands[0]
     fitting = [
         one
@@ -83,6 +85,7 @@ def _strategy(
     operands: Sequence[TensorSpec],
     results: Sequence[TensorSpec],
     topology: Topology,
+    empty: bool,
 ) -> Strategy | None:
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
     axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
@@ -95,7 +98,7 @@ def _strategy(
         needs.append(spec.with_partition(P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)))
         casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
     outs = tuple(_result(dims, factors, choices, axes_of) for dims in factors.results)
-    if not _aligned(factors, axes_of, [*operands, *results]):
+    if not _aligned(factors, axes_of, [*operands, *results], empty):
         return None
     moving = sum(route(spec, need, topology).price.time for spec, need in zip(operands, needs, strict=True))
     settling = sum(
@@ -106,8 +109,13 @@ def _strategy(
     return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), settling))
 
 
-def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Sequence[TensorSpec]) -> bool:
-    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size."""
+def _aligned(
+    factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Sequence[TensorSpec], empty: bool
+) -> bool:
+    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
+
+    Not ``empty``: none of them may be.
+    """
     for factor, axes in axes_of.items():
         sizes = {
             spec.shape[d]
@@ -116,6 +124,8 @@ def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Seque
             if own == factor
         }
         parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
+        if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
+            return False
         unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit
         if len({tuple(length * unit // (size or 1) for _, length in blocks(size, parts)) for size in sizes}) > 1:
             return False

@@ -41,6 +41,20 @@ def convolution(whole: Whole) -> Factors:
 
 
 def with_added(text: str, place: int) -> Rule:
-    """A contraction to whose sum the operand at ``place`` is added."""
+    """A contraction to whose sum the operand at ``place``, which broadcasts, is added."""
     pattern = parse(text)
-    return lambda whole: replace(match(pattern, whole.shapes), added=frozenset({place}))
+
+    def rule(whole: Whole) -> Factors:
+        shapes = list(whole.shapes)
+        if place >= len(shapes):
+            return match(pattern, shapes)
+        bias = shapes.pop(place)
+        found = match(pattern, shapes)
+        result = found.results[0]
+        sizes = whole.results[0][len(result) - len(bias) :]
+        own = result[len(result) - len(bias) :]
+        added = tuple(f if size == n else None for f, size, n in zip(own, bias, sizes, strict=True))
+        operands = (*found.operands[:place], added, *found.operands[place:])
+        return replace(found, operands=operands, added=frozenset({place}))
+
+    return rule

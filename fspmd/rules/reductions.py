@@ -38,6 +38,11 @@ def along(whole: Whole, dims: Sequence[int]) -> Factors:
     return Factors(operands, tuple(_without(whole, dims, shape) for shape in whole.results))
 
 
+def all_but(place: int, name: str) -> Rule:
+    """Only the dim that an argument names may be sharded."""
+    return lambda whole: along(whole, [d for d in range(whole.ndim) if d != whole.argument(place, name) % whole.ndim])
+
+
 def extreme(whole: Whole) -> Factors:
     """``max`` and ``min``: of all, of a dim, or of two operands place by place."""
     return along(whole, whole.dims(1, "dim")) if len(whole.shapes) == 1 else elementwise(whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ class Row:
     linear: str = ""  # "sum": of a sum of operands; "product": in each of them; "first": in the first alone
     free: bool = False  # Python numbers among the arguments do not bear on layouts
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
+    empty: bool = True  # torch takes empty blocks
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
 
 
@@ -54,13 +55,13 @@ _POINTWISE: Final = _names(
 #: linear in one operand, which stays as it is or only changes its dtype
 _CASTS: Final = _names(
     "neg negative positive clone contiguous to type float double half bfloat16 _to_copy alias detach lift_fresh_copy "
-    "conj resolve_conj resolve_neg real imag alias_copy type_as"
+    "conj _conj _conj_physical _neg_view resolve_conj resolve_neg real imag alias_copy type_as"
 )
 _GATHERED: Final = _names(
-    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc _histogramdd_bin_edges "
-    "histogram _pdist_forward native_group_norm native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
-    "segment_reduce _embedding_bag_forward_only _embedding_bag dist _ctc_loss nonzero_static hash_tensor max_unpool2d "
-    "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq _linalg_check_errors"
+    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc "
+    "_pdist_forward native_group_norm "
+    "segment_reduce embedding_bag dist _ctc_loss nonzero_static hash_tensor max_unpool2d "
+    "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
 )
 _LIKES: Final = _names("zeros_like ones_like full_like empty_like")
 _RESHAPES: Final = _names(
@@ -73,10 +74,11 @@ _WHOLE_REDUCTIONS: Final = _names(
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final = {
     **dict.fromkeys(_names("softmax log_softmax softmin _softmax _log_softmax _safe_softmax"), (1, "dim")),
-    **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp unsafe_split"), (1, "dim")),
-    **dict.fromkeys(_names("sort argsort msort"), (1, "dim", -1)),
+    **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
+    **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
+    "msort": (1, "dim", 0),
     **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1), "topk": (2, "dim", -1), "norm": (2, "dim")},
-    **{"linalg_vector_norm": (2, "dim"), "renorm": (2, "dim"), "unfold": (1, "dimension"), "unfold_copy": (1, "dim")},
+    **{"linalg_vector_norm": (2, "dim"), "unfold": (1, "dimension"), "unfold_copy": (1, "dimension")},
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
     "linalg_cross": (2, "dim", -1),
@@ -85,21 +87,21 @@ _ALONG: Final = {
 _BATCHED: Final = {
     **dict.fromkeys(
         _names(
-            "_linalg_svd linalg_qr linalg_pinv linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
+            "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
             "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
             "linalg_lu linalg_svdvals triu tril _linalg_eigvals linalg_eigvals cholesky_solve ormqr triangular_solve "
             "linalg_solve_triangular"
         ),
         (2,),
     ),
-    **{"linalg_householder_product": (2, 1), "linalg_lu_solve": (2, 1, 2), "linalg_ldl_solve": (2, 1, 2)},
+    **{"linalg_pinv": (2, 0), "linalg_householder_product": (2, 1), "linalg_lu_solve": (2, 1, 2), "linalg_ldl_solve": (2, 1, 2)},
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
     **dict.fromkeys(_names("avg_pool1d max_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d"), (1,)),
     **dict.fromkeys(
         _names(
             "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
-            "reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
-            "_upsample_bilinear2d_aa _upsample_nearest_exact2d view_as_windows"
+            "max_pool2d_with_indices_backward reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+            "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
         ),
         (2,),
     ),
@@ -127,12 +129,12 @@ ROWS: Final[dict[str, Row]] = {
     "dot": Row(notation("k, k ->"), "product"),
     "vdot": Row(notation("k, k ->"), "product"),
     "outer": Row(notation("m, n -> m n"), "product"),
-    "linear": Row(with_added("... k, n k, n -> ... n", 2), "product"),
-    "addmm": Row(with_added("m n, m k, k n -> m n", 0), "product"),
-    "addmv": Row(with_added("m, m k, k -> m", 0), "product"),
-    "addr": Row(with_added("m n, m, n -> m n", 0), "product"),
-    "baddbmm": Row(with_added("b m n, b m k, b k n -> b m n", 0), "product"),
-    "addbmm": Row(with_added("m n, b m k, b k n -> m n", 0), "product"),
+    "linear": Row(with_added("... k, n k -> ... n", 2), "product"),
+    "addmm": Row(with_added("m k, k n -> m n", 0), "product"),
+    "addmv": Row(with_added("m k, k -> m", 0), "product"),
+    "addr": Row(with_added("m, n -> m n", 0), "product"),
+    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product"),
+    "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product"),
     "einsum": Row(einsum, "product"),
     "_cdist_forward": Row(notation("... m [k], ... n [k] -> ... m n")),
     "_trilinear": Row(gathered),
@@ -140,7 +142,7 @@ ROWS: Final[dict[str, Row]] = {
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
     **{name: Row(over()) for name in _WHOLE_REDUCTIONS},
     **{name: Row(extreme) for name in _names("max min")},
-    **{name: Row(over(*where)) for name, where in _ALONG.items()},
+    **{name: Row(over(*where), empty="fft" not in name) for name, where in _ALONG.items()},
     "cumsum": Row(over(), "first"),
     "flip": Row(over(1, "dims"), "first"),
     "roll": Row(over(2, "dims"), "first"),
@@ -162,17 +164,19 @@ ROWS: Final[dict[str, Row]] = {
     "diagonal": Row(over_two((2, "dim1", 0), (3, "dim2", 1)), "first"),
     "diag_embed": Row(views.embedded_diagonal, "first"),
     "diagonal_scatter": Row(over_two((3, "dim1", 0), (4, "dim2", 1))),
-    **{name: Row(over(2, "dim", 0)) for name in _names("slice_scatter select_scatter")},
+    "slice_scatter": Row(views.slice_scattered),
+    "select_scatter": Row(views.select_scattered),
+    "renorm": Row(reductions.all_but(2, "dim")),
     **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("select unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), "first") for name in _names("narrow narrow_copy")},
     **{
-        name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split split_with_sizes unsafe_chunk")
+        name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split split_with_sizes")
     },
-    "split_with_sizes_copy": Row(parts(2, "dim"), "first"),
+    **{name: Row(parts(2, "dim"), "first") for name in _names("split_with_sizes_copy unsafe_chunk unsafe_split")},
     **{name: Row(joined(), "sum") for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
-    **{name: Row(batched(*trailing)) for name, trailing in _BATCHED.items()},
-    "convolution": Row(convolution, "product"),
+    **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
+    "convolution": Row(convolution, "product", empty=False),
     "gather": Row(lookups.gather),
     **{name: Row(lookups.scatter) for name in _names("scatter scatter_add scatter_reduce")},
     "index_select": Row(lookups.select),
@@ -202,17 +206,21 @@ def row_of(func: Any) -> Row | None:
     return ROWS.get(name)
 
 
-def is_ragged(func: Any) -> bool:
+def is_ragged(func: Any, args: Sequence[Any]) -> bool:
     """Whether the result, or its shape, depends on values: a number for Python, the places of true elements."""
-    return name_of(func) in _RAGGED
+    name = name_of(func)
+    return name in _RAGGED or (name in _RAGGED_BY_SECOND and not isinstance(args[1], (int, tuple, list)))
 
 
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
-        "is_same_size"
+        "is_same_size _linalg_check_errors native_batch_norm _native_batch_norm_legit _batch_norm_with_update histogram "
+        "_histogramdd_bin_edges"
     )
 )
+#: where the second argument is a tensor
+_RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave"))
 
 
 def writes(func: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fspmd.errors import VarianceError
 from fspmd.transport.frame import UNEVEN, Frame, spread, union
@@ -154,6 +155,31 @@ class LocalInt:
         return _connect(lambda a, b: a or b, self, other)
 
     and_, or_ = sym_and, sym_or
+
+    # --- of strided blocks ----------------------------------------------------------------------------------------
+
+    def is_contiguous(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
+        return _of_blocks(self, sizes, strides, torch.contiguous_format)
+
+    def is_channels_last_contiguous_2d(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
+        return _of_blocks(self, sizes, strides, torch.channels_last)
+
+    def is_channels_last_contiguous_3d(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
+        return _of_blocks(self, sizes, strides, torch.channels_last_3d)
+
+    def is_non_overlapping_and_dense(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
+        return _of_blocks(self, sizes, strides, None)
+
+
+def _of_blocks(one: LocalInt, sizes: list[Any], strides: list[Any], memory_format: torch.memory_format | None) -> LocalInt:
+    """Whether each rank's block lies so; without a format, whether it is dense in some order of its dims."""
+    rows = zip(*(_values(x, one.frame) for x in (*sizes, *strides)), strict=True)
+    found = []
+    for row in rows:
+        block = torch.empty_strided(row[: len(sizes)], row[len(sizes) :], device="meta")
+        dense = memory_format is None and is_non_overlapping_and_dense_or_false(block)
+        found.append(dense or (memory_format is not None and block.is_contiguous(memory_format=memory_format)))
+    return LocalInt(one.frame, found, verdict=False)
 
 
 def _values(x: Any, held: Frame) -> list[Any]:

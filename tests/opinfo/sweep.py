@@ -175,10 +175,19 @@ def _run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> 
             )
 
 
+_METHODS = {
+    **{name: f"{name}_" for name in ("cauchy", "exponential", "geometric", "log_normal", "uniform")},
+    **{"normal.in_place": "normal_", "item": "item"},
+}
+
+
 def function_of(op: Any) -> Callable[..., Any]:
     """Methods of `torch.Tensor` looked up on the first argument, as users write them."""
+    name = _METHODS.get(name_of(op))
     if type(op.op).__name__ in ("method_descriptor", "wrapper_descriptor"):
-        return lambda first, *args, **kwargs: getattr(first, op.op.__name__)(*args, **kwargs)
+        name = op.op.__name__
+    if name is not None:
+        return lambda first, *args, **kwargs: getattr(first, name)(*args, **kwargs)
     function: Callable[..., Any] = op.op
     return function
 
@@ -234,7 +243,8 @@ def _compare(
             raise Wrong(f"{out!r} is told, but it is {want.dtype} {tuple(want.shape)}")
         _same(whole, want, "value")
         if want.requires_grad and whole.requires_grad:
-            part = (whole * weight_of(want).conj()).sum().real
+            whole = whole.to(torch.complex64) if whole.dtype is torch.complex32 else whole
+            part = (whole * weight_of(want).to(whole.dtype).conj()).sum().real
             total = part if total is None else total + part
     if total is not None:
         total.backward()
