@@ -48,26 +48,46 @@ from fspmd.errors import (
 )
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules import functional_call
+from fspmd.parallel import ParallelPlan, parallelize
 from fspmd.placement import device_get, device_put, from_callback, from_local
 from fspmd.rank_map import rank_map
 from fspmd.shard_map import shard_map
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
+from fspmd.styles import (
+    ColwiseParallel,
+    PrepareInput,
+    PrepareOutput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    VocabParallel,
+)
 
 __all__ = [
     "ArgumentError",
     "AxisError",
+    "ColwiseParallel",
     "FspmdError",
     "Handle",
     "Mesh",
     "MeshError",
     "P",
+    "ParallelPlan",
+    "PrepareInput",
+    "PrepareOutput",
+    "Replicated",
+    "RowwiseParallel",
+    "SequenceParallel",
     "ShapeError",
     "Sharded",
     "SpecError",
+    "Style",
     "TensorSpec",
     "TreeError",
     "VarianceError",
+    "VocabParallel",
     "all_gather",
     "all_gather_into",
     "all_to_all",
@@ -90,6 +110,7 @@ __all__ = [
     "make_mesh",
     "normal",
     "ones",
+    "parallelize",
     "pbroadcast",
     "pcast",
     "pmax",

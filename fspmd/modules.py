@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import Failure, described, quoted, refuse
-from fspmd.paths import leaves_by_name, near
+from fspmd.parallel import ParallelPlan, Placed
+from fspmd.paths import leaves_by_name, matches, near
 from fspmd.sharded import Sharded
 
 
-def functional_call(module: nn.Module, params: Any, /, *args: Any, **kwargs: Any) -> Any:
+def functional_call(
+    module: nn.Module, params: Any, /, *args: Any, styles: ParallelPlan | None = None, **kwargs: Any
+) -> Any:
     """``module(*args, **kwargs)`` with ``params`` in the place of its parameters and buffers.
 
     Args:
@@ -26,6 +29,7 @@ def functional_call(module: nn.Module, params: Any, /, *args: Any, **kwargs: Any
         params: `Sharded` values or plain tensors by qualified name: a flat dict (``{"layers.0.weight": w}``), a nested
             one of dicts and lists (``{"layers": [{"weight": w}]}``), or a tuple of several (parameters, buffers).
             What it leaves out keeps the module's own value. One name of several that are tied stands for all.
+        styles: The plan of `parallelize`: arguments and results of the modules where its styles stand are arranged.
 
     Outside a body the leaves are `Sharded` and the module's functions run on global shapes; in a body of shard_map the
     leaves are blocks and so are the values in ``forward``. Buffers written in place (running statistics) change in
@@ -34,7 +38,8 @@ def functional_call(module: nn.Module, params: Any, /, *args: Any, **kwargs: Any
 
     Raises:
         TreeError: before the call, naming every leaf whose name is unknown, given twice, or at odds with one it is
-            tied to, and every parameter that was left out while the module is on the meta device.
+            tied to, every parameter that was left out while the module is on the meta device, and every pattern of
+            ``styles`` at which there is no module.
         ArgumentError: ``module`` is no ``nn.Module`` or has been compiled by TorchScript; a leaf is no tensor.
 
     >>> from fspmd import P, device_put, make_mesh
@@ -45,7 +50,7 @@ def functional_call(module: nn.Module, params: Any, /, *args: Any, **kwargs: Any
     Sharded f32[3, 8@x] on mesh(x=4)
     """
     _check_module(module)
-    with _lock_of(module), _swapped(module, params):
+    with _lock_of(module), _swapped(module, params), _arranged(module, styles):
         return module(*args, **kwargs)
 
 
@@ -177,3 +182,29 @@ def _hand_back(name: str, leaf: Leaf, now: Any) -> None:
             f"{described(leaf.holder)}, which cannot be written; hold it in a dict"
         )
     leaf.holder[leaf.key] = now
+
+
+@contextmanager
+def _arranged(module: nn.Module, plan: ParallelPlan | None) -> Iterator[None]:
+    """Hooks on the modules where styles stand, for one call."""
+    if plan is None:
+        yield
+        return
+    found = [(owner, plan.at(path)) for path, owner in module.named_modules(remove_duplicate=False)]
+    used = {pattern for _, placed in found if placed is not None for pattern in placed.styles}
+    lost = [p for p in plan.styles if p not in used and not any(matches(p, row.name) for row in plan.rows)]
+    if lost:
+        paths = [path for path, _ in module.named_modules(remove_duplicate=False)][1:]
+        failures = [Failure(f"no module at {pattern!r}{near(pattern, paths)}", TreeError) for pattern in lost]
+        refuse(f"functional_call of {type(module).__name__}: styles do not fit the module", failures)
+    with ExitStack() as stack:
+        for owner, placed in found:
+            if placed is not None:
+                _hook(owner, placed, stack)
+        yield
+
+
+def _hook(owner: nn.Module, placed: Placed, stack: ExitStack) -> None:
+    before = owner.register_forward_pre_hook(lambda _, args, kwargs: placed.inputs(args, kwargs), with_kwargs=True)
+    stack.callback(before.remove)
+    stack.callback(owner.register_forward_hook(lambda _, args, out: placed.outputs(out)).remove)

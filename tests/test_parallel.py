@@ -1,0 +1,334 @@
+"""Parallel styles on pytrees and modules, beside unsharded torch in float64; their tables, moves and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from test_modules import Attention, Tied, nested, seeded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fspmd import (
+    ColwiseParallel,
+    FspmdError,
+    Mesh,
+    P,
+    ParallelPlan,
+    PrepareInput,
+    PrepareOutput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Sharded,
+    Style,
+    VocabParallel,
+    device_get,
+    device_put,
+    functional_call,
+    make_mesh,
+    parallelize,
+    shard_map,
+)
+from fspmd.paths import matches
+
+F64 = torch.float64
+LINE = make_mesh((4,), ("tp",), transport="simulation")
+GRID = make_mesh((2, 2), ("data", "tp"), transport="simulation")
+MESHES = {"line": (LINE, P()), "grid": (GRID, P("data"))}
+
+
+class Mlp(nn.Module):
+    """Widths that four ranks share unevenly."""
+
+    def __init__(self, width: int = 6, hidden: int = 9) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm, self.mlp, self.drop = nn.LayerNorm(6), Mlp(), nn.Dropout(0.0)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+MLP: dict[str, Style] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+FLOATS = torch.linspace(-1, 1, 60, dtype=F64).view(2, 5, 6).sin()
+IDS = torch.tensor([[1, 2, 10, 0, 4], [0, 2, 5, 6, 7]])
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Style], Tensor]] = {
+    "mlp": (Mlp, MLP, FLOATS),
+    "mlp, sequence": (Mlp, {"up": ColwiseParallel(), "down": RowwiseParallel(output=1)}, FLOATS),
+    "mlp, pending": (Mlp, {"up": ColwiseParallel(), "down": RowwiseParallel(output="unreduced")}, FLOATS),
+    "block": (
+        Block,
+        {
+            "embed": VocabParallel(output=1),
+            "norm": SequenceParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output=1),
+            "drop": PrepareInput(input=1),
+            "": PrepareOutput(output="replicated"),
+        },
+        IDS,
+    ),
+    "embedding by columns": (
+        Block,
+        {"embed": ColwiseParallel(weight=-1), "norm": Replicated(), "mlp": PrepareInput(input="replicated")},
+        IDS,
+    ),
+    "attention": (
+        Attention,
+        {
+            "norm": SequenceParallel(output="replicated"),
+            "w[qkv]": ColwiseParallel(),
+            "wo": RowwiseParallel(output=1),
+        },
+        torch.linspace(-1, 1, 120, dtype=F64).view(2, 5, 12).sin(),
+    ),
+    "tied": (Tied, {"embed": VocabParallel(), "head": PrepareOutput(output="replicated")}, IDS % 10),
+}
+
+
+@pytest.mark.parametrize("shape", [lambda flat: flat, nested])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_modules(mesh: str, case: str, shape: Callable[[dict[str, Any]], Any]) -> None:
+    make, styles, x = CASES[case]
+    module = seeded(make)
+    expected = module(x)
+    weight = torch.arange(1.0, expected.numel() + 1, dtype=F64).view(expected.shape).cos()
+    (expected * weight).sum().backward()
+    on, batch = MESHES[mesh]
+    params, plan = parallelize(shape(dict(module.named_parameters())), styles, on, axis="tp")
+    out = functional_call(module, params, device_put(x, batch, mesh=on), styles=plan)
+    assert isinstance(out, Sharded)
+    torch.testing.assert_close(device_get(out), expected)
+    (device_get(out) * weight).sum().backward()
+    leaves = params if shape is not nested else {row.name: _at(params, row.name) for row in plan.rows}
+    assert set(leaves) == set(dict(module.named_parameters()))
+    for name, parameter in module.named_parameters():
+        grad = leaves[name].grad
+        assert grad is not None
+        assert grad.spec.partition == leaves[name].spec.partition
+        torch.testing.assert_close(device_get(grad), parameter.grad, msg=f"{name}: {grad}")
+
+
+def _at(tree: Any, name: str) -> Any:
+    for key in name.split("."):
+        tree = tree[key]
+    return tree
+
+
+def test_layouts_of_results() -> None:
+    module = seeded(Mlp)
+    seen: dict[str, P] = {}
+    for name in ("up", "down"):
+        getattr(module, name).register_forward_hook(
+            lambda _, args, out, name=name: seen.__setitem__(name, out.spec.partition)
+        )
+    params, plan = parallelize(dict(module.named_parameters()), MLP, GRID, axis="tp")
+    out = functional_call(module, params, device_put(FLOATS, P("data"), mesh=GRID), styles=plan)
+    assert seen["up"] == P("data", None, "tp")
+    assert out.spec.partition == P("data", None, None)
+    assert params["down.bias"].spec.partition == P(None)
+    assert not module.up._forward_pre_hooks
+    assert len(module.up._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("local", [False, True])
+def test_trees(mesh: str, local: bool) -> None:
+    """Weights of ``x @ w``; with ``local`` each function runs on plain blocks."""
+    on, batch = MESHES[mesh]
+    plain = {"up": torch.rand(6, 9, dtype=F64), "down": torch.rand(9, 6, dtype=F64), "bias": torch.rand(6, dtype=F64)}
+    plain = {name: x.requires_grad_() for name, x in plain.items()}
+    expected = F.gelu(FLOATS @ plain["up"]) @ plain["down"] + plain["bias"]
+    expected.cos().sum().backward()
+    styles = {"up": ColwiseParallel(weight=-1), "down": RowwiseParallel(weight=-2)}
+    params, plan = parallelize(plain, styles, on, axis="tp")
+    kinds = []
+
+    def up(x: Any, w: Any) -> Any:
+        kinds.append(type(x) is Sharded)
+        return F.gelu(x @ w)
+
+    def down(x: Any, w: Any) -> Any:
+        return x @ w
+
+    first, second = (plan[name].local(f) if local else plan[name](f) for name, f in (("up", up), ("down", down)))
+    x = device_put(FLOATS, batch, mesh=on)
+    out = second(first(x, params["up"]), params["down"]) + params["bias"]
+    assert kinds == [not local]
+    torch.testing.assert_close(device_get(out), expected)
+    device_get(out).cos().sum().backward()
+    for name, x in plain.items():
+        grad = params[name].grad
+        assert grad is not None
+        torch.testing.assert_close(device_get(grad), x.grad)
+
+
+def test_a_bias_that_would_count_once_per_rank_is_refused() -> None:
+    params = {"weight": torch.ones(6, 8), "bias": torch.ones(6)}
+    params, plan = parallelize(params, {"": RowwiseParallel()}, LINE)
+    layer = plan[""].local(F.linear)
+    assert device_get(layer(torch.ones(8), params["weight"]) + params["bias"]).tolist() == [9.0] * 6
+    assert said(lambda: layer(torch.ones(8), params["weight"], params["bias"])) == (
+        "'': what each rank computes there is summed over 'tp', but a Sharded (6,) is equal on all ranks and would "
+        "count once per rank; add it to the result"
+    )
+
+
+def test_several_styles_at_one_place() -> None:
+    """The later decides, field by field and leaf by leaf."""
+    styles = {
+        "**": Replicated(),
+        "layers.*.up": ColwiseParallel(),
+        "layers.1": RowwiseParallel(specs={"up.bias": P("tp")}),
+        "layers.1.up": PrepareOutput(output="replicated"),
+    }
+    params = {"layers": [{"up": {"weight": torch.ones(8, 4), "bias": torch.ones(8)}} for _ in range(2)], "b": None}
+    params, plan = parallelize(params, styles, LINE)
+    assert params["b"] is None
+    assert plan.specs == {
+        "layers.0.up.weight": P("tp", None),
+        "layers.0.up.bias": P("tp"),
+        "layers.1.up.weight": P(None, "tp"),
+        "layers.1.up.bias": P("tp"),
+    }
+    up = plan["layers.1.up"](F.linear)
+    assert up(torch.ones(4), params["layers"][1]["up"]["weight"]).spec.partition == P(None)
+    assert str(plan) == (
+        "on mesh(tp=4)\n"
+        "leaf                layout        pattern      style\n"
+        "layers.0.up.weight  f32[8@tp, 4]  layers.*.up  ColwiseParallel(axis='tp')\n"
+        "layers.0.up.bias    f32[8@tp]     layers.*.up  ColwiseParallel(axis='tp')\n"
+        "layers.1.up.weight  f32[8, 4@tp]  layers.1     "
+        "RowwiseParallel(axis='tp', specs={'up.bias': P('tp')})\n"
+        "layers.1.up.bias    f32[8@tp]     layers.1     "
+        "RowwiseParallel(axis='tp', specs={'up.bias': P('tp')})"
+    )
+
+
+def test_arguments_by_keyword_and_tuples() -> None:
+    both = {"f": PrepareInput(input=(0, None), kwargs={"mask": -1}), "g": PrepareOutput(output=(0, "replicated"))}
+    _, plan = parallelize({}, both, LINE)
+    x = torch.ones(4, 4)
+    seen = plan["f"](lambda a, b, c, mask, other: (a, b, c, mask, other))(x, x, x, mask=x, other=3)
+    assert [y.spec.partition if isinstance(y, Sharded) else type(y) for y in seen] == [
+        *(P("tp", None), Tensor, Tensor, P(None, "tp"), int),
+    ]
+    first, second = plan["g"](lambda x: [x, x + 1])(device_put(x, P("tp"), mesh=LINE))
+    assert (first.spec.partition, second.spec.partition) == (P("tp", None), P(None, None))
+
+
+def test_globs() -> None:
+    yes = [
+        ("", ""),
+        ("**", ""),
+        ("**", "a.b"),
+        ("a.*", "a.b"),
+        ("**.w", "w"),
+        ("a.**.w", "a.w"),
+        ("w[qk]", "wq"),
+        ("w?", "wq"),
+    ]
+    no = [
+        ("", "a"),
+        ("*", "a.b"),
+        ("*", ""),
+        ("a.*", "a.b.c"),
+        ("w[qk]", "wv"),
+        ("w?", "w.q"),
+        ("a.w", "a_w"),
+        ("?", ""),
+    ]
+    assert [case for case in yes if not matches(*case)] == []
+    assert [case for case in no if matches(*case)] == []
+
+
+def said(f: Callable[[], Any]) -> str:
+    with pytest.raises(FspmdError) as caught:
+        f()
+    return str(caught.value)
+
+
+def test_messages() -> None:
+    params = {"layers": [{"wq": torch.ones(4, 4), "b": torch.ones(4)}]}
+    assert said(lambda: parallelize(params, {"layers.*.wk": ColwiseParallel(), "x": 3}, LINE)) == (
+        "parallelize: styles do not fit\n"
+        "  * 'x' is the int 3; write a style such as ColwiseParallel()\n"
+        "  * 'layers.*.wk' (ColwiseParallel) matches nothing; near it: 'layers.0.wq', 'layers.0.b', 'layers.0'\n"
+        "for a module without parameters write PrepareInput(...)"
+    )
+    assert said(lambda: parallelize(params, {"layers": ColwiseParallel()}, GRID)) == (
+        "parallelize: styles do not fit\n"
+        "  * 'layers' (ColwiseParallel) has no axis, and mesh(data=2, tp=2) has several\n"
+        "write axis='tp'"
+    )
+    assert said(lambda: parallelize(params, {"layers": ColwiseParallel(axis="pt")}, GRID)) == (
+        "parallelize: styles do not fit\n"
+        "  * 'layers' (ColwiseParallel) has the axis 'pt', but mesh(data=2, tp=2) has only 'data', 'tp'"
+    )
+    assert said(lambda: parallelize(params, {"layers": ColwiseParallel(weight=2)}, LINE)) == (
+        "parallelize: 'layers.0.wq' under 'layers' (ColwiseParallel(axis='tp', weight=2)): a style cuts dim 2, but the "
+        "value has 2 dims; write another layout"
+    )
+    assert said(lambda: ColwiseParallel(output="sharded")) == (
+        "ColwiseParallel got the string 'sharded' for output; expected a dim such as -1, one of 'replicated', "
+        "'unreduced', 'reduced', a P, or None"
+    )
+    assert said(lambda: parallelize({"w": 3}, {}, LINE)) == (
+        "parallelize lays out trees of tensors\n  * 'w' is the int 3, not a tensor"
+    )
+    assert said(lambda: parallelize(torch.ones(2), {}, LINE)) == (
+        "parallelize got a tensor of shape (2,) for params; give it a dict of tensors by name"
+    )
+    _, plan = parallelize(params, {"layers.0.wq": ColwiseParallel()}, LINE)
+    assert said(lambda: plan["layers.0.wk"]) == "no style stands at 'layers.0.wk'; near it: 'layers.0.wq'"
+    module = seeded(Mlp)
+    tree, plan = parallelize(dict(module.named_parameters()), {"uq": PrepareInput(input=0)}, LINE)
+    assert said(lambda: functional_call(module, tree, FLOATS, styles=plan)) == (
+        "functional_call of Mlp: styles do not fit the module\n  * no module at 'uq'; it has 'up', 'down'"
+    )
+
+
+def test_styles_in_a_body_are_refused() -> None:
+
+    _, plan = parallelize({}, {"f": PrepareInput(input="replicated")}, LINE)
+    body = shard_map(plan["f"](lambda x: x), mesh=LINE, in_specs=P("tp"), out_specs=P("tp"))
+    assert said(lambda: body(torch.ones(4))) == (
+        "the styles at 'f' lay out global values, but were used inside shard_map(<lambda>), whose values are this "
+        "rank's blocks; "
+        "use them outside"
+    )
+
+
+def on_processes(sizes: tuple[int, ...]) -> None:
+    mesh = make_mesh(sizes, ("data", "tp")[-len(sizes) :])
+    _check_on(mesh)
+
+
+def _check_on(mesh: Mesh) -> ParallelPlan:
+    module = seeded(Mlp)
+    params, plan = parallelize(dict(module.named_parameters()), MLP, mesh, axis="tp")
+    out = functional_call(module, params, FLOATS, styles=plan)
+    torch.testing.assert_close(device_get(out), module(FLOATS))
+    return plan
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_on_processes(sizes: tuple[int, ...]) -> None:
+
+    with Processes(4) as pool:
+        pool.run(on_processes, sizes, seconds=60)
