@@ -13,6 +13,7 @@ from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
+from fspmd.transport.randomness import draw_seed
 
 Law = Callable[[torch.dtype], Distribution]
 
@@ -39,21 +40,28 @@ def _at(spec: TensorSpec, coordinate: tuple[int, ...], make: Callable[[Block], T
 
 
 def drawn(
-    spec: TensorSpec, law: Law, seed: int, device: torch.device, then: Callable[[Tensor], Tensor] | None = None
+    spec: TensorSpec,
+    law: Law,
+    device: torch.device,
+    then: Callable[[Tensor], Tensor] | None = None,
+    generator: torch.Generator | None = None,
 ) -> Sharded:
-    """Every rank draws its block's elements; ``then`` makes of them what is wanted.
+    """Every rank draws its block's elements, and ``then`` makes of them what is wanted.
 
-    The parts of complex numbers are two independent draws, of half the variance if normal.
+    They follow from one draw of ``generator``, by default torch's own, which must be alike on all ranks. The parts of
+    complex numbers are two independent draws, of half the variance if normal.
     """
-    dtype = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
+    split = spec.dtype.is_complex
+    chosen = law(spec.dtype.to_real() if split else spec.dtype)
+    seed = draw_seed(generator)
 
     def make(block: Block) -> Tensor:
-        if spec.dtype.is_complex:
+        if split:
             parts = Block((*block.whole, 2), (*block.offset, 0), (*block.shape, 2))
-            found = torch.view_as_complex(draw(parts, law(dtype), seed, device))
+            found = torch.view_as_complex(draw(parts, chosen, seed, device))
             found = found.mul_(0.5**0.5) if law is normal else found
         else:
-            found = draw(block, law(dtype), seed, device)
-        return then(found).to(spec.dtype) if then is not None else found
+            found = draw(block, chosen, seed, device)
+        return (then(found) if then is not None else found).to(spec.dtype)
 
     return fill(spec, make, device)

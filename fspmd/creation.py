@@ -272,9 +272,7 @@ def _drawn(
     then: Callable[[Tensor], Tensor] | None = None,
 ) -> Sharded:
     spec = _layout(function.__name__, meta, options)
-    law(spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype)  # or an error, before the generator advances
-    seed = draw_seed(options.get("generator"))
-    return _followed(drawn(spec, law, seed, spec.mesh.device, then), options)
+    return _followed(drawn(spec, law, spec.mesh.device, then, options.get("generator")), options)
 
 
 def _followed(made: Sharded, options: Options) -> Sharded:

@@ -18,7 +18,7 @@ from fspmd.mesh import Mesh
 from fspmd.pairs import Call, apply
 from fspmd.propagate import OpPlan, Place, as_whole, propagate, refuse_rule, shown
 from fspmd.redistribute import redistribute
-from fspmd.rules import is_ragged, row_of, writes
+from fspmd.rules import handler_of, is_ragged, row_of, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -200,6 +200,8 @@ def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     specs = [x.spec for x in values]
     if kwargs.get("out") is not None:
         refuse_rule(func, specs)
+    if (handler := handler_of(func)) is not None:
+        return as_whole(lambda args, kwargs: handler(*args, **kwargs))
     if is_ragged(func, args):
         return as_whole(functools.partial(_gathered, func))
     operands, all_found = _operands(args, kwargs, mesh)

@@ -1,0 +1,165 @@
+"""Random numbers in place of the values of a `Sharded`, or governed by them, whatever its layout.
+
+An element's number depends on its place in the global tensor and on one draw of torch's generator. Nothing moves but
+what settles pending sums of parameters, and what `multinomial` sorts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import log1p, pi
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.blocks import Law, drawn
+from fspmd.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
+from fspmd.errors import ArgumentError
+from fspmd.rules.likes import Handler, Value, drawn_like, settle
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec
+
+Then = Callable[[Tensor], Tensor]
+
+
+def _wide(law: Law) -> Law:
+    """The law in a dtype that has steps enough: float64 for itself and integers, else float32."""
+    return lambda dtype: law(torch.float32 if dtype.is_floating_point and dtype is not torch.float64 else torch.float64)
+
+
+def _normal(x: Sharded, mean: float = 0.0, std: float = 1.0) -> tuple[Law, Then]:
+    _check("normal_", "std", std, std >= 0, "not below 0")
+    return normal, lambda z: z.mul_(std).add_(mean)
+
+
+def _uniform(x: Sharded, low: float = 0.0, high: float = 1.0) -> tuple[Law, Then]:
+    _check("uniform_", "to", high, low <= high, f"not below from={low}")
+    return uniform, lambda u: u.mul_(high - low).add_(low)
+
+
+def _exponential(x: Sharded, lambd: float = 1.0) -> tuple[Law, Then]:
+    _check("exponential_", "lambd", lambd, lambd > 0, "above 0")
+    return _wide(exponential), lambda e: e.div_(lambd)
+
+
+def _cauchy(x: Sharded, median: float = 0.0, sigma: float = 1.0) -> tuple[Law, Then]:
+    _check("cauchy_", "sigma", sigma, sigma > 0, "above 0")
+    return _wide(uniform), lambda u: u.sub_(0.5).mul_(pi).tan_().mul_(sigma).add_(median)
+
+
+def _log_normal(x: Sharded, mean: float = 1.0, std: float = 2.0) -> tuple[Law, Then]:
+    _check("log_normal_", "std", std, std > 0, "above 0")
+    return normal, lambda z: z.mul_(std).add_(mean).exp_()
+
+
+def _geometric(x: Sharded, p: float) -> tuple[Law, Then]:
+    _check("geometric_", "p", p, 0 < p < 1, "between 0 and 1")
+    return _wide(exponential), lambda e: e.div_(-log1p(-p)).ceil_()
+
+
+def _random(x: Sharded, *bounds: int | None) -> tuple[Law, Then]:
+    """``random_()``, ``random_(to)``, ``random_(from, to)``; without bounds from 0 to what a dtype holds exactly."""
+    low = bounds[0] if len(bounds) == 2 and bounds[0] is not None else 0
+    high = bounds[-1] if bounds and bounds[-1] is not None else _beyond(x.dtype)
+    _check("random_", "to", high, low < high, f"above from={low}")
+    return lambda dtype: integers(low, high, torch.int64), lambda n: n
+
+
+def _beyond(dtype: torch.dtype) -> int:
+    if dtype is torch.bool:
+        return 2
+    return int(2 / torch.finfo(dtype).eps) + 1 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
+
+
+def _bernoulli(x: Sharded, p: float = 0.5) -> tuple[Law, Then]:
+    _check("bernoulli_", "p", p, 0 <= p <= 1, "between 0 and 1")
+    return lambda dtype: bernoulli(p), lambda hit: hit
+
+
+def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> None:
+    if not fits:
+        raise ArgumentError(f"{name} got {parameter}={value!r}; give it a number {bounds}")
+
+
+_LAWS: Final[dict[str, Callable[..., tuple[Law, Then]]]] = {
+    "normal": _normal,
+    "uniform": _uniform,
+    "exponential": _exponential,
+    "cauchy": _cauchy,
+    "log_normal": _log_normal,
+    "geometric": _geometric,
+    "random": _random,
+    "bernoulli": _bernoulli,
+}
+_FROM: Final = {"from": "low", "to": "high"}  # torch's names of bounds; from is a word of Python's
+
+
+def _write(name: str, x: Any, *args: Any, generator: torch.Generator | None = None, **named: Any) -> Value:
+    """``x.normal_()`` and its kin."""
+    if not is_sharded(x):
+        raise ArgumentError(f"{name}_() would write into a plain tensor what lies on a mesh; make it a Sharded first")
+    if name == "random":
+        args, named = (*args, *(named[key] for key in ("from", "to") if key in named)), {}
+    parameters = [*args, *named.values()]
+    if name == "bernoulli" and any(isinstance(p, (Sharded, Tensor)) for p in parameters):
+        return x.copy_(_below(x, parameters[0], generator))
+    law, then = _LAWS[name](x, *args, **{_FROM.get(key, key): value for key, value in named.items()})
+    x.local.copy_(drawn(x.spec, law, x.device, then, generator).local)
+    return x
+
+
+def _new(name: str, x: Value, *args: Any, **options: Any) -> Value:
+    return _write(name, x.new_empty(x.shape), *args, **options)
+
+
+def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
+    """Ones with the probabilities ``p``, in the shape and dtype of ``x``."""
+    with torch.no_grad():
+        hit = drawn_like(x, lambda dtype: FRACTIONS, None, torch.float64, generator) < p
+        return hit.to(x.dtype)
+
+
+def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None = None, inplace: bool = False) -> Value:
+    return _below(x, settle(x.detach()), generator) if p is None else _new("bernoulli", x, p, generator=generator)
+
+
+def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Value:
+    """``torch.normal``: in the layout of the operand that has the shape of the result."""
+    operands = [x for x in (mean, std) if isinstance(x, (Sharded, Tensor))]
+    shape = torch.broadcast_shapes(*(tuple(x.shape) for x in operands))
+    sharded = [x for x in operands if isinstance(x, Sharded)]
+    lead = next((x for x in sharded if x.shape == tuple(shape)), None)
+    partition = P(*lead.spec.partition) if lead is not None else P()
+    spec = TensorSpec(sharded[0].spec.mesh, partition, tuple(shape), operands[0].dtype)
+    with torch.no_grad():
+        return drawn(spec, normal, sharded[0].device, generator=generator) * std + mean
+
+
+def _multinomial(
+    x: Value, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> Value:
+    """The largest of weights divided by exponential numbers: without replacement the first ``num_samples`` of them."""
+    if not 0 < num_samples <= (num_samples if replacement else x.shape[-1]):
+        raise ArgumentError(
+            f"multinomial got num_samples={num_samples} of {x.shape[-1]} categories; without replacement give it from "
+            f"1 to {x.shape[-1]}"
+        )
+    with torch.no_grad():
+        weights = settle(x.detach())
+        if not replacement:
+            scaled = weights / drawn_like(weights, _wide(exponential), generator=generator)
+            return scaled.topk(num_samples, -1).indices
+        each = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
+        return (each / drawn_like(each, _wide(exponential), generator=generator)).argmax(-1)
+
+
+DRAWS: Final[dict[str, Handler]] = {
+    **{f"{name}_": functools.partial(_write, name) for name in _LAWS},
+    **{name: functools.partial(_new, name) for name in _LAWS if name not in ("normal", "bernoulli")},
+    "normal_functional": functools.partial(_new, "normal"),
+    "bernoulli": _bernoulli_of,
+    "normal": _normal_of,
+    "multinomial": _multinomial,
+}

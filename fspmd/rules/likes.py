@@ -1,0 +1,104 @@
+"""New values from a `Sharded`: ``zeros_like(x)`` and its kin lie as x does, but for pending sums.
+
+So does ``x.new_zeros(size)`` of the size of x; of another size it is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.blocks import Law, drawn, fill
+from fspmd.distributions import integers, normal, uniform
+from fspmd.redistribute import redistribute
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
+
+Handler = Callable[..., Any]
+#: a `Sharded`, with the methods of a tensor, of which type checkers do not know
+Value = Any
+
+
+def settled(spec: TensorSpec, dtype: torch.dtype | None = None) -> TensorSpec:
+    """The layout without pending sums and duals, maybe of another dtype."""
+    return TensorSpec(spec.mesh, P(*spec.partition), spec.shape, dtype or spec.dtype)
+
+
+def settle(x: Sharded) -> Value:
+    """The value without pending sums and duals."""
+    spec = settled(x.spec)
+    return x if spec is x.spec else Sharded(redistribute(x.local, x.spec, spec), spec)
+
+
+def drawn_like(
+    x: Sharded,
+    law: Law,
+    then: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Value:
+    """Random elements in the layout of ``x``."""
+    return drawn(settled(x.spec, dtype), law, x.device, then, generator)
+
+
+def _filled(function: Callable[..., Tensor], spec: TensorSpec, device: torch.device, *args: Any) -> Sharded:
+    return fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
+
+
+def _like(function: Callable[..., Tensor], x: Sharded, *args: Any, **options: Any) -> Sharded:
+    """``function`` makes blocks of blocks: of those of ``x``, or where they are pending sums of ones of their shape."""
+    spec = settled(x.spec, options.get("dtype"))
+    like = x if spec.partition is x.spec.partition else _filled(torch.empty, spec, x.device)
+    options = {key: value for key, value in options.items() if key in ("fill_value", "requires_grad")}
+    return Sharded(function(like.local.detach(), *args, dtype=spec.dtype, **options), spec)
+
+
+def _new(function: Callable[..., Tensor], x: Sharded, *size: Any, **options: Any) -> Sharded:
+    if "size" in options:
+        size = (options["size"], *size)
+    shape, args = (size[0], size[1:]) if isinstance(size[0], (tuple, list)) else (size, ())
+    found = tuple(shape)
+    partition = P(*x.spec.partition) if found == x.shape else P()
+    spec = TensorSpec(x.spec.mesh, partition, found, options.get("dtype") or x.dtype)
+    value = [options["fill_value"]] if "fill_value" in options else args
+    made = _filled(function, spec, x.device, *value)
+    return made.requires_grad_() if options.get("requires_grad") else made
+
+
+def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
+    with torch._C.DisableTorchFunction():
+        made = torch.tensor(data, dtype=dtype or x.dtype, device=x.device)
+    found = Sharded(made, TensorSpec(x.spec.mesh, P(), tuple(made.shape), made.dtype))
+    return found.requires_grad_() if options.get("requires_grad") else found
+
+
+def _random_like(law: Law, x: Sharded, *, generator: torch.Generator | None = None, **options: Any) -> Value:
+    made = drawn_like(x, law, None, options.get("dtype"), generator)
+    return made.requires_grad_() if options.get("requires_grad") else made
+
+
+def _randint_like(x: Sharded, *bounds: int, **options: Any) -> Value:
+    bounds = (*bounds, *(options.pop(name) for name in ("low", "high") if name in options))
+    low, high = (0, *bounds)[-2:]
+    return _random_like(lambda dtype: integers(low, high, _integral(dtype)), x, **options)
+
+
+def _integral(dtype: torch.dtype) -> torch.dtype:
+    return torch.int64 if dtype.is_floating_point else dtype
+
+
+LIKES: Final[dict[str, Handler]] = {
+    "zeros_like": functools.partial(_like, torch.zeros_like),
+    "ones_like": functools.partial(_like, torch.ones_like),
+    "empty_like": functools.partial(_like, torch.empty_like),
+    "full_like": functools.partial(_like, torch.full_like),
+    **{f"new_{f.__name__}": functools.partial(_new, f) for f in (torch.zeros, torch.ones, torch.empty, torch.full)},
+    "new_tensor": _new_tensor,
+    "rand_like": functools.partial(_random_like, uniform),
+    "randn_like": functools.partial(_random_like, normal),
+    "randint_like": _randint_like,
+}
