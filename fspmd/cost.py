@@ -37,7 +37,8 @@ class Topology:
 
     ``launch`` is the time in µs to begin any collective, which makes one over two axes cheaper than two in a row.
     ``memory`` is what a rank reads or writes of its own, bytes per µs; it makes a plan that holds less memory the
-    cheaper of two that move the same. ``axes`` overrides the link of single mesh axes, by name.
+    cheaper of two that move the same. Blocks beyond ``capacity``, in bytes, are reckoned as moved out over ``spill``,
+    so plans avoid steps that do not fit. ``axes`` overrides the link of single mesh axes, by name.
     """
 
     inside: Link = NVLINK
@@ -45,6 +46,8 @@ class Topology:
     per_host: int = 8
     launch: float = 10.0
     memory: float = 3e6
+    capacity: float = float("inf")
+    spill: Link = PCIE
     axes: tuple[tuple[str, Link], ...] = ()
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
@@ -72,14 +75,20 @@ def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
 class Price:
     """What one collective costs each rank."""
 
-    moved: float  # bytes that a rank sends
+    moved: float  # bytes that a rank sends, or receives
     time: float  # µs
+    peak: int  # bytes that a rank holds at once: its blocks before and after
 
     def __add__(self, other: Price) -> Price:
-        return Price(self.moved + other.moved, self.time + other.time)
+        return Price(self.moved + other.moved, self.time + other.time, max(self.peak, other.peak))
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """For choosing among ways: the quickest, then that which holds least."""
+        return self.time, self.peak
 
 
-FREE: Final = Price(0.0, 0.0)
+FREE: Final = Price(0.0, 0.0, 0)
 
 #: kernel -> (messages that follow each other, bytes a rank sends), of n ranks, bytes before and bytes after
 _FORMULAS: Final[dict[str, Callable[[int, int, int], tuple[int, float]]]] = {
@@ -90,29 +99,43 @@ _FORMULAS: Final[dict[str, Callable[[int, int, int], tuple[int, float]]]] = {
     "permute": lambda n, before, after: (1, before),
 }
 _KERNELS: Final = {**{name: name for name in _FORMULAS}, "gather_once": "gather", "reduce_once": "reduce"}
+_VIEWS: Final = frozenset({"alias", "apart", "pick", "slice"})  # kernels that read and write nothing
 
 
 def price(
-    kernel: str, mesh: Mesh, axes: tuple[str, ...], before: int, after: int, topology: Topology | None = None
+    kernel: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    before: int,
+    after: int,
+    topology: Topology | None = None,
+    traffic: tuple[int, int] | None = None,
 ) -> Price:
     """Of a kernel of the pair table over axes, on blocks of ``before`` bytes that become blocks of ``after`` bytes.
 
-    A kernel that moves nothing between ranks costs what reading and writing the blocks does, or nothing.
+    A kernel that moves nothing between ranks costs what reading and writing the blocks does, or nothing. ``traffic``:
+    the messages and bytes that the busiest rank receives, of a kernel that has no formula because it depends on how
+    blocks lie; it puts together its new block piece by piece.
 
     >>> from fspmd import make_mesh
     >>> slow = Topology(Link(1.0, 1000.0), launch=2.0, memory=float("inf"))
     >>> price("gather", make_mesh((4,), ("x",)), ("x",), 1000, 4000, slow)
-    Price(moved=3000.0, time=8.0)
+    Price(moved=3000.0, time=8.0, peak=5000)
     """
     topology = topology or _current
-    n = mesh.axis_size(axes)
-    memory = 0.0 if kernel in ("alias", "apart", "pick") else (before + after) / topology.memory
+    axes = axes or mesh.axis_names
+    n, held = mesh.axis_size(axes), before + after
+    local = 0.0 if kernel in _VIEWS or traffic is not None else held / topology.memory
+    local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
     name = _KERNELS.get(kernel)
-    if name is None or n == 1:
-        return Price(0.0, memory)
-    rounds, moved = _FORMULAS[name](n, before, after)
+    rounds, moved = (0, 0.0) if name is None or n == 1 else _FORMULAS[name](n, before, after)
+    if traffic is not None:
+        rounds, moved = traffic
+        local += 2 * after / topology.memory
+    if not rounds:
+        return Price(0.0, local, held)
     link = topology.link(mesh, axes)
-    return Price(moved, topology.launch + rounds * link.latency + moved / link.bandwidth + memory)
+    return Price(moved, topology.launch + rounds * link.latency + moved / link.bandwidth + local, held)
 
 
 _current = Topology()

@@ -64,6 +64,8 @@ PAIRS: Final[dict[str, Pair]] = {
             "[a0,a1] [b0,b1] => [a0,b0] [a1,b1], any lengths",
         ),
         ("ppermute", "V", "V", "permute", "ppermute", "[A] [B] => [B] [A]"),
+        # of any types but pending sums, which are handed on; each rank receives what it lacks
+        ("reblock", "V", "V", "reblock", "reblock", "[a,b] [c,d] => [a] [b,c,d], any blocks to any others"),
         ("pbroadcast", "V", "V", "broadcast", "psum_to_root", "[A] [B] => [A] [A]"),
         ("psum_to_root", "V", "V", "reduce_to_root", "pbroadcast", "[A] [B] => [A+B] [0]"),
         # a simulated value equal on all ranks, from here on one copy per rank
@@ -109,8 +111,10 @@ class Call:
     def transposed(self) -> Call:
         """The map of gradients."""
         if self._transposed is None:
-            o = self.options
-            if self.pair.kernel == "permute":
+            o, mesh = self.options, self.mesh
+            if o.move is not None:
+                mesh, o = o.move.target.mesh, replace(o, move=o.move.transposed)
+            elif self.pair.kernel == "permute":
                 o = replace(o, perm=tuple((destination, source) for source, destination in o.perm))
             elif self.pair.kernel == "exchange":
                 o = replace(o, dim=o.concat_dim, sizes=o.concat_sizes, concat_dim=o.dim, concat_sizes=o.sizes)
@@ -119,7 +123,7 @@ class Call:
                     self.pair.transpose, self.mesh, self.axes, replace(o, routes=o.routes.transposed)
                 )
                 return self._transposed
-            self._transposed = call(self.pair.transpose, self.mesh, self.axes, o)
+            self._transposed = call(self.pair.transpose, mesh, self.axes, o)
         return self._transposed
 
     def batched(self) -> Call:

@@ -2,6 +2,8 @@
 
 A node of the graph is a `TensorSpec`, an edge one row of the pair table. Edges lead towards the target: an axis is cut
 into a dim only where the target has it, so no step gathers what a later one would cut away again if that is cheaper.
+What no native collective does in one step (uneven dims that are cut partly anew, axes in another order, several dims at
+once, another mesh), ``reblock`` does: each rank receives what it lacks, and no more.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from fspmd.cost import FREE, Price, Topology, price
 from fspmd.pairs import Call, call
 from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes
 from fspmd.transport import Options
+from fspmd.transport.windows import Reblock, traffic
 
 Axes = tuple[str, ...]
 
@@ -29,10 +32,15 @@ class Step:
     spec: TensorSpec
     price: Price
 
+    def __str__(self) -> str:
+        over = ", ".join(map(repr, self.call.axes or self.call.mesh.axis_names))
+        cost = f"{self.price.moved:,.0f} B, {self.price.time:.3g} µs, holds {self.price.peak:,} B"
+        return f"{self.call.pair.name} over {over} -> {_short(self.spec)}: {cost}"
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The steps between two layouts of one tensor on one mesh."""
+    """The steps between two layouts of one tensor."""
 
     source: TensorSpec
     target: TensorSpec
@@ -40,24 +48,23 @@ class Route:
 
     @property
     def price(self) -> Price:
-        """Of all steps."""
-        return sum((step.price for step in self.steps), FREE)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes a rank holds at once: the blocks before and after a step."""
-        specs = [self.source, *(step.spec for step in self.steps)]
-        return max(map(_bytes, specs)) if len(specs) == 1 else max(map(_held, specs, specs[1:]))
+        """Of all steps: bytes and times add up, the peak is the highest."""
+        return sum((step.price for step in self.steps), Price(0.0, 0.0, _bytes(self.source)))
 
     def __str__(self) -> str:
-        lines = [f"{_short(self.source)} -> {_short(self.target)} on {self.source.mesh!r}"]
-        for i, step in enumerate(self.steps, 1):
-            over = ", ".join(map(repr, step.call.axes))
-            cost = f"{step.price.moved:,.0f} B, {step.price.time:.3g} µs"
-            lines.append(f"{i:3}. {step.call.pair.name} over {over} -> {_short(step.spec)}: {cost}")
+        where = repr(self.source.mesh)
+        if self.target.mesh != self.source.mesh:
+            where += f", then {self.target.mesh!r}"
         total = self.price
-        lines.append(f"each rank sends {total.moved:,.0f} B in {total.time:.3g} µs and holds {self.peak:,} B at most")
-        return "\n".join(lines)
+        return "\n".join(
+            (
+                f"{_short(self.source)} -> {_short(self.target)} on {where}",
+                *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
+                f"each rank sends {total.moved:,.0f} B in {total.time:.3g} µs and holds {total.peak:,} B at most",
+            )
+        )
+
+    __repr__ = __str__
 
 
 def _short(spec: TensorSpec) -> str:
@@ -65,31 +72,67 @@ def _short(spec: TensorSpec) -> str:
 
 
 def _bytes(spec: TensorSpec) -> int:
-    return prod(spec.local_shape((0,) * len(spec.mesh.axis_names))) * spec.dtype.itemsize
+    return prod(spec.block_shape) * spec.dtype.itemsize
 
 
-def _held(before: TensorSpec, after: TensorSpec) -> int:
-    return _bytes(before) + _bytes(after)
-
-
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=8192)
 def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
-    """The cheapest way, by Dijkstra's algorithm; of equally cheap ones that of the fewest steps."""
+    """The cheapest way; of equally quick ones that which holds less, then that of fewer steps."""
+    steps = _across(source, target, topology) if source.mesh != target.mesh else _within(source, target, topology)
+    return Route(source, target, steps)
+
+
+def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """By Dijkstra's algorithm."""
     order = itertools.count()
-    queue: list[tuple[float, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, next(order), source, ())]
+    queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
     done: set[TensorSpec] = set()
     while True:
-        time, length, _, spec, steps = heapq.heappop(queue)
+        time, peak, length, _, spec, steps = heapq.heappop(queue)
         if spec is target:
-            return Route(source, target, steps)
+            return steps
         if spec in done:
             continue
         done.add(spec)
         for move, after in _moves(spec, target):
             if after not in done:
-                cost = price(move.pair.kernel, spec.mesh, move.axes, _bytes(spec), _bytes(after), topology)
-                step = Step(move, after, cost)
-                heapq.heappush(queue, (time + cost.time, length + 1, next(order), after, (*steps, step)))
+                step = _step(move, spec, after, topology)
+                weight = 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
+                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + weight, next(order))
+                heapq.heappush(queue, (*label, after, (*steps, step)))
+
+
+def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
+    reblock = move.options.move
+    moved = None if reblock is None else traffic(reblock)
+    received = None if moved is None else (moved.messages, moved.elements * before.dtype.itemsize)
+    cost = price(move.pair.kernel, before.mesh, move.axes, _bytes(before), _bytes(after), topology, received)
+    return Step(move, after, cost)
+
+
+def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """To another mesh in one move, before which pending sums end unless both meshes have them on the same ranks."""
+    starts, end = [source], target
+    if not Reblock(source, target).carries:
+        starts, end = list(_settled_layouts(source)), target.with_partition(P(*target.partition))
+    leave = _within(end, target, topology)
+    ways = []
+    for start in starts:
+        step = _step(_reblock(start, end)[0], start, end, topology)
+        ways.append((*_within(source, start, topology), step, *leave))
+    return min(ways, key=lambda steps: sum((step.price for step in steps), FREE).rank)
+
+
+def _settled_layouts(spec: TensorSpec) -> Iterator[TensorSpec]:
+    """Without pending sums: added up on every rank, or each dim's parts where they will lie."""
+    entries, pending = list(spec.partition), spec.mesh.ordered(spec.partition.unreduced)
+    yield spec.with_partition(P(*entries))
+    for dim in range(spec.ndim if pending else 0):
+        cut = (*entry_axes(entries[dim]), *pending)
+        yield spec.with_partition(P(*entries[:dim], cut, *entries[dim + 1 :]))
+
+
+# --- the edges ------------------------------------------------------------------------------------------------------
 
 
 def _moves(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
@@ -98,7 +141,7 @@ def _moves(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorS
     yield from _gathers(spec, target)
     yield from _slices(spec, target)
     yield from _exchanges(spec, target)
-    yield from _permutations(spec, target)
+    yield from _reblocks(spec, target)
 
 
 def _moved(
@@ -139,6 +182,7 @@ def _gathers(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tenso
     for dim, entry in enumerate(spec.partition):
         for kept, gone in _splits(entry_axes(entry)):
             if not _can_part(spec, dim, kept, gone):
+                yield _reblock(spec, _moved(spec, {dim: kept}))
                 continue
             options = Options(dim=dim, sizes=None if kept else lengths(spec, dim, gone))
             yield call("all_gather_invariant", spec.mesh, gone, options), _moved(spec, {dim: kept})
@@ -147,19 +191,25 @@ def _gathers(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tenso
                 yield call("all_gather_reduced", spec.mesh, gone, options), _moved(spec, {dim: kept}, reduced=reduced)
 
 
-def _cuts(spec: TensorSpec, target: TensorSpec, free: Axes) -> Iterator[tuple[int, Axes, Axes, Options]]:
-    """Where free axes may cut further: (dim, its axes, the new ones, how)."""
-    for dim, (entry, goal) in enumerate(zip(spec.partition, target.partition, strict=True)):
-        now, wanted = entry_axes(entry), tuple(axis for axis in entry_axes(goal) if axis in free)
+def _cuts(spec: TensorSpec, free: Axes, target: TensorSpec | None) -> Iterator[tuple[int, Axes, Axes, Options]]:
+    """Where free axes may cut further, (dim, its axes, the new ones, how): as the target has them, None: anywhere."""
+    for dim, entry in enumerate(spec.partition):
+        now = entry_axes(entry)
+        wanted = free if target is None else tuple(a for a in entry_axes(target.partition[dim]) if a in free)
         for i, j in itertools.combinations(range(len(wanted) + 1), 2):
             new = wanted[i:j]
             if _can_part(spec, dim, now, new):
                 yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
 
 
+def _free(spec: TensorSpec) -> Axes:
+    return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
+
+
 def _slices(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
-    free = tuple(axis for axis in spec.mesh.axis_names if axis not in spec.partition.mentioned)
-    for dim, now, new, options in _cuts(spec, target, free):
+    """Beside a pending sum into any dim, since less is then to be summed."""
+    pending = spec.partition.unreduced - target.partition.unreduced
+    for dim, now, new, options in _cuts(spec, _free(spec), None if pending else target):
         yield call("slice", spec.mesh, new, options), _moved(spec, {dim: (*now, *new)})
 
 
@@ -169,7 +219,7 @@ def _exchanges(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Ten
             if not _can_part(spec, source, kept, gone):
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
-            for dim, now, new, cut in _cuts(spec, target, gone):
+            for dim, now, new, cut in _cuts(spec, gone, target):
                 if dim != source and new == gone:
                     options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
                     yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
@@ -178,58 +228,51 @@ def _exchanges(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Ten
 def _settlings(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
     """Ends and beginnings of pending sums."""
     mesh, have, want = spec.mesh, spec.partition, target.partition
-    pending = tuple(axis for axis in mesh.axis_names if axis in have.unreduced - want.unreduced)
+    pending = mesh.ordered(have.unreduced - want.unreduced)
     for n in range(1, len(pending) + 1):
-        for axes in itertools.combinations(pending, n):
+        for axes in itertools.permutations(pending, n):
             left = have.unreduced.difference(axes)
             yield call("psum_unreduced", mesh, axes), _moved(spec, {}, left)
             if want.reduced.issuperset(axes):
                 yield call("psum_to_reduced", mesh, axes), _moved(spec, {}, left, have.reduced.union(axes))
-    for dim, now, new, options in _cuts(spec, target, pending):
-        after = _moved(spec, {dim: (*now, *new)}, have.unreduced.difference(new))
-        yield call("psum_scatter_unreduced", mesh, new, options), after
-    free = frozenset(mesh.axis_names) - have.mentioned
-    if axes := tuple(axis for axis in mesh.axis_names if axis in have.reduced - want.reduced):
+            for dim, now, new, options in _cuts(spec, axes, None):
+                if new == axes:  # parts of any dim: they are fewer bytes to move on than the whole
+                    after = _moved(spec, {dim: (*now, *new)}, left)
+                    yield call("psum_scatter_unreduced", mesh, new, options), after
+    free = frozenset(_free(spec))
+    if axes := mesh.ordered(have.reduced if pending else have.reduced - want.reduced):
         yield call("reduced_to_invariant", mesh, axes), _moved(spec, {}, None, have.reduced.difference(axes))
-    if axes := tuple(axis for axis in mesh.axis_names if axis in free & want.reduced):
+    if axes := mesh.ordered(free & want.reduced):
         yield call("invariant_to_reduced", mesh, axes), _moved(spec, {}, None, have.reduced.union(axes))
-    if axes := tuple(axis for axis in mesh.axis_names if axis in free & want.unreduced):
+    if axes := mesh.ordered(free & want.unreduced):
         yield call("invariant_to_unreduced", mesh, axes), _moved(spec, {}, have.unreduced.union(axes))
 
 
-def _permutations(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
-    """The same blocks on other ranks: axes of one dim in another order, or dims that change places."""
-    wholes = [target] if spec.partition.axes == target.partition.axes else []
-    goals = [_moved(spec, {dim: entry_axes(entry) for dim, entry in enumerate(g.partition)}) for g in wholes]
-    for dim, (entry, goal) in enumerate(zip(spec.partition, target.partition, strict=True)):
-        now, wanted = entry_axes(entry), entry_axes(goal)
-        ordered = tuple(axis for axis in wanted if axis in now) + tuple(axis for axis in now if axis not in wanted)
-        if ordered != now:
-            goals.append(_moved(spec, {dim: ordered}))
-    for after in goals:
-        if after is not spec and spec.even and after.even and _block_shape(spec) == _block_shape(after):
-            axes = tuple(axis for axis in spec.mesh.axis_names if axis in spec.partition.axes)
-            yield call("ppermute", spec.mesh, axes, Options(perm=_pairs(spec, after, axes))), after
+def _reblocks(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+    """All dims at once to how the target has them, as far as axes are not pending.
+
+    Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered.
+    """
+    now = [entry_axes(entry) for entry in spec.partition]
+    held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
+    goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
+    stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
+    for wanted in {tuple(goal), tuple(stay)}:
+        after = _moved(spec, dict(enumerate(wanted)))
+        if after is not spec and not _is_native(spec, now, wanted):
+            yield _reblock(spec, after)
 
 
-def _block_shape(spec: TensorSpec) -> tuple[int, ...]:
-    return spec.local_shape((0,) * len(spec.mesh.axis_names))
+def _reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:
+    move = Reblock(spec, after)
+    return call("reblock", spec.mesh, move.axes, Options(move=move)), after
 
 
-def _pairs(before: TensorSpec, after: TensorSpec, axes: Axes) -> tuple[tuple[int, int], ...]:
-    """(source, destination) for each rank along the axes: who holds its new block."""
-    mesh = before.mesh
-    spans = [range(mesh.shape[axis]) if axis in axes else range(1) for axis in mesh.axis_names]
-    coordinates = list(itertools.product(*spans))
-    holder = {_at(before, at): place for place, at in enumerate(coordinates)}
-    return tuple((holder[_at(after, at)], place) for place, at in enumerate(coordinates))
-
-
-def _at(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """Which block a rank holds: its number along each dim."""
-    index = dict(zip(spec.mesh.axis_names, coordinate, strict=True))
-    numbers = [0] * spec.ndim
-    for dim, axes, sizes in spec.cuts:
-        for axis, n in zip(axes, sizes, strict=True):
-            numbers[dim] = numbers[dim] * n + index[axis]
-    return tuple(numbers)
+def _is_native(spec: TensorSpec, now: list[Axes], wanted: tuple[Axes, ...]) -> bool:
+    """Whether a change is one gather or one slice."""
+    changed = [dim for dim, axes in enumerate(wanted) if axes != now[dim]]
+    if len(changed) > 1:
+        return False
+    (dim,) = changed
+    few, many = sorted((now[dim], wanted[dim]), key=len)
+    return many[: len(few)] == few and _can_part(spec, dim, few, many[len(few) :])

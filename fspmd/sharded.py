@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import TensorSpec
 from fspmd.transport import Options, transport_of
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import INVARIANT, Variance, get_variance, show
@@ -100,7 +100,7 @@ class Sharded:
         """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced."""
         if self.local.grad is None:
             return None
-        spec = dual(self.spec)
+        spec = self.spec.dual
         return Sharded(held_as(self.local.grad, spec), spec)
 
     def backward(self, gradient: Tensor | Sharded | None = None) -> None:
@@ -251,14 +251,6 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
     return transport_of(mesh).pick(x, mesh, absent, Options()).wait() if absent else x
-
-
-def dual(spec: TensorSpec) -> TensorSpec:
-    """The layout of the gradient of a value: unreduced and reduced change places."""
-    partition = spec.partition
-    if not partition.unreduced and not partition.reduced:
-        return spec
-    return spec.with_partition(P(*partition, unreduced=partition.reduced, reduced=partition.unreduced))
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:

@@ -223,6 +223,14 @@ class TensorSpec:
                 index = index * n + at[axis]
             yield dim, blocks(self.shape[dim], sizes)[index]
 
+    @property
+    def dual(self) -> TensorSpec:
+        """The layout of the gradient of a value: unreduced and reduced change places."""
+        partition = self.partition
+        if not partition.unreduced and not partition.reduced:
+            return self
+        return self.with_partition(P(*partition, unreduced=partition.reduced, reduced=partition.unreduced))
+
     def with_partition(self, partition: P) -> TensorSpec:
         """The same tensor under another partition of the same mesh."""
         return TensorSpec(self.mesh, partition, self.shape, self.dtype)

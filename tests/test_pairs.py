@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fspmd import Mesh, make_mesh
+from fspmd import Mesh, P, TensorSpec, make_mesh
 from fspmd.pairs import PAIRS, Call, apply, call, depart, land
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, shards_of
 from fspmd.transport.rows import Routes, plan_route
+from fspmd.transport.windows import Reblock
 
 Blocks = list[Tensor]
 Where = tuple[int, ...]
@@ -82,6 +83,13 @@ def broadcast(b: Blocks, o: Options) -> Blocks:
 
 def reduce_to_root(b: Blocks, o: Options) -> Blocks:
     return [total(b) if i == o.root else torch.zeros_like(x) for i, x in enumerate(b)]
+
+
+def reblock(b: Blocks, o: Options) -> Blocks:
+    """From columns to rows, or back."""
+    assert o.move is not None
+    before, after = (1, 0) if o.move.source.partition[0] is None else (0, 1)
+    return list(torch.cat(b, before).chunk(len(b), after))
 
 
 def ragged(b: Blocks, o: Options) -> Blocks:
@@ -148,6 +156,7 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "all_to_all": exchange,
     "ragged_all_to_all": ragged,
     "ppermute": permute,
+    "reblock": reblock,
     "pbroadcast": broadcast,
     "psum_to_root": reduce_to_root,
     "apart": same,
@@ -262,6 +271,11 @@ def prepared(name: str, where: str, uneven: bool) -> tuple[Call, Any]:
             sizes=lengths if uneven else None,
             concat_sizes=chunks(2 * n + 1, n) if uneven else None,
         )
+    elif kernel == "reblock":
+        columns, rows = (
+            TensorSpec(mesh, P(*entries), (2 * n, 3 * n), torch.float64) for entries in ((None, axes), (axes,))
+        )
+        options = Options(move=Reblock(columns, rows))
     elif kernel == "ragged":
         options = Options(dim=1, routes=ragged_routes(mesh, axes))
     c = call(name, mesh, axes, options)
@@ -271,6 +285,8 @@ def prepared(name: str, where: str, uneven: bool) -> tuple[Call, Any]:
             return (2, lengths[position(c, at)] if uneven else 2, 3)
         if kernel == "exchange":
             return (options.concat_sizes[position(c, at)] if options.concat_sizes else 2, whole if uneven else 2 * n)
+        if kernel == "reblock":
+            return (2 * n, 3)
         return (2, whole if uneven else 2 * n)
 
     return c, shape_at

@@ -110,9 +110,12 @@ KNOWN = (
     (P(), P("y", "x"), ["slice(x)", "slice(y)"]),
     (P(("x", "y")), P(), ["all_gather_invariant(x,y)"]),
     (P(("x", "y")), P("x"), ["all_gather_invariant(y)"]),
-    (P(("x", "y")), P(("y", "x")), ["ppermute(x,y)"]),
+    (P(("x", "y")), P(("y", "x")), ["reblock(x,y)"]),
     (P("x"), P("x", "y"), ["slice(y)"]),
-    (P("x"), P(None, ("x", "y")), ["all_to_all(x)", "slice(y)"]),
+    (P("x"), P(None, ("y", "x")), ["slice(y)", "all_to_all(x)"]),
+    (P("x"), P(None, ("x", "y")), ["reblock(x,y)"]),
+    (P("x", None), P(None, "x"), ["all_to_all(x)"]),
+    (P("x", "y"), P(), ["reblock(x,y)"]),
     (P(("x", "y")), P(None, ("x", "y")), ["all_to_all(x,y)"]),
     (P("x", reduced={"y"}), P(reduced={"x", "y"}), ["all_gather_reduced(x)"]),
     (P(unreduced={"x"}), P(), ["psum_unreduced(x)"]),
@@ -132,7 +135,7 @@ def test_routes_are_what_a_person_would_write(source: P, target: P, steps: list[
 
 
 def test_blocks_of_a_square_mesh_change_places_in_one_step() -> None:
-    assert names(way(P("x", "y"), P("y", "x"), MESHES[1])) == ["ppermute(x,y)"]
+    assert names(way(P("x", "y"), P("y", "x"), MESHES[1])) == ["reblock(x,y)"]
 
 
 def test_a_long_gather_is_not_paid_for_what_is_cut_again() -> None:
@@ -140,7 +143,7 @@ def test_a_long_gather_is_not_paid_for_what_is_cut_again() -> None:
     found = way(P("x"), P("y"), MESHES[1], (4096, 4096))
     whole = 4096 * 4096 * 8
     assert found.price.moved <= whole / 2
-    assert found.peak < 1.5 * whole
+    assert found.price.peak < 1.5 * whole
 
 
 @pytest.mark.parametrize("mesh", MESHES[:3])

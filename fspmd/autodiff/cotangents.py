@@ -12,7 +12,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.redistribute import redistribute, to_blocks
-from fspmd.sharded import Sharded, above, dual, is_sharded
+from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
@@ -36,7 +36,7 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
         found = (_cotangent_failure(*row) for row in rows)
         refuse(f"{what}: cotangents that do not fit", [failure for failure in found if failure is not None])
     return [
-        _block(c, dual(o.spec)) if isinstance(o, Sharded) else _cast(c, get_variance(o).dual)
+        _block(c, o.spec.dual) if isinstance(o, Sharded) else _cast(c, get_variance(o).dual)
         for c, o in zip(given, outputs, strict=True)
     ]
 
@@ -51,7 +51,7 @@ def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
     """The block of the cotangent of one Sharded."""
     if failure := _cotangent_failure(cotangent, out, "the gradient", "the tensor"):
         refuse(f"{what}: a gradient that does not fit", [failure])
-    return _block(cotangent, dual(out.spec))
+    return _block(cotangent, out.spec.dual)
 
 
 def backward(x: Sharded, gradient: Tensor | Sharded | None) -> None:
@@ -119,7 +119,7 @@ def _block(x: Any, spec: TensorSpec | None) -> Tensor:
 
 def _cotangent_failure(c: Any, out: Any, where: str, of: str) -> Failure | None:
     if isinstance(out, Sharded):
-        return _sharded_failure(c, dual(out.spec), where, of)
+        return _sharded_failure(c, out.spec.dual, where, of)
     return _plain_failure(c, out, get_variance(out).dual, where, of)
 
 

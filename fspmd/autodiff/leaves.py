@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.sharded import Sharded, dual, is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
@@ -53,7 +53,7 @@ def like(leaf: Any, value: Tensor) -> Any:
 
 
 def gradient_like(leaf: Any, value: Tensor) -> Any:
-    return Sharded(value, dual(leaf.spec)) if isinstance(leaf, Sharded) else value
+    return Sharded(value, leaf.spec.dual) if isinstance(leaf, Sharded) else value
 
 
 def differentiable(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fspmd.mesh import Mesh
 from fspmd.transport.pending import Pending
 from fspmd.transport.rows import Routes
+from fspmd.transport.windows import Reblock
 
 Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
@@ -32,6 +33,7 @@ class Options:
     index_groups: tuple[Sizes, ...] | None = None
     root: int = 0  # broadcast: the position whose value is everybody's
     routes: Routes | None = None  # ragged: which rows go where
+    move: Reblock | None = None  # reblock: from which layout to which
     factor: float = 1.0  # scale: what the cotangent is multiplied with
 
 
@@ -83,6 +85,13 @@ class Transport:
 
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """Each pair ``(i, j)`` sends rank i's block to rank j; a rank nobody sends to gets zeros."""
+        raise NotImplementedError
+
+    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[a, b] [c, d] => [a] [b, c, d]``: from the blocks of one layout to those of another, as ``move`` says.
+
+        A process that is no member of the mesh it leads from, or to, has an empty tensor there.
+        """
         raise NotImplementedError
 
     def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:

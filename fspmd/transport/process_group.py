@@ -21,6 +21,7 @@ from fspmd.mesh import Mesh
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 from fspmd.transport.pending import Pending
+from fspmd.transport.windows import flow, traffic
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 #: dtypes that every backend can move as they are; others travel as bytes
@@ -273,6 +274,39 @@ class ProcessGroupTransport(Transport):
                 transfers.append(dist.P2POp(dist.irecv, out, group=group.pg, group_peer=group.peer(source)))
         works = tuple(dist.batch_isend_irecv(transfers)) if transfers and x.numel() else ()
         return Pending(out, works, None if restore is None else lambda flat: restore(flat).view(x.shape))
+
+    @moves_bits
+    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        assert o.move is not None
+        rank = world.rank()
+        mine = flow(o.move, rank)
+        member = o.move.source.mesh.coordinate(rank) is not None
+        lead = tuple(x.shape[: x.ndim - o.move.source.ndim]) if member else ()
+        new = x.new_empty((0,) if mine.shape is None else (*lead, *mine.shape))
+        place = mine.peers.index(rank)
+        for here, part in zip(mine.sends[place], mine.receives[place], strict=True):
+            new[part.there] = x[here]
+        if not traffic(o.move).elements or 0 in lead:
+            return Pending(new)
+        others = [i for i in range(len(mine.peers)) if i != place]
+        pieces = {i: [x[here].reshape(-1) for here in mine.sends[i]] for i in others}
+        packed = [piece for i in others for piece in pieces[i]]
+        send, restore = _movable(torch.cat(packed) if packed else x.new_empty(0))
+        width = x.element_size() // send.element_size()
+        shapes = {i: [new[part.there].shape for part in mine.receives[i]] for i in others}
+        counts = [sum(map(_numel, shapes.get(i, ()))) * width for i in range(len(mine.peers))]
+        sent = [sum(piece.numel() for piece in pieces.get(i, ())) * width for i in range(len(mine.peers))]
+        out = send.new_empty(sum(counts))
+        work = world.process_group(mine.peers).alltoall_base(out, send, counts, sent, c10d.AllToAllOptions())
+
+        def arrange(received: Tensor) -> Tensor:
+            whole = restore(received) if restore else received
+            targets = [new[part.there] for i in others for part in mine.receives[i]]
+            for target, piece in zip(targets, whole.split([t.numel() for t in targets]), strict=True):
+                target.copy_(piece.view(target.shape))
+            return new
+
+        return Pending(out, (work,), arrange)
 
     def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)

@@ -15,6 +15,7 @@ from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
 from fspmd.transport.pending import Pending
+from fspmd.transport.windows import coordinates, parts
 
 Table = tuple[tuple[int, ...], ...]
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -124,6 +125,28 @@ class SimulationTransport(Transport):
                 received[group[destination]] = shards[group[source]].clone()
         filled = [torch.zeros_like(s) if r is None else r for r, s in zip(received, shards, strict=True)]
         return Pending(LocalTensor(filled, held))
+
+    @moves_bits
+    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        assert o.move is not None
+        source, target = o.move.source, o.move.target
+        held = union(frame_of(x, source.mesh), frame(source.mesh, (*axes, *source.partition.axes)))
+        varies = target.partition.axes | target.partition.unreduced
+        if not o.move.across:
+            varies |= frozenset(held.axes).difference(axes)
+        shards, after = shards_of(x, held), frame(target.mesh, varies)
+        number = {at: i for i, at in enumerate(held.coordinates())}
+        named = [source.mesh.axis_names.index(axis) for axis in held.axes]
+        made = []
+        for at in coordinates(target.mesh, varies):
+            block = shards[0].new_empty((*shards[0].shape[: shards[0].ndim - source.ndim], *target.local_shape(at)))
+            for part in parts(o.move, at):
+                before = source.mesh.coordinate(part.holder)
+                assert before is not None
+                shard = shards[number[tuple(before[i] for i in named)]]
+                block[part.there] = shard[part.here]
+            made.append(block)
+        return Pending(local_tensor(made, after))
 
     def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)

@@ -1,0 +1,217 @@
+"""Blocks cut anew: which part of a tensor each rank lacks, and who has it; on one mesh, or from one to another.
+
+A *window* is the part of the global tensor that a rank holds: ``(start, length)`` per dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from fspmd.mesh import Mesh
+from fspmd.spec import TensorSpec, blocks, entry_axes
+
+Coordinate = tuple[int, ...]
+Window = tuple[tuple[int, int], ...]
+Index = tuple[Any, ...]  # an Ellipsis, since a batch may have more dims in front, and a slice per dim
+
+
+class Part(NamedTuple):
+    """What a rank takes from one holder: a place in the holder's block, and one in its own new block."""
+
+    holder: int  # global rank
+    here: Index
+    there: Index
+
+
+class Traffic(NamedTuple):
+    """The most that any rank receives: messages, and elements."""
+
+    messages: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reblock:
+    """From the blocks of one spec to those of another spec of the same tensor.
+
+    Pending sums stay what they are: each rank takes what it lacks from ranks that hold the same term.
+    """
+
+    source: TensorSpec
+    target: TensorSpec
+
+    @property
+    def transposed(self) -> Reblock:
+        """The way of gradients."""
+        return Reblock(self.target.dual, self.source.dual)
+
+    @property
+    def across(self) -> bool:
+        """Whether it leads to another mesh."""
+        return self.source.mesh != self.target.mesh
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which anything may move: of each dim those behind the first that differs; () across meshes."""
+        moving = set[str]()
+        if self.across:
+            return ()
+        for before, after in zip(self.source.partition, self.target.partition, strict=True):
+            now, then = entry_axes(before), entry_axes(after)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
+            moving.update(now[same:], then[same:])
+        return self.source.mesh.ordered(moving)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the pending sums of both layouts lie on the same ranks."""
+        source, target = self.source, self.target
+        if not self.across:
+            return (source.partition.unreduced, source.partition.reduced) == (
+                target.partition.unreduced,
+                target.partition.reduced,
+            )
+        bare = not any(p.unreduced or p.reduced for p in (source.partition, target.partition))
+        if bare:
+            return True
+        if set(source.mesh.ranks) != set(target.mesh.ranks):
+            return False
+        pairs = ((source.mesh.coordinate(rank), target.mesh.coordinate(rank)) for rank in source.mesh.ranks)
+        return all(_terms(source, a) == _terms(target, b) for a, b in pairs if a is not None and b is not None)
+
+
+def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coordinate]:
+    """Every coordinate of a mesh, row-major; with ``axes`` those that are zero along all others."""
+    spans = (range(n) if axes is None or axis in axes else range(1) for axis, n in mesh.shape.items())
+    return itertools.product(*spans)
+
+
+def window(spec: TensorSpec, at: Coordinate) -> Window:
+    """What the rank at a coordinate holds."""
+    return tuple(zip(spec.offset(at), spec.local_shape(at), strict=True))
+
+
+def _meet(a: Window, b: Window) -> Window | None:
+    """What two windows have in common, None for nothing."""
+    common = []
+    for (start, length), (other, extent) in zip(a, b, strict=True):
+        begin, end = max(start, other), min(start + length, other + extent)
+        if begin >= end:
+            return None
+        common.append((begin, end - begin))
+    return tuple(common)
+
+
+def _within(part: Window, whole: Window) -> Index:
+    """A window as it lies in a block."""
+    starts = [start - origin for (start, _), (origin, _) in zip(part, whole, strict=True)]
+    return ..., *(slice(start, start + length) for start, (_, length) in zip(starts, part, strict=True))
+
+
+def _terms(spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
+    """Which term of a pending sum a rank holds, and of which of its copies the gradient is a term."""
+    index, sizes = dict(zip(spec.mesh.axis_names, at, strict=True)), spec.mesh.shape
+    found = []
+    for axes in (spec.partition.unreduced, spec.partition.reduced):
+        place = 0
+        for axis in spec.mesh.ordered(axes):
+            place = place * sizes[axis] + index[axis]
+        found.append(place)
+    return tuple(found)
+
+
+def _group(move: Reblock, spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
+    """The ranks that have something for each other are those equal in this."""
+    if move.across:
+        return _terms(spec, at)
+    moving = move.axes
+    return tuple(i for axis, i in zip(spec.mesh.axis_names, at, strict=True) if axis not in moving)
+
+
+@functools.lru_cache(maxsize=1024)
+def _holders(move: Reblock) -> dict[tuple[int, ...], dict[Window, list[int]]]:
+    """By group: which ranks hold each window before."""
+    source = move.source
+    found: dict[tuple[int, ...], dict[Window, list[int]]] = {}
+    for at in coordinates(source.mesh):
+        held = found.setdefault(_group(move, source, at), {})
+        held.setdefault(window(source, at), []).append(source.mesh.rank_at(at))
+    return found
+
+
+@functools.lru_cache(maxsize=8192)
+def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
+    """What makes up the new block of the rank at a coordinate of the target's mesh: its own where it can be.
+
+    Of several ranks that hold the same, neighbours take from different ones.
+    """
+    target = move.target
+    rank, mine = target.mesh.rank_at(at), window(target, at)
+    found = []
+    for held, ranks in _holders(move)[_group(move, target, at)].items():
+        if (common := _meet(held, mine)) is not None:
+            holder = rank if rank in ranks else ranks[rank % len(ranks)]
+            found.append(Part(holder, _within(common, held), _within(common, mine)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=8192)
+def traffic(move: Reblock) -> Traffic:
+    """What the busiest rank receives, counted without listing who sends what."""
+    source, target = move.source, move.target
+    grid = [set(blocks(size, _sizes(source, dim))) for dim, size in enumerate(source.shape)]
+    named = None if move.across else source.partition.axes | target.partition.axes
+    messages = elements = 0
+    for at in coordinates(target.mesh, named):
+        mine = window(target, at)
+        size = prod(length for _, length in mine)
+        if not size:
+            continue
+        before = source.mesh.coordinate(target.mesh.rank_at(at)) if move.across else at
+        own = None
+        if before is not None and _group(move, source, before) == _group(move, target, at):
+            own = _meet(window(source, before), mine)
+        lacks = size - (prod(length for _, length in own) if own is not None else 0)
+        if lacks:
+            touched = (
+                sum(_meet((cut,), (span,)) is not None for cut in cuts) for cuts, span in zip(grid, mine, strict=True)
+            )
+            pieces = prod(touched)
+            messages, elements = max(messages, pieces - (own is not None)), max(elements, lacks)
+    return Traffic(messages, elements)
+
+
+def _sizes(spec: TensorSpec, dim: int) -> tuple[int, ...]:
+    return tuple(spec.mesh.shape[axis] for axis in entry_axes(spec.partition[dim]))
+
+
+class Flow(NamedTuple):
+    """One process's part: its peers, what it sends to each, and what it keeps and receives."""
+
+    peers: tuple[int, ...]  # global ranks, ascending, itself among them
+    sends: tuple[tuple[Index, ...], ...]  # for each peer, places in the block that it has
+    receives: tuple[tuple[Part, ...], ...]  # from each peer
+    shape: tuple[int, ...] | None  # of the new block; None where the process is no member of the target's mesh
+
+
+@functools.lru_cache(maxsize=2048)
+def flow(move: Reblock, rank: int) -> Flow:
+    """The part of a global rank."""
+    source, target = move.source, move.target
+    at = target.mesh.coordinate(rank)
+    if move.across:
+        peers = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
+    else:
+        peers = tuple(sorted(target.mesh.group_ranks(move.axes)))
+    wanted = {}
+    for peer in peers:
+        there = target.mesh.coordinate(peer)
+        wanted[peer] = () if there is None else parts(move, there)
+    sends = tuple(tuple(p.here for p in wanted[peer] if p.holder == rank) for peer in peers)
+    receives = tuple(tuple(p for p in wanted[rank] if p.holder == peer) for peer in peers)
+    return Flow(peers, sends, receives, None if at is None else target.local_shape(at))
