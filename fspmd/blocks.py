@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fspmd.counter import Block, Distribution, draw
-from fspmd.distributions import normal
+from fspmd.distributions import normal, uniform
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.frame import frame
@@ -51,7 +51,7 @@ def drawn(
     They follow from one draw of ``generator``, by default torch's own, which must be alike on all ranks. The parts of
     complex numbers are two independent draws, of half the variance if normal.
     """
-    split = spec.dtype.is_complex
+    split = spec.dtype.is_complex and law in (uniform, normal)
     chosen = law(spec.dtype.to_real() if split else spec.dtype)
     seed = draw_seed(generator)
 

@@ -49,6 +49,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "normal of means": lambda x: torch.normal(x, 2.0),
     "normal of deviations": lambda x: torch.normal(1.0, x),
     "normal of both": lambda x: torch.normal(x, x),
+    "poisson": lambda x: torch.poisson(x * 40),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
     "multinomial": lambda x: torch.multinomial(x, 2),
     "multinomial with replacement": lambda x: torch.multinomial(x, 7, replacement=True),
 }
@@ -186,6 +188,20 @@ def test_distributions() -> None:
     cauchy = device_get(x.cauchy_(1.0, 2.0))
     assert abs(cauchy.median() - 1) < 0.1
     assert abs((cauchy.abs() < 3).double().mean() - (math.atan(1) + math.atan(2)) / math.pi) < 0.02
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 9.5, 10.5, 700.0])
+def test_poisson_counts(rate: float) -> None:
+    """Beside the distribution function of the counts: the regularised upper gamma function."""
+    n = 40_000
+    torch.manual_seed(7)
+    found = device_get(torch.poisson(fspmd.full((n,), rate, spec=P("x"), mesh=LINE, dtype=F64)))
+    assert abs(found.mean() - rate) <= 4 * math.sqrt(rate / n)
+    for count in range(
+        max(0, int(rate - 2 * math.sqrt(rate))), int(rate + 2 * math.sqrt(rate)) + 1, 1 + int(rate) // 50
+    ):
+        p = torch.special.gammaincc(torch.tensor(count + 1.0, dtype=F64), torch.tensor(rate, dtype=F64)).item()
+        assert abs((found <= count).double().mean() - p) < 4.5 * math.sqrt(p * (1 - p) / n) + 1e-12
 
 
 def test_multinomial_follows_its_weights() -> None:

@@ -14,12 +14,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.blocks import Law, drawn
+from fspmd.blocks import Law, drawn, fill
 from fspmd.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.errors import ArgumentError
+from fspmd.poisson import counts
 from fspmd.rules.likes import Handler, Value, drawn_like, settle
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import shards_of
+from fspmd.transport.randomness import draw_seed
 
 Then = Callable[[Tensor], Tensor]
 
@@ -155,6 +159,16 @@ def _multinomial(
         return (each / drawn_like(each, _wide(exponential), generator=generator)).argmax(-1)
 
 
+def _poisson(x: Sharded, generator: torch.Generator | None = None) -> Sharded:
+    """A count of each rate."""
+    rates = settle(x.detach())
+    simulated = rates.spec.mesh.transport == "simulation"
+    held = frame(rates.spec.mesh, rates.spec.partition.axes)
+    each = iter(shards_of(rates.local, held) if simulated else [rates.local])
+    seed = draw_seed(generator)
+    return fill(rates.spec, lambda block: counts(block, next(each).double(), seed).to(x.dtype), x.device)
+
+
 DRAWS: Final[dict[str, Handler]] = {
     **{f"{name}_": functools.partial(_write, name) for name in _LAWS},
     **{name: functools.partial(_new, name) for name in _LAWS if name not in ("normal", "bernoulli")},
@@ -162,4 +176,5 @@ DRAWS: Final[dict[str, Handler]] = {
     "bernoulli": _bernoulli_of,
     "normal": _normal_of,
     "multinomial": _multinomial,
+    "poisson": _poisson,
 }
