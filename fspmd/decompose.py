@@ -30,6 +30,10 @@ class NotTraceable(Exception):
     """The function looks at values, or at what a tensor without data has not."""
 
 
+class WritesOperand(Exception):
+    """The function writes into one of its operands."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Node:
     """One call: the leaves of its arguments, of which those at ``places`` are earlier values."""
@@ -73,8 +77,10 @@ def _without_writes(graph: fx.Graph) -> None:
         name = node.target._schema.name.split("::")[-1]
         pure = getattr(getattr(torch.ops.aten, name[:-1], None), node.target._overloadname, None)
         target = node.args[0]
-        if pure is None or not name.endswith("_") or target.op == "placeholder" or _is_view(target):
-            raise NotTraceable(f"{name}() writes into a view or an operand")
+        if target.op == "placeholder":
+            raise WritesOperand(name)
+        if pure is None or not name.endswith("_") or _is_view(target):
+            raise NotTraceable(f"{name}() writes into a view")
         if any(_is_view(user) and user is not node for user in target.users):
             raise NotTraceable(f"{name}() writes into what has a view")
         node.target = pure
@@ -142,11 +148,25 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [x for x in leaves if isinstance(x, (Tensor, Sharded))]
 
 
+def written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The graph of the value that a function leaves in its first operand."""
+
+    def pure(x: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = x.clone()
+        func(copy, *args, **kwargs)
+        return copy
+
+    graph = decompose(pure, args, kwargs)
+    assert graph is not None  # pure is no op of a graph
+    return graph
+
+
 def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
     """The graph of a call; None where it is the function itself again.
 
     Raises:
         NotTraceable: the result, or its shape, depends on values.
+        WritesOperand: it is no pure function.
     """
     leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
     places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
@@ -165,7 +185,7 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device=leaves[i].device) for i in places]
         with torch.no_grad(), mode:
-            module = make_fx(flat, decomposition_table=_simpler())(*fakes)
+            module = make_fx(torch.func.functionalize(flat), decomposition_table=_simpler())(*fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error
     _without_writes(module.graph)

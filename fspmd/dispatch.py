@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.decompose import NotTraceable, decompose, tensors_of
-from fspmd.errors import ArgumentError, MeshError
+from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
+from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
 from fspmd.mesh import Mesh
+from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, apply
-from fspmd.propagate import OpPlan, Place, as_whole, propagate, refuse_rule, shown
+from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, propagate, refuse_rule, shown
 from fspmd.redistribute import redistribute
-from fspmd.rules import handler_of, is_ragged, row_of, writes
+from fspmd.rules import composite_of, handler_of, is_ragged, row_of, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -171,6 +172,8 @@ def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
 
 
 def _hashable(arg: Any) -> Any:
+    if type(arg) is float and (arg == 0 or arg != arg):
+        return float, str(arg)  # two zeros, and nan, which equals nothing
     if type(arg) is Sharded:
         return arg.spec
     if isinstance(arg, dict):
@@ -202,21 +205,42 @@ def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         refuse_rule(func, specs)
     if (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
-    if is_ragged(func, args):
+    if is_ragged(func, len(tensors_of(args, kwargs))):
         return as_whole(functools.partial(_gathered, func))
+    if (composite := composite_of(func, kwargs)) is not None:
+        return as_whole(lambda args, kwargs: composite(*args, **kwargs))
     operands, all_found = _operands(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if all_found else None
     if plan is not None:
         return plan
-    if writes(func):
-        refuse_rule(func, specs)
     try:
+        if writes(func):
+            return as_whole(functools.partial(_write, func, written(func, args, kwargs)))
         graph = decompose(func, args, kwargs)
+    except WritesOperand:
+        refuse_rule(func, specs)
     except NotTraceable:
+        if writes(func):
+            refuse_rule(func, specs)
         return as_whole(functools.partial(_gathered, func))
+    except FspmdError:
+        raise
+    except NotImplementedError:  # no kernel for fake tensors
+        refuse_rule(func, specs)
+    except Exception as error:
+        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
     if graph is None:
         refuse_rule(func, specs)
-    return as_whole(lambda args, kwargs: graph.run(dispatch, tensors_of(args, kwargs)))
+    return as_whole(functools.partial(_composed, func, graph))
+
+
+def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function without a rule, by what it is made of."""
+    try:
+        return graph.run(dispatch, tensors_of(args, kwargs))
+    except NoRuleError as error:
+        refuse_rule(func, [x.spec for x in _values(args, kwargs)], error)
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tuple[list[tuple[Place, TensorSpec]], bool]:
@@ -229,6 +253,16 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tupl
                 spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
                 found.append(((i, k) if listed else i, spec))
     return found, len(found) == len(tensors_of(args, kwargs))
+
+
+def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
+    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
+    x: Sharded = args[0]
+    new = _composed(func, graph, args, kwargs)
+    if (new.shape, new.dtype) != (x.shape, x.dtype):
+        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
+    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    return x
 
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,7 +278,12 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
 
     whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
-    return optree.tree_map(wrapped, func(*whole[0], **whole[1]), none_is_leaf=True)
+    try:
+        out = func(*whole[0], **whole[1])
+    except Exception as error:
+        given = ", ".join(f"Sharded {x.spec!r}" for x in _values(args, kwargs))
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    return optree.tree_map(wrapped, out, none_is_leaf=True)
 
 
 def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:

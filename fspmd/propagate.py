@@ -116,7 +116,11 @@ def _on_meta(
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             with FakeTensorMode():
                 return _on(torch.device(mesh.device_type), func, args, kwargs, operands)
-    except (NotImplementedError, DataDependentOutputException, DynamicOutputShapeException):  # the shape of the result depends on values
+    except (
+        NotImplementedError,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    ):  # the shape of the result depends on values
         return None
     except Exception as error:
         given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
@@ -238,10 +242,15 @@ _OPERATORS: Final = {
 }
 
 
-def refuse_rule(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
+class NoRuleError(ArgumentError):
     """A function that is not known to act on global tensors."""
+
+
+def refuse_rule(func: Any, specs: Sequence[TensorSpec], part: NoRuleError | None = None) -> NoReturn:
+    """Raise `NoRuleError`; ``part``: of what the function is made of."""
     given = ", ".join(f"Sharded {spec!r}" for spec in specs)
-    raise ArgumentError(
-        f"{shown(func)} has no rule for {given}; write it in a function run by shard_map, whose values are this rank's "
-        "blocks, or use it on the global tensor, device_get(x)"
-    )
+    why = f": it is made of {str(part).split(' ')[0]}, which has none" if part is not None else ""
+    raise NoRuleError(
+        f"{shown(func)} has no rule for {given}{why}; write it in a function run by shard_map, whose values are this "
+        "rank's blocks, or use it on the global tensor, device_get(x)"
+    ) from part

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 from fspmd.spec import TensorSpec
 from fspmd.transport import Options, transport_of
@@ -160,14 +160,8 @@ class Sharded:
         return float(self.item())
 
     def item(self) -> Any:
-        """The number of a tensor of one element that every rank has.
-
-        Raises:
-            VarianceError: the spec names an axis: reshard it to P() first.
-        """
-        if self.spec.partition.mentioned:
-            raise VarianceError(f".item() was asked of {self!r}, which not every rank has; write device_get(x).item()")
-        return self.local.item()
+        """The number of a tensor of one element, on every rank: gathered, or its pending sum settled, where need be."""
+        return above.dispatch(Tensor.item, (self,), {}) if self.spec.partition.mentioned else self.local.item()
 
     if not TYPE_CHECKING:
 

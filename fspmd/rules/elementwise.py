@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.whole import NO_RULE, Whole
+from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 _PATTERNS: Final = {
     (n, results): parse(", ".join(["..."] * n) + " -> " + ", ".join(["..."] * results))
@@ -19,3 +20,14 @@ def elementwise(whole: Whole) -> Factors:
     if whole.kwargs.get("inplace") or any(arg is True for arg in whole.args):
         return NO_RULE
     return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
+
+
+def elementwise_over(place: int, name: str, default: int) -> Rule:
+    """Elementwise but for one dim of the result, which must be whole."""
+
+    def rule(whole: Whole) -> Factors:
+        found = elementwise(whole)
+        factor = found.results[0][whole.argument(place, name, default)]
+        return replace(found, whole=frozenset(() if factor is None else (factor,)))
+
+    return rule

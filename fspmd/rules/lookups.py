@@ -71,10 +71,10 @@ def index(whole: Whole) -> Factors:
 
 
 def index_put(whole: Whole) -> Factors:
-    """The dims that are not indexed may be sharded."""
+    """The dims that are not indexed may be sharded; with masks none."""
     found = _looked_up(whole)
     if found is None:
-        return NO_RULE
+        return _nothing(whole)
     kept, places, at, shapes = found
     joint = max((len(s) for s in shapes), default=0)
     rest = [factor for d, factor in enumerate(kept) if d not in places]

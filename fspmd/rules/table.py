@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
+
+import torch
 
 from fspmd.op_kinds import name_of
 from fspmd.rules import lookups, reductions, views
 from fspmd.rules.batches import batched, gathered
+from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
-from fspmd.rules.elementwise import elementwise
+from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
@@ -60,7 +63,7 @@ _CASTS: Final = _names(
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc "
     "_pdist_forward native_group_norm "
-    "segment_reduce embedding_bag dist _ctc_loss nonzero_static hash_tensor max_unpool2d "
+    "segment_reduce embedding_bag _ctc_loss nonzero_static hash_tensor max_unpool2d "
     "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
 )
 _LIKES: Final = _names("zeros_like ones_like full_like empty_like")
@@ -81,7 +84,6 @@ _ALONG: Final = {
     **{"linalg_vector_norm": (2, "dim"), "unfold": (1, "dimension"), "unfold_copy": (1, "dimension")},
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
-    "linalg_cross": (2, "dim", -1),
 }
 #: of the trailing dims of each operand
 _BATCHED: Final = {
@@ -89,12 +91,18 @@ _BATCHED: Final = {
         _names(
             "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
             "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
-            "linalg_lu linalg_svdvals triu tril _linalg_eigvals linalg_eigvals cholesky_solve ormqr triangular_solve "
+            "linalg_lu linalg_svdvals triu tril _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
             "linalg_solve_triangular"
         ),
         (2,),
     ),
-    **{"linalg_pinv": (2, 0), "linalg_householder_product": (2, 1), "linalg_lu_solve": (2, 1, 2), "linalg_ldl_solve": (2, 1, 2)},
+    **{
+        "linalg_pinv": (2, 0),
+        "ormqr": (2, 1, 2),
+        "linalg_householder_product": (2, 1),
+        "linalg_lu_solve": (2, 1, 2),
+        "linalg_ldl_solve": (2, 1, 2),
+    },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
     **dict.fromkeys(_names("avg_pool1d max_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d"), (1,)),
     **dict.fromkeys(
@@ -131,11 +139,13 @@ ROWS: Final[dict[str, Row]] = {
     "outer": Row(notation("m, n -> m n"), "product"),
     "linear": Row(with_added("... k, n k -> ... n", 2), "product"),
     "addmm": Row(with_added("m k, k n -> m n", 0), "product"),
-    "addmv": Row(with_added("m k, k -> m", 0), "product"),
+    "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False),
     "addr": Row(with_added("m, n -> m n", 0), "product"),
     "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product"),
     "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product"),
     "einsum": Row(einsum, "product"),
+    "linalg_cross": Row(elementwise_over(2, "dim", -1)),
+    "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
     "_cdist_forward": Row(notation("... m [k], ... n [k] -> ... m n")),
     "_trilinear": Row(gathered),
     "sum": Row(reductions.summed, "first"),
@@ -169,10 +179,10 @@ ROWS: Final[dict[str, Row]] = {
     "renorm": Row(reductions.all_but(2, "dim")),
     **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("select unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), "first") for name in _names("narrow narrow_copy")},
-    **{
-        name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split split_with_sizes")
-    },
-    **{name: Row(parts(2, "dim"), "first") for name in _names("split_with_sizes_copy unsafe_chunk unsafe_split")},
+    **{name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split split_with_sizes")},
+    "split_with_sizes_copy": Row(parts(2, "dim"), "first"),
+    "unsafe_chunk": Row(parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.chunk(*args, **kwargs)),
+    "unsafe_split": Row(parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.split(*args, **kwargs)),
     **{name: Row(joined(), "sum") for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
@@ -206,27 +216,35 @@ def row_of(func: Any) -> Row | None:
     return ROWS.get(name)
 
 
-def is_ragged(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the result, or its shape, depends on values: a number for Python, the places of true elements."""
+def composite_of(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """The function in terms of others, where it has no row: of torch's Python functions, not of ops of a graph."""
+    if isinstance(func, torch._ops.OpOverload):
+        return None
     name = name_of(func)
-    return name in _RAGGED or (name in _RAGGED_BY_SECOND and not isinstance(args[1], (int, tuple, list)))
+    return None if name == "linear_cross_entropy" and kwargs.get("options") is None else COMPOSITES.get(name)
+
+
+def is_ragged(func: Any, tensors: int) -> bool:
+    """Whether the result of a call with so many tensors, or its shape, depends on values: a number for Python."""
+    name = name_of(func)
+    return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
 
 
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
         "is_same_size _linalg_check_errors native_batch_norm _native_batch_norm_legit _batch_norm_with_update histogram "
-        "_histogramdd_bin_edges"
+        "histogramdd numpy __array__"
     )
 )
-#: where the second argument is a tensor
+#: where there is a second tensor
 _RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave"))
 
 
 def writes(func: Any) -> bool:
     """Whether a function writes into its first operand: by torch's custom its name ends in an underscore."""
     name = name_of(func)
-    return name.endswith("_") and not name.startswith("__")
+    return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
 
 
 _WRITES: Final = {

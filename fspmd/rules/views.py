@@ -62,7 +62,7 @@ def reshaped(whole: Whole) -> Factors:
     """Groups of dims of equal products: the leading dim of a group may stay sharded, the others must be whole."""
     before, after = whole.shapes[0], whole.results[0]
     if any(isinstance(arg, torch.dtype) for arg in (*whole.args, *whole.kwargs.values())):
-        return NO_RULE
+        return NO_RULE  # a view of the bits
     operand: list[int | None] = list(range(len(before)))
     result: list[int | None] = [None] * len(after)
     whole_dims: set[int] = set()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fspmd import ArgumentError, AxisError, MeshError, P, ShapeError, VarianceError, device_put, psum, shard_map
+from fspmd import ArgumentError, AxisError, MeshError, P, ShapeError, device_put, psum, shard_map
 from mistakes import Setting, mistake
 
 ONES = torch.ones(8, 4)
@@ -258,19 +258,17 @@ def closed_over_sharded_in_a_collective(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_in_a_function_without_a_rule(m: Setting) -> None:
-    """svd() has no rule for Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose values \
-    are this rank's blocks, or use it on the global tensor, device_get(x)
+    """to_sparse() has no rule for Sharded f32[8@x, 4] on mesh(x=4): it is made of _to_sparse(), which has none; write \
+    it in a function run by shard_map, whose values are this rank's blocks, or use it on the global tensor, \
+    device_get(x)
     """
-    torch.svd(device_put(ONES, P("x"), mesh=m.line))
+    device_put(ONES, P("x"), mesh=m.line).to_sparse()
 
 
-@mistake(ArgumentError)
-def sharded_written_into(m: Setting) -> None:
-    """x[...] = has no rule for Sharded f32[8@x, 4] on mesh(x=4); write it in a function run by shard_map, whose \
-    values are this rank's blocks, or use it on the global tensor, device_get(x)
-    """
-    x = device_put(ONES, P("x"), mesh=m.line)
-    x[0] = 1
+@mistake(ShapeError)
+def sharded_made_another_shape(m: Setting) -> None:
+    """squeeze_() would make Sharded f32[1, 8@x] on mesh(x=4) a Sharded f32[8@x] on mesh(x=4); write x = x.squeeze(...)"""
+    device_put(torch.ones(1, 8), P(None, "x"), mesh=m.line).squeeze_()
 
 
 @mistake(ArgumentError)
@@ -287,10 +285,12 @@ def sharded_on_two_meshes(m: Setting) -> None:
     device_put(ONES, P("x"), mesh=m.line) + device_put(ONES, P("x"), mesh=m.grid)
 
 
-@mistake(VarianceError)
+@mistake(ArgumentError)
 def sharded_as_a_branch(m: Setting) -> None:
-    """.item() was asked of Sharded bool[1@x] on mesh(x=4), which not every rank has; write device_get(x).item()"""
-    if device_put(torch.ones(1), P("x"), mesh=m.line) > 0:
+    """item() of Sharded bool[4@x] on mesh(x=4) fails on the global tensors: a Tensor with 4 elements cannot \
+    be converted to Scalar
+    """
+    if device_put(torch.ones(4), P("x"), mesh=m.line) > 0:
         pass
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import optree
 import torch
 
@@ -16,14 +15,6 @@ def rows(m: Setting) -> Sharded:
     """Blocks of two along x."""
     x: Sharded = device_put(torch.arange(8.0), P("x"), mesh=m.line)
     return x
-
-
-@mistake(ArgumentError, checked=(True,))
-def array_of_sharded(m: Setting) -> None:
-    """numpy has no rule for Sharded f32[8@x] on mesh(x=4); write it in a function run by shard_map, whose values are \
-    this rank's blocks, or use it on the global tensor, device_get(x)
-    """
-    np.asarray(rows(m))
 
 
 @mistake(ShapeError)
