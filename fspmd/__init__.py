@@ -46,6 +46,7 @@ from fspmd.errors import (
     TreeError,
     VarianceError,
 )
+from fspmd.initial import init_sharded
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules import functional_call
 from fspmd.parallel import ParallelPlan, parallelize
@@ -105,6 +106,7 @@ __all__ = [
     "full",
     "functional_call",
     "grad",
+    "init_sharded",
     "jvp",
     "linspace",
     "make_mesh",
