@@ -45,7 +45,7 @@ def _uniform(x: Sharded, low: float = 0.0, high: float = 1.0) -> tuple[Law, Then
 
 def _exponential(x: Sharded, lambd: float = 1.0) -> tuple[Law, Then]:
     _check("exponential_", "lambd", lambd, lambd > 0, "above 0")
-    return _wide(exponential), lambda e: e.div_(lambd)
+    return exponential, lambda e: e.div_(lambd)
 
 
 def _cauchy(x: Sharded, median: float = 0.0, sigma: float = 1.0) -> tuple[Law, Then]:
@@ -153,10 +153,10 @@ def _multinomial(
     with torch.no_grad():
         weights = settle(x.detach())
         if not replacement:
-            scaled = weights / drawn_like(weights, _wide(exponential), generator=generator)
+            scaled = weights / drawn_like(weights, exponential, generator=generator)
             return scaled.topk(num_samples, -1).indices
         each = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
-        return (each / drawn_like(each, _wide(exponential), generator=generator)).argmax(-1)
+        return (each / drawn_like(each, exponential, generator=generator)).argmax(-1)
 
 
 def _poisson(x: Sharded, generator: torch.Generator | None = None) -> Sharded:
