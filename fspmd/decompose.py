@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fspmd.rules import row_of
+from fspmd.rules import handler_of, row_of
 from fspmd.sharded import Sharded, is_sharded
 
 Function = Callable[..., Any]
@@ -65,8 +65,12 @@ class Graph:
             if node.calls and any(type(leaf) is Sharded for leaf in leaves):
                 values.append(dispatch(node.target, args, kwargs))
             else:
-                values.append(node.target(*args, **kwargs))
+                values.append(_ON_PLAIN.get(node.target, node.target)(*args, **kwargs))
         return self.structure.unflatten(values[x] if i in self.places else x for i, x in enumerate(self.results))
+
+
+#: a plain operand may lie in memory otherwise than the fake one that was traced
+_ON_PLAIN: Final[dict[Any, Function]] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
 def _without_writes(graph: fx.Graph) -> None:
@@ -132,7 +136,7 @@ def _linked(tree: Any, numbers: dict[fx.Node, int]) -> tuple[tuple[Any, ...], tu
     return tuple(leaves), found, treedef
 
 
-_NOTHING = optree.tree_structure(((), {}), none_is_leaf=True)  # type: ignore[arg-type]
+_NOTHING = optree.tree_structure(((), {}), none_is_leaf=True)
 
 
 def _plain(tree: Any) -> Any:
@@ -144,7 +148,7 @@ def _plain(tree: Any) -> Any:
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors and `Sharded` values of a call, in the order of a graph's operands."""
-    leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
+    leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
     return [x for x in leaves if isinstance(x, (Tensor, Sharded))]
 
 
@@ -168,7 +172,7 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         NotTraceable: the result, or its shape, depends on values.
         WritesOperand: it is no pure function.
     """
-    leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
+    leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
     places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
     structure: list[optree.PyTreeSpec] = []
 
@@ -177,6 +181,7 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for place, x in zip(places, tensors, strict=True):
             filled[place] = x
         given, named = treedef.unflatten(filled)
+        found: list[Any]
         found, spec = optree.tree_flatten(func(*given, **named), none_is_leaf=True)
         structure[:] = [spec]
         return found
@@ -197,4 +202,4 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @functools.cache
 def _simpler() -> dict[Any, Function]:
     """torch's decompositions of what has no rule."""
-    return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None}
+    return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None and handler_of(op) is None}

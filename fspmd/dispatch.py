@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
+from math import isnan
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -172,7 +173,7 @@ def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
 
 
 def _hashable(arg: Any) -> Any:
-    if type(arg) is float and (arg == 0 or arg != arg):
+    if type(arg) is float and (arg == 0 or isnan(arg)):
         return float, str(arg)  # two zeros, and nan, which equals nothing
     if type(arg) is Sharded:
         return arg.spec
@@ -277,7 +278,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def wrapped(x: Any) -> Any:
         return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
 
-    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)  # type: ignore[arg-type]
+    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
     try:
         out = func(*whole[0], **whole[1])
     except Exception as error:

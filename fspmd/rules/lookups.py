@@ -14,7 +14,7 @@ from fspmd.rules.whole import NO_RULE, Whole
 def gather(whole: Whole) -> Factors:
     """One element of x per element of the index: along ``dim`` the index may be sharded."""
     x, index = whole.shapes[:2]
-    if not x or not index:
+    if not x or len(index) != len(x):
         return _nothing(whole)
     dim = whole.argument(1, "dim") % len(x)
     taken: Dims = tuple(len(x) if d == dim else d if size == x[d] else None for d, size in enumerate(index))

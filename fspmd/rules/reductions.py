@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 
 def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:
-    """The dims of a result from which some are gone (others may follow), or stand with another size."""
-    if len(shape) == whole.ndim:
-        return tuple(None if d in dims else d for d in range(whole.ndim))
+    """The dims of a result from which some are gone, or stand with another size; others may follow."""
+    if len(shape) >= whole.ndim:
+        return (*(None if d in dims else d for d in range(whole.ndim)), *(None,) * (len(shape) - whole.ndim))
     kept = [d for d in range(whole.ndim) if d not in dims]
     return (*kept, *(None,) * (len(shape) - len(kept)))
 
@@ -26,7 +27,7 @@ def summed(whole: Whole) -> Factors:
     return Factors((tuple(range(whole.ndim)),), (_without(whole, dims, whole.results[0]),), summed=frozenset(dims))
 
 
-def over(place: int = 1, name: str = "dim", default: Any = None) -> Rule:
+def over(place: int = 1, name: str = "dim", default: int | None = None) -> Rule:
     """Along dims that must be whole: all by default, or ``default``. Further operands lie alike, or are whole."""
     return lambda whole: along(whole, whole.dims(place, name, default))
 
@@ -73,10 +74,8 @@ def embedding(whole: Whole) -> Factors:
 
 def mean_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The sum over the block, divided by the size of the whole; ``shape`` is that of the global tensor."""
-    over = range(len(shape)) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
-    count = 1
-    for d in over:
-        count *= shape[d]
+    over = [dim] if isinstance(dim, int) else dim or range(len(shape))
+    count = prod(shape[d] for d in over) if shape else 1
     dtype = x.dtype if dtype is None else dtype
     wide = torch.float32 if dtype.itemsize == 2 else dtype  # a sum of many numbers overflows where their mean does not
     return ((x.sum(dtype=wide) if dim is None else x.sum(dim, keepdim, dtype=wide)) / count).to(dtype)

@@ -44,8 +44,8 @@ _POINTWISE: Final = _names(
     "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift where masked_fill lerp "
     "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold hardshrink softshrink arccos arcsin "
     "arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle frexp gcd "
-    "lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar complex conj_physical "
-    "log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
+    "lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar complex "
+    "conj_physical log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
     "special_erfcx special_i0e special_i1 special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
     "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
@@ -63,19 +63,18 @@ _CASTS: Final = _names(
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc "
     "_pdist_forward native_group_norm "
-    "segment_reduce embedding_bag _ctc_loss nonzero_static hash_tensor max_unpool2d "
+    "segment_reduce embedding_bag new_empty_strided _ctc_loss nonzero_static hash_tensor max_unpool2d "
     "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
 )
-_LIKES: Final = _names("zeros_like ones_like full_like empty_like")
 _RESHAPES: Final = _names(
-    "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy unsqueeze_copy "
-    "view_copy"
+    "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
+    "unsqueeze_copy view_copy"
 )
 _WHOLE_REDUCTIONS: Final = _names(
     "amax amin prod all any logsumexp argmax argmin var std count_nonzero aminmax median nanmedian var_mean std_mean"
 )
 #: along one dim or several, by default all: name -> place of the argument
-_ALONG: Final = {
+_ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("softmax log_softmax softmin _softmax _log_softmax _safe_softmax"), (1, "dim")),
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
@@ -108,7 +107,8 @@ _BATCHED: Final = {
     **dict.fromkeys(
         _names(
             "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
-            "max_pool2d_with_indices_backward reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d "
+            "max_pool2d_with_indices_backward reflection_pad2d replication_pad2d upsample_nearest2d "
+            "upsample_bilinear2d upsample_bicubic2d "
             "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
         ),
         (2,),
@@ -126,7 +126,6 @@ _BATCHED: Final = {
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=True) for name in _POINTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
-    **{name: Row(elementwise, free=True) for name in _LIKES},
     **{name: Row(elementwise, "sum", free=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=True) for name in _names("mul multiply rmul")},
     **{name: Row(elementwise, "first", free=True) for name in _names("div divide true_divide")},
@@ -221,7 +220,9 @@ def composite_of(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None
     if isinstance(func, torch._ops.OpOverload):
         return None
     name = name_of(func)
-    return None if name == "linear_cross_entropy" and kwargs.get("options") is None else COMPOSITES.get(name)
+    if name == "linear_cross_entropy" and kwargs.get("options") is None:
+        return None
+    return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
 def is_ragged(func: Any, tensors: int) -> bool:
@@ -233,12 +234,12 @@ def is_ragged(func: Any, tensors: int) -> bool:
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
-        "is_same_size _linalg_check_errors native_batch_norm _native_batch_norm_legit _batch_norm_with_update histogram "
-        "histogramdd numpy __array__"
+        "is_same_size _linalg_check_errors native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+        "histogram histogramdd numpy __array__"
     )
 )
 #: where there is a second tensor
-_RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave"))
+_RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
 
 
 def writes(func: Any) -> bool:

@@ -219,13 +219,13 @@ def joined(*, new: bool = False) -> Rule:
     """Operands one after another along a dim, which must be whole; with ``new`` along a dim of its own."""
 
     def rule(whole: Whole) -> Factors:
-        if any(len(shape) != whole.ndim for shape in whole.shapes):
-            return NO_RULE  # torch.cat skips empty vectors
-        dim = whole.argument(1, "dim", 0) % (whole.ndim + new)
-        every = range(whole.ndim)
+        ndim = max(map(len, whole.shapes))
+        dim = whole.argument(1, "dim", 0) % (ndim + new)
+        every = range(ndim)
         if new:
-            return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, whole.ndim)),))
+            return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, ndim)),))
         kept = tuple(None if d == dim else d for d in every)
-        return Factors((kept,) * len(whole.shapes), (kept,))
+        operands = tuple(kept if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch.cat skips [0]
+        return Factors(operands, (kept,))
 
     return rule

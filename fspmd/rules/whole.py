@@ -28,12 +28,13 @@ class Whole:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def dims(self, place: int, name: str, default: Any = None) -> tuple[int, ...]:
-        """The dims of the first tensor that an argument names, all of them for None; dims may be given one by one."""
+        """The dims of the first tensor that an argument names, all for None; ``dims`` may be given one by one."""
         given = self.argument(place, name, default)
-        if given is None or given == () or given == [] or type(given) is bool:
+        if isinstance(given, int) and type(given) is not bool:
+            one_by_one = name == "dims" and len(self.args) > place
+            given = [d for d in self.args[place:] if type(d) is int] if one_by_one else [given]
+        if not given:
             return tuple(range(self.ndim))
-        if isinstance(given, int):
-            given = [d for d in self.args[place:] if type(d) is int] if len(self.args) > place else [given]
         return tuple(d % self.ndim if self.ndim else 0 for d in given)
 
 

@@ -171,7 +171,9 @@ class LocalInt:
         return _of_blocks(self, sizes, strides, None)
 
 
-def _of_blocks(one: LocalInt, sizes: list[Any], strides: list[Any], memory_format: torch.memory_format | None) -> LocalInt:
+def _of_blocks(
+    one: LocalInt, sizes: list[Any], strides: list[Any], memory_format: torch.memory_format | None
+) -> LocalInt:
     """Whether each rank's block lies so; without a format, whether it is dense in some order of its dims."""
     rows = zip(*(_values(x, one.frame) for x in (*sizes, *strides)), strict=True)
     found = []

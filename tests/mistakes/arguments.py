@@ -267,7 +267,9 @@ def sharded_in_a_function_without_a_rule(m: Setting) -> None:
 
 @mistake(ShapeError)
 def sharded_made_another_shape(m: Setting) -> None:
-    """squeeze_() would make Sharded f32[1, 8@x] on mesh(x=4) a Sharded f32[8@x] on mesh(x=4); write x = x.squeeze(...)"""
+    """squeeze_() would make Sharded f32[1, 8@x] on mesh(x=4) a Sharded f32[8@x] on mesh(x=4); write x = \
+    x.squeeze(...)
+    """
     device_put(torch.ones(1, 8), P(None, "x"), mesh=m.line).squeeze_()
 
 
