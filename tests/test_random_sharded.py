@@ -300,3 +300,18 @@ def test_on_processes() -> None:
     for rank in results:
         for found, want in zip(rank, expected, strict=True):
             torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", layouts(LINE, 3), ids=str)
+def test_noise_in_functions_that_become_graphs(spec: P) -> None:
+    """What a function without a rule draws does not depend on the layout either."""
+    weights = torch.eye(3, dtype=F64)
+    found = []
+    for mesh, lies in ((ONE, P()), (LINE, spec)):
+        x = device_put(base()[:, None], lies, mesh=mesh)
+        torch.manual_seed(9)
+        out, _ = F.multi_head_attention_forward(
+            x, x, x, 3, 1, weights.repeat(3, 1), None, None, None, False, 0.5, weights, None, training=True
+        )
+        found.append(device_get(out))
+    torch.testing.assert_close(*found)
