@@ -21,6 +21,7 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
+from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.creation import (
     arange,
     empty,
@@ -52,6 +53,7 @@ from fspmd.modules import functional_call
 from fspmd.parallel import ParallelPlan, parallelize
 from fspmd.placement import device_get, device_put, from_callback, from_local
 from fspmd.rank_map import rank_map
+from fspmd.reshard import Explanation, explain, reshard, with_spec
 from fspmd.shard_map import shard_map
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
@@ -67,17 +69,24 @@ from fspmd.styles import (
 )
 
 __all__ = [
+    "ETHERNET",
+    "INFINIBAND",
+    "NVLINK",
+    "PCIE",
     "ArgumentError",
     "AxisError",
     "ColwiseParallel",
+    "Explanation",
     "FspmdError",
     "Handle",
+    "Link",
     "Mesh",
     "MeshError",
     "P",
     "ParallelPlan",
     "PrepareInput",
     "PrepareOutput",
+    "Price",
     "Replicated",
     "RowwiseParallel",
     "SequenceParallel",
@@ -86,6 +95,7 @@ __all__ = [
     "SpecError",
     "Style",
     "TensorSpec",
+    "Topology",
     "TreeError",
     "VarianceError",
     "VocabParallel",
@@ -100,6 +110,7 @@ __all__ = [
     "device_get",
     "device_put",
     "empty",
+    "explain",
     "eye",
     "from_callback",
     "from_local",
@@ -132,12 +143,16 @@ __all__ = [
     "randn",
     "randperm",
     "rank_map",
+    "reshard",
     "set_mesh",
+    "set_topology",
     "shard_map",
     "stop_gradient",
+    "topology",
     "typeof",
     "value_and_grad",
     "vjp",
     "vmap",
+    "with_spec",
     "zeros",
 ]

@@ -79,6 +79,9 @@ class Price:
     time: float  # µs
     peak: int  # bytes that a rank holds at once: its blocks before and after
 
+    def __str__(self) -> str:
+        return f"each rank sends {self.moved:,.0f} B in {self.time:.3g} µs and holds {self.peak:,} B at most"
+
     def __add__(self, other: Price) -> Price:
         return Price(self.moved + other.moved, self.time + other.time, max(self.peak, other.peak))
 

@@ -25,7 +25,7 @@ from fspmd.trees import broadcast_prefix, leaf_paths
 
 
 def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
-    _check_outside(what)
+    check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
     found = mesh or current_mesh()
@@ -35,7 +35,8 @@ def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     return found
 
 
-def _check_outside(what: str) -> None:
+def check_outside(what: str) -> None:
+    """Raise `ArgumentError` in a body."""
     if state.body is not None:
         raise ArgumentError(
             f"{what} was called inside {state.body.name}, whose values are this rank's blocks; call it outside, and "
@@ -75,7 +76,7 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
         return scatter_from(tree, specs, mesh, src)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), mesh, "device_put")
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), "device_put")
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -105,7 +106,7 @@ def device_get(tree: Any) -> Any:
     >>> device_get(x)
     tensor([0, 1, 2, 3, 4])
     """
-    _check_outside("device_get")
+    check_outside("device_get")
     return optree.tree_map(
         lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, is_leaf=is_sharded, none_is_leaf=True
     )

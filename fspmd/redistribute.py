@@ -19,8 +19,21 @@ def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
     """The blocks of ``target`` from those of ``source``, by the cheapest route; on one mesh or from one to another."""
     if source is target:
         return x
+    if source.mesh != target.mesh:
+        return _to_mesh(x, source, target)
     for step in route(source, target, topology()).steps:
         x = apply(x, step.call)
+    return x
+
+
+def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
+    """A process has its part in what happens on a mesh of which it is a member."""
+    here, there = source.mesh, target.mesh
+    if (here.transport, here.device_type) != (there.transport, there.device_type):  # no collective spans both
+        return to_blocks(from_blocks(x, source).to(there.device), target)
+    for step in route(source, target, topology()).steps:
+        if step.call.options.move is not None or step.call.mesh.coordinate() is not None:
+            x = apply(x, step.call)
     return x
 
 

@@ -55,12 +55,11 @@ class Route:
         where = repr(self.source.mesh)
         if self.target.mesh != self.source.mesh:
             where += f", then {self.target.mesh!r}"
-        total = self.price
         return "\n".join(
             (
                 f"{_short(self.source)} -> {_short(self.target)} on {where}",
                 *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
-                f"each rank sends {total.moved:,.0f} B in {total.time:.3g} µs and holds {total.peak:,} B at most",
+                str(self.price),
             )
         )
 

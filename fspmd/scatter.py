@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,12 @@ class Route:
         )
 
 
-def check_leaves(leaves: list[Any], partitions: list[Any], labels: list[str], mesh: Mesh, what: str) -> None:
-    """Every leaf a tensor, every spec fitting it; all failures in one message."""
+def check_leaves(
+    leaves: list[Any], partitions: list[Any], labels: list[str], meshes: Sequence[Mesh | None], what: str
+) -> None:
+    """Every leaf a tensor, every spec fitting it and its mesh, where it has one; all failures in one message."""
     failures = []
-    for leaf, partition, label in zip(leaves, partitions, labels, strict=True):
+    for leaf, partition, label, mesh in zip(leaves, partitions, labels, meshes, strict=True):
         if leaf is None or partition is None:
             continue
         if not isinstance(leaf, (Tensor, Sharded)):
@@ -82,7 +84,7 @@ def check_leaves(leaves: list[Any], partitions: list[Any], labels: list[str], me
         elif type(leaf) is LocalTensor:
             text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
             failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))
-        elif wrong := complain(partition, mesh, leaf.ndim):
+        elif mesh is not None and (wrong := complain(partition, mesh, leaf.ndim)):
             failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
     if failures:
         refuse(f"{what}: the tree does not fit its specs", failures)
@@ -178,7 +180,7 @@ def _describe(tree: Any, specs: Any, mesh: Mesh, src: int) -> tuple[list[Any], A
     partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
     if any(isinstance(leaf, Sharded) for leaf in leaves):
         raise ArgumentError(f"device_put got src={src} and a Sharded, which all ranks hold already; leave out src")
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), mesh, "device_put")
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), "device_put")
     rows: list[Any] = []
     for leaf, partition in zip(leaves, partitions, strict=True):
         if leaf is None or partition is None:
