@@ -215,7 +215,17 @@ def _of_local(name: str) -> Any:
     return property(lambda self: getattr(self.local, name), doc=f"As of this rank's block: ``torch.Tensor.{name}``.")
 
 
-for _name in ("layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_meta", "is_leaf", "itemsize"):
+for _name in (
+    "layout",
+    "is_sparse",
+    "is_quantized",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_nested",
+    "is_leaf",
+    "itemsize",
+):
     setattr(Sharded, _name, _of_local(_name))
 
 _OPERATORS = (

@@ -307,3 +307,62 @@ def test_recurrent_modules() -> None:
         for value in other.parameters():
             value.mul_(2)
     torch.testing.assert_close(out, other(x)[0])
+
+
+def check_whole_module(make: Callable[[], nn.Module], inputs: tuple[Any, ...], mesh: Mesh) -> None:
+    """Values, gradients and buffers of a module of torch, every leaf cut along its first dim or its last."""
+    for layout in LAYOUTS.values():
+        module = seeded(make)
+        placed = sharded_state(module, mesh, lambda x, layout=layout: layout(x) if x.ndim else P())
+        expected = module(*inputs)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        weight = torch.arange(1.0, expected.numel() + 1, dtype=F64).view(expected.shape).cos()
+        (expected * weight).sum().backward()
+        out = functional_call(seeded(make), placed, device_put(inputs[0], P("x"), mesh=mesh), *inputs[1:])
+        out = out[0] if isinstance(out, tuple) else out
+        torch.testing.assert_close(device_get(out), expected)
+        (device_get(out) * weight).sum().backward()
+        for name, parameter in module.named_parameters():
+            assert placed[name].grad is not None, name
+            torch.testing.assert_close(device_get(placed[name].grad), parameter.grad, msg=name)
+        for name, buffer in module.named_buffers():
+            torch.testing.assert_close(device_get(placed[name]), buffer, msg=name)
+
+
+X = torch.linspace(-1, 1, 80, dtype=F64).view(2, 5, 8).sin()
+Y = torch.linspace(-2, 1, 48, dtype=F64).view(2, 3, 8).cos()
+IMAGES = torch.linspace(-1, 1, 4 * 3 * 36, dtype=F64).view(4, 3, 6, 6).sin()
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(3, dtype=F64)
+WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), (X,)),
+    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), (X, Y, Y)),
+    "transformer": (
+        lambda: nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=True),
+        (X, Y, None, CAUSAL),
+    ),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (IMAGES,)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.MaxPool2d(2), nn.Flatten()),
+        (IMAGES,),
+    ),
+    "lstm": (lambda: nn.LSTM(8, 3, batch_first=True), (X,)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 5)), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_modules_of_torch(mesh: str, name: str) -> None:
+    check_whole_module(*WHOLE[name], MESHES[mesh])
+
+
+def test_batch_norm_without_statistics_and_in_evaluation() -> None:
+    x = device_put(X, P("x"), mesh=LINE)
+    module = nn.BatchNorm1d(5, affine=False, track_running_stats=False)
+    torch.testing.assert_close(device_get(functional_call(module, {}, x)), module(X))
+    module = seeded(lambda: nn.BatchNorm1d(5)).eval()
+    placed = sharded_state(module, LINE, lambda x: P("x") if x.ndim else P())
+    torch.testing.assert_close(device_get(functional_call(module, placed, x)), module(X))
+    torch.testing.assert_close(device_get(placed["running_var"]), torch.ones(5, dtype=F64))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        functional_call(module.train(), placed, device_put(X[:1, :, 0], P(), mesh=LINE))
