@@ -30,6 +30,7 @@ from fspmd import (
     device_put,
     functional_call,
     make_mesh,
+    pairs,
     parallelize,
     shard_map,
 )
@@ -176,6 +177,32 @@ def test_trees(mesh: str, local: bool) -> None:
         grad = params[name].grad
         assert grad is not None
         torch.testing.assert_close(device_get(grad), x.grad)
+
+
+FREE = {"alias", "apart", "pick", "slice", "at_first"}
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_what_moves_is_one_sum_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
+    """Column then row parallel: Megatron's two all-reduces."""
+    kernels: list[str] = []
+    run = pairs.Call.run
+
+    def seen(self: pairs.Call, x: Tensor) -> Tensor:
+        kernels.append(self.pair.kernel)
+        return run(self, x)
+
+    monkeypatch.setattr(pairs.Call, "run", seen)
+    plain = {"up": torch.ones(8, 6, dtype=F64), "down": torch.ones(6, 8, dtype=F64)}
+    params, plan = parallelize({name: x.requires_grad_() for name, x in plain.items()}, MLP, LINE)
+    x = device_put(FLOATS, P(), mesh=LINE).requires_grad_()
+    up, down = (plan[name].local(F.linear) if local else plan[name](F.linear) for name in ("up", "down"))
+    kernels.clear()
+    out = down(F.gelu(up(x, params["up"])), params["down"])
+    assert [name for name in kernels if name not in FREE] == ["reduce_once"]
+    kernels.clear()
+    out.backward(torch.ones(2, 5, 6, dtype=F64))
+    assert [name for name in kernels if name not in FREE] == ["reduce_once"]
 
 
 def test_a_bias_that_would_count_once_per_rank_is_refused() -> None:
