@@ -48,6 +48,7 @@ from fspmd.errors import (
     VarianceError,
 )
 from fspmd.initial import init_sharded
+from fspmd.measure import measure_topology
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules import functional_call
 from fspmd.parallel import ParallelPlan, parallelize
@@ -121,6 +122,7 @@ __all__ = [
     "jvp",
     "linspace",
     "make_mesh",
+    "measure_topology",
     "normal",
     "ones",
     "parallelize",

@@ -1,0 +1,49 @@
+"""Measured links: positive, the same on all ranks, in time; and prices that follow them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from processes import Processes
+
+from fspmd import Link, MeshError, Topology, make_mesh, measure_topology, set_topology, topology
+from fspmd.cost import price
+
+
+def _measured(sizes: tuple[int, ...]) -> tuple[Topology, float]:
+    mesh = make_mesh(sizes, ("x", "y", "z")[: len(sizes)])
+    measure_topology(mesh)  # starts the groups
+    start = time.perf_counter()
+    return measure_topology(mesh), time.perf_counter() - start
+
+
+def test_all_ranks_measure_the_same() -> None:
+    with Processes(4) as pool:
+        for sizes in ((4,), (2, 2), (1, 4)):
+            found = pool.run(_measured, sizes, seconds=60)
+            figures = [one for one, _ in found]
+            assert all(one == figures[0] for one in figures)
+            assert max(seconds for _, seconds in found) < 4
+            links = dict(figures[0].axes)
+            assert set(links) == {axis for axis, n in zip("xyz", sizes, strict=False) if n > 1}
+            assert all(link.latency >= 0 and 1 < link.bandwidth < 1e6 for link in links.values())
+            assert figures[0].launch > 0
+            assert figures[0].memory > 10
+
+
+def test_prices_follow_what_is_set() -> None:
+    mesh = make_mesh((2, 4), ("x", "y"), transport="simulation")
+    before = topology()
+    try:
+        set_topology(Topology(launch=3.0, memory=float("inf"), axes=(("x", Link(5.0, 10.0)),)))
+        assert price("gather", mesh, ("x",), 100, 200).time == 3 + 5 + 100 / 10
+    finally:
+        set_topology(before)
+
+
+def test_a_simulated_mesh_is_refused() -> None:
+    with pytest.raises(
+        MeshError, match="is simulated in one process, where nothing moves between ranks; measure under"
+    ):
+        measure_topology(make_mesh((4,), ("x",), transport="simulation"))
