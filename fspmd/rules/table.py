@@ -172,7 +172,7 @@ ROWS: Final[dict[str, Row]] = {
     "slice": Row(views.sliced, "first"),
     "diagonal": Row(over_two((2, "dim1", 0), (3, "dim2", 1)), "first"),
     "diag_embed": Row(views.embedded_diagonal, "first"),
-    "diagonal_scatter": Row(over_two((3, "dim1", 0), (4, "dim2", 1))),
+    "diagonal_scatter": Row(reductions.diagonal_scattered),
     "slice_scatter": Row(views.slice_scattered),
     "select_scatter": Row(views.select_scattered),
     "renorm": Row(reductions.all_but(2, "dim")),

@@ -30,7 +30,9 @@ class Whole:
     def dims(self, place: int, name: str, default: Any = None) -> tuple[int, ...]:
         """The dims of the first tensor that an argument names, all for None; ``dims`` may be given one by one."""
         given = self.argument(place, name, default)
-        if isinstance(given, int) and type(given) is not bool:
+        if type(given) is bool:  # an argument of another overload
+            given = None
+        if isinstance(given, int):
             one_by_one = name == "dims" and len(self.args) > place
             given = [d for d in self.args[place:] if type(d) is int] if one_by_one else [given]
         if not given:
