@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import Failure, described, quoted, refuse
@@ -40,7 +41,8 @@ def functional_call(
         TreeError: before the call, naming every leaf whose name is unknown, given twice, or at odds with one it is
             tied to, every parameter that was left out while the module is on the meta device, and every pattern of
             ``styles`` at which there is no module.
-        ArgumentError: ``module`` is no ``nn.Module`` or has been compiled by TorchScript; a leaf is no tensor.
+        ArgumentError: ``module`` is no ``nn.Module`` or has been compiled by TorchScript; a leaf is no tensor;
+            ``forward`` calls a module in a checkpoint, whose recomputation would find the module's own tensors.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> with torch.device("meta"):
@@ -50,7 +52,7 @@ def functional_call(
     Sharded f32[3, 8@x] on mesh(x=4)
     """
     _check_module(module)
-    with _lock_of(module), _swapped(module, params), _arranged(module, styles):
+    with _lock_of(module), _swapped(module, params), _arranged(module, styles), _no_recomputation(module):
         return module(*args, **kwargs)
 
 
@@ -208,3 +210,28 @@ def _hook(owner: nn.Module, placed: Placed, stack: ExitStack) -> None:
     before = owner.register_forward_pre_hook(lambda _, args, kwargs: placed.inputs(args, kwargs), with_kwargs=True)
     stack.callback(before.remove)
     stack.callback(owner.register_forward_hook(lambda _, args, out: placed.outputs(out)).remove)
+
+
+@contextmanager
+def _no_recomputation(module: nn.Module) -> Iterator[None]:
+    """Refuses checkpoints within the call: what they compute again in backward sees other parameters."""
+    outside = _saved_tensors_hooks(True)
+
+    def check(owner: nn.Module, _: Any) -> None:
+        hooks = _saved_tensors_hooks(True)
+        known = outside is not None and hooks is not None and hooks[0] is outside[0]
+        if hooks is not None and not known and "_checkpoint_hook" in hooks[0].__qualname__:
+            raise ArgumentError(
+                f"functional_call of {type(module).__name__}: its forward calls {type(owner).__name__} in a "
+                "checkpoint, which computes again in backward, when the module has its own tensors back; call that part as "
+                "fspmd.checkpoint(lambda params, x: functional_call(part, params, x))(params, x)"
+            )
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks

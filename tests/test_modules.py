@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from fspmd import (
@@ -17,9 +18,11 @@ from fspmd import (
     P,
     Sharded,
     TreeError,
+    checkpoint,
     device_get,
     device_put,
     functional_call,
+    grad,
     make_mesh,
     pcast,
     shard_map,
@@ -366,3 +369,38 @@ def test_batch_norm_without_statistics_and_in_evaluation() -> None:
     torch.testing.assert_close(device_get(placed["running_var"]), torch.ones(5, dtype=F64))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         functional_call(module.train(), placed, device_put(X[:1, :, 0], P(), mesh=LINE))
+
+
+def test_derivatives_and_checkpoint_around_the_call() -> None:
+    module = seeded(lambda: nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3)))
+    x = torch.linspace(-1, 1, 24, dtype=F64).view(4, 6)
+    plain = {name: value.detach() for name, value in module.named_parameters()}
+    expected = torch.func.grad(lambda q: torch.func.functional_call(module, q, (x,)).cos().sum())(plain)
+    params = {name: device_put(value, P("x"), mesh=LINE) for name, value in plain.items()}
+
+    def out(q: Any) -> Any:
+        return functional_call(module, q, x)
+
+    for loss in (lambda q: out(q).cos().sum(), lambda q: checkpoint(out)(q).cos().sum()):
+        found = grad(loss)(params)
+        for name, value in expected.items():
+            torch.testing.assert_close(device_get(found[name]), value)
+
+
+def test_a_checkpoint_within_the_call_is_refused() -> None:
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(6, 3)
+
+        def forward(self, x: Any) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
+
+    module = Saves()
+    params = {name: device_put(x.detach() + 1, P(), mesh=LINE) for name, x in module.named_parameters()}
+    assert said(lambda: functional_call(module, params, torch.ones(2, 6))) == (
+        "functional_call of Saves: its forward calls Linear in a checkpoint, which computes again in backward, when "
+        "the module has its own tensors back; call that part as "
+        "fspmd.checkpoint(lambda params, x: functional_call(part, params, x))(params, x)"
+    )
+    assert module(torch.ones(2, 6)).shape == (2, 3)
