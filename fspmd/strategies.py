@@ -69,7 +69,7 @@ def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[Tensor
     if pending and linear == "sum":
         found.append("U" * len(operands))
     elif pending and (linear == "product" or (linear == "first" and pending[0] == 0)):
-        for one in pending:
+        for one in pending if linear == "product" else (0,):
             if one not in factors.added:
                 found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
     for dims, spec in zip(factors.operands, operands, strict=True):

@@ -37,6 +37,7 @@ CASES: dict[str, Case] = {
     "mul": (lambda x, y: x * y, ((4, 8), (4, 8))),
     "mul by a scalar tensor": (lambda x, y: x * y, ((5, 3), ())),
     "div": (lambda x, y: x / (y * y + 1), ((5, 6), (5, 6))),
+    "div by a sum": (lambda x, y: x.sum(0) / y.sum(0), ((5, 6), (3, 6))),
     "divide a number": (lambda x: 3 / (x * x + 1), ((5, 6),)),
     "pow": (lambda x: x**2 + 2**x, ((5, 6),)),
     "relu": (torch.relu, ((5, 6),)),
