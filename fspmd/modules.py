@@ -223,8 +223,8 @@ def _no_recomputation(module: nn.Module) -> Iterator[None]:
         if hooks is not None and not known and "_checkpoint_hook" in hooks[0].__qualname__:
             raise ArgumentError(
                 f"functional_call of {type(module).__name__}: its forward calls {type(owner).__name__} in a "
-                "checkpoint, which computes again in backward, when the module has its own tensors back; call that part as "
-                "fspmd.checkpoint(lambda params, x: functional_call(part, params, x))(params, x)"
+                "checkpoint, which computes again in backward, when the module has its own tensors back; call that "
+                "part as fspmd.checkpoint(lambda params, x: functional_call(part, params, x))(params, x)"
             )
 
     handle = register_module_forward_pre_hook(check)

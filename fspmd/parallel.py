@@ -178,10 +178,15 @@ class Placed:
                 "values are this rank's blocks; use them outside"
             )
         source = x.spec if isinstance(x, Sharded) else TensorSpec(self.mesh, P(), x.shape, x.dtype)
-        target = source.with_partition(laid_out(source.partition, len(source.shape), _axis_of(style), layout))
+        target = _target(source, _axis_of(style), layout)
         if isinstance(x, Sharded):
             return x if target is source else Sharded(redistribute(x.local, source, target), target)
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _target(source: TensorSpec, axis: str, layout: Layout) -> TensorSpec:
+    return source.with_partition(laid_out(source.partition, len(source.shape), axis, layout))
 
 
 def _axis_of(style: Style) -> str:
