@@ -17,7 +17,6 @@ from fspmd import (
     FspmdError,
     Mesh,
     P,
-    ParallelPlan,
     PrepareInput,
     PrepareOutput,
     Replicated,
@@ -105,12 +104,22 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Style], Tensor]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_modules(mesh: str, case: str, shape: Callable[[dict[str, Any]], Any]) -> None:
-    make, styles, x = CASES[case]
+    on, batch = MESHES[mesh]
+    check_module(*CASES[case], on, batch, shape)
+
+
+def check_module(
+    make: Callable[[], nn.Module],
+    styles: dict[str, Style],
+    x: Tensor,
+    on: Mesh,
+    batch: P,
+    shape: Callable[[dict[str, Any]], Any],
+) -> None:
     module = seeded(make)
     expected = module(x)
     weight = torch.arange(1.0, expected.numel() + 1, dtype=F64).view(expected.shape).cos()
     (expected * weight).sum().backward()
-    on, batch = MESHES[mesh]
     params, plan = parallelize(shape(dict(module.named_parameters())), styles, on, axis="tp")
     out = functional_call(module, params, device_put(x, batch, mesh=on), styles=plan)
     assert isinstance(out, Sharded)
@@ -343,19 +352,12 @@ def test_styles_in_a_body_are_refused() -> None:
 
 def on_processes(sizes: tuple[int, ...]) -> None:
     mesh = make_mesh(sizes, ("data", "tp")[-len(sizes) :])
-    _check_on(mesh)
-
-
-def _check_on(mesh: Mesh) -> ParallelPlan:
-    module = seeded(Mlp)
-    params, plan = parallelize(dict(module.named_parameters()), MLP, mesh, axis="tp")
-    out = functional_call(module, params, FLOATS, styles=plan)
-    torch.testing.assert_close(device_get(out), module(FLOATS))
-    return plan
+    batch = P("data") if len(sizes) > 1 else P()
+    for make, styles, x in CASES.values():
+        check_module(make, styles, x, mesh, batch, lambda flat: flat)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
-
     with Processes(4) as pool:
         pool.run(on_processes, sizes, seconds=60)
