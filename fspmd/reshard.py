@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.body import state
 from fspmd.cost import FREE, Price, topology
 from fspmd.errors import ArgumentError, MeshError
 from fspmd.mesh import Mesh, current_mesh
@@ -18,7 +19,7 @@ from fspmd.redistribute import redistribute, to_blocks
 from fspmd.routes import Route, route
 from fspmd.scatter import check_leaves
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import broadcast_prefix, leaf_paths
 
 
@@ -67,6 +68,10 @@ def with_spec(tree: Any, specs: Any) -> Any:
 
 
 def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
+    if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None:  # the common case, quickly
+        on = tree.spec.mesh
+        if not complain(specs, on, tree.ndim) and on.coordinate() is not None:
+            return _moved(tree, specs, on)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
     partitions, meshes = _checked(tree, leaves, specs, mesh, what)
     moved = [

@@ -1,7 +1,8 @@
 """From one layout of a tensor to another: the cheapest sequence of collectives, by shortest path over layouts.
 
 A node of the graph is a `TensorSpec`, an edge one row of the pair table. Edges lead towards the target: an axis is cut
-into a dim only where the target has it, so no step gathers what a later one would cut away again if that is cheaper.
+into a dim only where the target has it. Ways round are searched where they can pay: beside a pending sum, and where
+axes have links of different speeds (fetch a part over the slow axis, and gather it over the fast one).
 What no native collective does in one step (uneven dims that are cut partly anew, axes in another order, several dims at
 once, another mesh), ``reblock`` does: each rank receives what it lacks, and no more.
 """
@@ -86,6 +87,7 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
     order = itertools.count()
     queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
     done: set[TensorSpec] = set()
+    anywhere = _links_differ(source, topology)
     while True:
         time, peak, length, _, spec, steps = heapq.heappop(queue)
         if spec is target:
@@ -93,12 +95,18 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
         if spec in done:
             continue
         done.add(spec)
-        for move, after in _moves(spec, target):
+        for move, after in _moves(spec, target, anywhere):
             if after not in done:
                 step = _step(move, spec, after, topology)
                 weight = 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
                 label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + weight, next(order))
                 heapq.heappush(queue, (*label, after, (*steps, step)))
+
+
+def _links_differ(spec: TensorSpec, topology: Topology) -> bool:
+    """Whether axes have links of different speeds: then ways round may pay, such as to cut over a fast axis first."""
+    mesh = spec.mesh
+    return len({topology.link(mesh, (axis,)) for axis in mesh.axis_names if mesh.shape[axis] > 1}) > 1
 
 
 def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
@@ -134,13 +142,17 @@ def _settled_layouts(spec: TensorSpec) -> Iterator[TensorSpec]:
 # --- the edges ------------------------------------------------------------------------------------------------------
 
 
-def _moves(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
-    """The edges that leave a layout."""
-    yield from _settlings(spec, target)
+def _moves(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``.
+
+    Beside a pending sum always anywhere, since what is cut is less to sum.
+    """
+    anywhere = anywhere or bool(spec.partition.unreduced - target.partition.unreduced)
+    yield from _settlings(spec, target, anywhere)
     yield from _gathers(spec, target)
-    yield from _slices(spec, target)
-    yield from _exchanges(spec, target)
-    yield from _reblocks(spec, target)
+    yield from _slices(spec, None if anywhere else target)
+    yield from _exchanges(spec, None if anywhere else target)
+    yield from _reblocks(spec, target, anywhere)
 
 
 def _moved(
@@ -205,14 +217,12 @@ def _free(spec: TensorSpec) -> Axes:
     return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
 
 
-def _slices(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
-    """Beside a pending sum into any dim, since less is then to be summed."""
-    pending = spec.partition.unreduced - target.partition.unreduced
-    for dim, now, new, options in _cuts(spec, _free(spec), None if pending else target):
+def _slices(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
+    for dim, now, new, options in _cuts(spec, _free(spec), target):
         yield call("slice", spec.mesh, new, options), _moved(spec, {dim: (*now, *new)})
 
 
-def _exchanges(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
     for source, entry in enumerate(spec.partition):
         for kept, gone in _splits(entry_axes(entry)):
             if not _can_part(spec, source, kept, gone):
@@ -224,10 +234,10 @@ def _exchanges(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Ten
                     yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
 
 
-def _settlings(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
     """Ends and beginnings of pending sums."""
     mesh, have, want = spec.mesh, spec.partition, target.partition
-    pending = mesh.ordered(have.unreduced - want.unreduced)
+    pending = mesh.ordered(have.unreduced if anywhere else have.unreduced - want.unreduced)
     for n in range(1, len(pending) + 1):
         for axes in itertools.permutations(pending, n):
             left = have.unreduced.difference(axes)
@@ -239,7 +249,7 @@ def _settlings(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Ten
                     after = _moved(spec, {dim: (*now, *new)}, left)
                     yield call("psum_scatter_unreduced", mesh, new, options), after
     free = frozenset(_free(spec))
-    if axes := mesh.ordered(have.reduced if pending else have.reduced - want.reduced):
+    if axes := mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced):
         yield call("reduced_to_invariant", mesh, axes), _moved(spec, {}, None, have.reduced.difference(axes))
     if axes := mesh.ordered(free & want.reduced):
         yield call("invariant_to_reduced", mesh, axes), _moved(spec, {}, None, have.reduced.union(axes))
@@ -247,19 +257,36 @@ def _settlings(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Ten
         yield call("invariant_to_unreduced", mesh, axes), _moved(spec, {}, have.unreduced.union(axes))
 
 
-def _reblocks(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
     """All dims at once to how the target has them, as far as axes are not pending.
 
-    Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered.
+    Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered. ``anywhere``: to
+    every other placement, too.
     """
     now = [entry_axes(entry) for entry in spec.partition]
     held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
     goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
     stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
-    for wanted in {tuple(goal), tuple(stay)}:
+    goals = {tuple(goal), tuple(stay)}
+    if anywhere:
+        goals |= _placements(spec.mesh.ordered(frozenset(spec.mesh.axis_names) - held), spec.ndim)
+    for wanted in goals:
         after = _moved(spec, dict(enumerate(wanted)))
         if after is not spec and not _is_native(spec, now, wanted):
             yield _reblock(spec, after)
+
+
+_MANY = 2  # axes, from which on a route is not searched by way of every layout
+
+
+@functools.lru_cache(maxsize=256)
+def _placements(axes: Axes, ndim: int) -> frozenset[tuple[Axes, ...]]:
+    """Every way to cut dims over some of the axes, in every order."""
+    found = set()
+    for order in itertools.permutations(axes) if len(axes) <= _MANY else ():
+        for places in itertools.product([*range(ndim), None], repeat=len(order)):
+            found.add(tuple(tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim)))
+    return frozenset(found)
 
 
 def _reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:

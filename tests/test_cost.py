@@ -1,0 +1,140 @@
+"""Prices: published formulas, known problems, and the triangle inequality over all layouts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from simulated import layouts
+
+from fspmd import Mesh, P, TensorSpec, make_mesh
+from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
+from fspmd.routes import Route, route
+
+WHOLE = 1 << 30
+#: latency does not count, nor what a rank reads and writes itself: the limit of large arrays
+LARGE = Topology(Link(0.0, 50e3), Link(0.0, 50e3), launch=0.0, memory=float("inf"))
+
+
+def line(n: int) -> Mesh:
+    return make_mesh((n,), ("x",), transport="simulation")
+
+
+def time(kernel: str, n: int, before: int, after: int, figures: Topology = LARGE) -> float:
+    return price(kernel, line(n), ("x",), before, after, figures).time
+
+
+def way(source: P, target: P, mesh: Mesh, shape: tuple[int, ...], figures: Topology | None = None) -> Route:
+    ends = (TensorSpec(mesh, partition, shape, torch.bfloat16) for partition in (source, target))
+    return route(*ends, figures or topology())
+
+
+# --- the triangle inequality ----------------------------------------------------------------------------------------
+
+TOPOLOGIES = {
+    "one host": Topology(),
+    "slow x": Topology(axes=(("x", ETHERNET),)),
+    "slow y, little memory": Topology(axes=(("y", ETHERNET),), capacity=1e7),
+}
+
+
+@pytest.mark.parametrize("figures", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("shape", [(12, 12), (5, 7), (4096, 4096)])
+def test_no_detour_is_cheaper(shape: tuple[int, ...], sizes: tuple[int, ...], figures: Topology) -> None:
+    """Of all layouts a, b, c of a matrix: going from a to c costs at most what going by way of b does."""
+    mesh = make_mesh(sizes, ("x", "y")[: len(sizes)], transport="simulation")
+    found = layouts(mesh, 2)
+    cost = {(a, b): way(a, b, mesh, shape, figures).price.time for a in found for b in found}
+    for a, b, c in itertools.product(found, repeat=3):
+        assert cost[a, c] <= (cost[a, b] + cost[b, c]) * (1 + 1e-9) + 1e-8, (a, b, c)
+
+
+# --- published formulas ---------------------------------------------------------------------------------------------
+
+
+def test_prices_are_those_of_the_literature() -> None:
+    """Rings of 16 ranks and 1 GiB over links of 1 us and 50 GB/s, worked out by hand."""
+    mesh = make_mesh((16,), ("x",), transport="simulation")
+    plain = Topology(Link(1.0, 50e3), Link(1.0, 50e3), launch=0.0, memory=float("inf"))
+    whole = 1 << 30
+    expected = {
+        "gather": (whole // 16, whole, 15 + whole * 15 / 16 / 50e3),
+        "reduce_scatter": (whole, whole // 16, 15 + whole * 15 / 16 / 50e3),
+        "reduce": (whole, whole, 30 + whole * 30 / 16 / 50e3),
+        "exchange": (whole, whole, 15 + whole * 15 / 16 / 50e3),
+        "permute": (whole, whole, 1 + whole / 50e3),
+        "slice": (whole, whole // 16, 0.0),
+    }
+    for kernel, (before, after, time) in expected.items():
+        assert price(kernel, mesh, ("x",), before, after, plain).time == pytest.approx(time, rel=1e-12)
+
+
+def test_links_are_found_from_where_ranks_stand() -> None:
+    mesh = make_mesh((2, 8), ("dp", "tp"), transport="simulation")
+    figures = Topology(per_host=8)
+    assert [figures.link(mesh, axes) for axes in (("tp",), ("dp",), ("dp", "tp"))] == [NVLINK, INFINIBAND, INFINIBAND]
+    across = make_mesh((2, 8), ("dp", "tp"), ranks=[i % 8 * 2 + i // 8 for i in range(16)], transport="simulation")
+    assert [figures.link(across, axes) for axes in (("tp",), ("dp",))] == [INFINIBAND, NVLINK]
+    named = Topology(axes=(("tp", Link(9.0, 1e3)),))
+    assert named.link(mesh, ("tp",)) == Link(9.0, 1e3)
+    assert named.link(mesh, ("dp", "tp")) == Link(9.0, 1e3)
+
+
+def test_large_gathers_take_bytes_over_bandwidth_whatever_the_axis() -> None:
+    """Austin et al., "How to Scale Your Model" (2025), "Sharded Matrices": the time of an all-gather of a large array
+    depends on its bytes and the bandwidth alone, that of a reduce-scatter is the same, an all-reduce takes twice it.
+    """
+    for n in (16, 64, 256):
+        gather = time("gather", n, WHOLE // n, WHOLE)
+        assert gather == pytest.approx(WHOLE / 50e3, rel=1 / n + 1e-9)
+        assert time("reduce_scatter", n, WHOLE, WHOLE // n) == pytest.approx(gather, rel=1e-12)
+        assert time("reduce", n, WHOLE, WHOLE) == pytest.approx(2 * gather, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [4, 8, 64])
+def test_an_all_to_all_through_a_switch_takes_an_nth_of_a_gather(n: int) -> None:
+    """The same book, "How to Think About GPUs": bytes (n - 1) / (n^2 bandwidth), since every pair has a way of its own.
+
+    On a ring, where pieces pass through the ranks between, it takes a quarter of a gather; links here are switched.
+    """
+    gather, exchange = time("gather", n, WHOLE // n, WHOLE), time("exchange", n, WHOLE // n, WHOLE // n)
+    assert exchange == pytest.approx(gather / n, rel=1e-12)
+    assert exchange == pytest.approx(WHOLE * (n - 1) / n**2 / 50e3, rel=1e-12)
+
+
+def test_small_collectives_take_their_latency() -> None:
+    """n - 1 messages follow each other around a ring (Thakur et al., 2005, section 3.1)."""
+    figures = Topology(Link(1.0, 450e3), launch=0.0)
+    assert time("gather", 8, 16, 128, figures) == pytest.approx(7, rel=1e-3)
+    assert time("reduce", 8, 16, 16, figures) == pytest.approx(14, rel=1e-3)
+
+
+def test_a_gather_inside_a_host() -> None:
+    """bf16[1024, 16384] over the eight GPUs of a host with NVLink 4: 7/8 of 33.6 MB at 450 GB/s."""
+    figures = Topology(launch=0.0, memory=float("inf"), inside=Link(0.0, 450e3))
+    found = way(P("x"), P(), line(8), (1024, 16384), figures)
+    assert found.price.time == pytest.approx(2 * 1024 * 16384 * 7 / 8 / 450e3, rel=1e-12)
+    assert found.price.time == pytest.approx(65.2, abs=0.1)
+
+
+def test_over_two_hosts_most_bytes_stay_inside() -> None:
+    """A gather over dp between hosts where tp is idle: each rank fetches a part, which the host then shares."""
+    mesh = make_mesh((2, 8), ("dp", "tp"), transport="simulation")
+    found = way(P("dp"), P(), mesh, (8192, 8192))
+    between = [step.price.moved for step in found.steps if "dp" in step.call.axes]
+    whole = 8192 * 8192 * 2
+    assert sum(between) <= whole / 2 / 8
+    plain = price("gather", mesh, ("dp",), whole // 2, whole)
+    assert found.price.time < plain.time / 2
+
+
+def test_what_does_not_fit_is_avoided() -> None:
+    """Rows over x to rows over y of a square mesh without ever holding the whole."""
+    mesh = make_mesh((2, 2), ("x", "y"), transport="simulation")
+    whole = 4096 * 4096 * 2
+    figures = Topology(capacity=whole)
+    assert way(P("x"), P("y"), mesh, (4096, 4096), figures).price.peak <= whole
+    full = price("gather", mesh, ("x",), whole // 2, whole, figures)
+    assert full.time > price("gather", mesh, ("x",), whole // 2, whole).time
