@@ -83,6 +83,11 @@ def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes:
     return _plain_entry(partition, label, body, variance if body.checked else None, widen, nested)
 
 
+def typed_entry(spec: TensorSpec) -> Entry:
+    """The function that types a block of a checked body."""
+    return _sharded_entry(spec, spec, variance_of_spec(spec.partition), None)
+
+
 def _static(leaf: Any) -> Any:
     return leaf
 

@@ -260,6 +260,17 @@ def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
     return TensorSpec(body.mesh, partition, shape, x.dtype)
 
 
+def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
+    """A result whose spec is known, cast and held as that says; raises `VarianceError` where its type does not fit."""
+    failure = result_failure(x, spec.partition, path, body, frozenset())
+    if failure is not None:
+        refuse(f"{body.name}: the results do not fit", [failure])
+    target = variance_of_spec(spec.partition)
+    if getattr(x, ATTRIBUTE, INVARIANT) is not target:
+        x = _typed(x, target, body, frozenset())
+    return _held(x, spec.partition, body) if body.mesh.transport == "simulation" else x
+
+
 def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> TensorSpec:
     """The spec whose blocks the ranks hold; raises on all ranks alike, naming the first that differs.
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from fspmd.bodied import as_local_call
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.routes import route
-from fspmd.rules import Factors, Row, Whole, row_of, writes
+from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.strategies import best_strategy
@@ -70,7 +71,9 @@ def propagate(
         return None
     written = writes(func)
     linear = _linearity(row, args, kwargs, specs[0], results[0])
-    best = best_strategy(factors, linear, specs, results, topology(), fixed=written, empty=row.empty)
+    best = best_strategy(
+        factors, linear, specs, results, topology(), fixed=written, empty=row.empty, body=row.body and row.body.time
+    )
     if best is None:
         _refuse_write(func, specs)
     final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
@@ -81,6 +84,15 @@ def propagate(
             moves.append((place, tuple(step.call for step in route(spec, need, topology()).steps)))
         if axes:
             casts.append((place, _casts(need, axes)))
+    result = final[0] if isinstance(out, Tensor) else final
+    if best.by_body and row.body is not None:
+        axes = {
+            name: best.axes.get(factor, ()) for name, factor in (factors.names or dict(enumerate(range(99)))).items()
+        }
+        site = Site(axes, best.operands, final)
+        places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
+        body = as_local_call(row.body.body, shown(func), site, places, final)
+        return OpPlan(result, bool(moves), tuple(moves), (), body, False)
     local: Callable[..., Any] = func
     if row.local is not None:
         local = functools.partial(row.local, shapes[0])
@@ -88,7 +100,6 @@ def propagate(
         local = functools.partial(_of_first, functools.partial(row.blocks, factors, shapes[0], after[0]))
     if mesh.transport == "simulation" and not all(spec.even for spec in (*final, *best.operands)):
         local = functools.partial(_rank_by_rank, local, not written)
-    result = final[0] if isinstance(out, Tensor) else final
     return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, written)
 
 

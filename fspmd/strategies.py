@@ -8,7 +8,7 @@ together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -21,6 +21,10 @@ from fspmd.spec import P, TensorSpec, blocks, entry_axes
 Choice = int | str
 
 
+#: µs that a sharded body takes to communicate: of the operands' layouts, and the axes over which it does
+BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology], float]
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Layouts of the operands and results of one call; ``casts``: axes over which an operand is cast to varying."""
@@ -28,7 +32,9 @@ class Strategy:
     operands: tuple[TensorSpec, ...]
     casts: tuple[tuple[str, ...], ...]
     results: tuple[P, ...]
-    time: tuple[float, float]  # µs to move the operands; µs to settle the pending sums it adds
+    time: tuple[float, float]  # µs to move the operands (and in the body); µs to settle the pending sums it adds
+    by_body: bool  # a factor that must be whole is sharded
+    axes: dict[int, tuple[str, ...]]  # of each sharded factor
 
 
 def best_strategy(
@@ -40,16 +46,17 @@ def best_strategy(
     *,
     fixed: bool = False,
     empty: bool = True,
+    body: BodyTime | None = None,
 ) -> Strategy | None:
     """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are.
 
     ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
-    the function takes empty blocks.
+    the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs.
     """
     mesh = operands[0].mesh
-    options = [_choices(axis, factors, linear, operands) for axis in mesh.axis_names]
+    options = [_choices(axis, factors, linear, operands, body is not None) for axis in mesh.axis_names]
     combinations = (dict(zip(mesh.axis_names, choices, strict=True)) for choices in itertools.product(*options))
-    found = (_strategy(factors, one, operands, results, topology, empty) for one in combinations)
+    found = (_strategy(factors, one, operands, results, topology, empty, body) for one in combinations)
     stays = operands[0]
     fitting = [
         one
@@ -60,7 +67,7 @@ def best_strategy(
     return min(fitting, key=lambda strategy: strategy.time, default=None)
 
 
-def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec]) -> list[Choice]:
+def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
     """What an axis can do, the preferred first: only what some operand already does, or nothing."""
     found: list[Choice] = []
     if any(axis in spec.partition.reduced for spec in operands):
@@ -74,7 +81,8 @@ def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[Tensor
                 found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
     for dims, spec in zip(factors.operands, operands, strict=True):
         for factor, entry in zip(dims, spec.partition, strict=True):
-            if factor is not None and axis in entry_axes(entry) and factor not in factors.whole and factor not in found:
+            may = factor is not None and (bodied or factor not in factors.whole)
+            if may and axis in entry_axes(entry) and factor not in found:
                 found.append(factor)
     return [*found, "I" * len(operands)]
 
@@ -86,10 +94,12 @@ def _strategy(
     results: Sequence[TensorSpec],
     topology: Topology,
     empty: bool,
+    body: BodyTime | None,
 ) -> Strategy | None:
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
     axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
-    needs, casts = [], []
+    needs: list[TensorSpec] = []
+    casts: list[tuple[str, ...]] = []
     for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
         states = {axis: _state(choice, i, dims, factors, spec, axis) for axis, choice in choices.items()}
         unreduced, reduced = (
@@ -106,12 +116,15 @@ def _strategy(
         for spec, out in zip(results, outs, strict=True)
         if out.unreduced
     )
-    return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), settling))
+    by_body = sharded & factors.whole
+    if body is not None and by_body:
+        axes = tuple(axis for factor in by_body for axis in axes_of[factor])
+        moving += body(needs, axes, topology)
+        casts = [()] * len(casts)  # it casts what it must
+    return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), settling), bool(by_body), axes_of)
 
 
-def _aligned(
-    factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Sequence[TensorSpec], empty: bool
-) -> bool:
+def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Sequence[TensorSpec], empty: bool) -> bool:
     """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
 
     Not ``empty``: none of them may be.

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from dispatch_cases import Case, check_case, check_lies_as_told, placements, values
 from processes import Processes
-from simulated import layouts
-from torch import Tensor
 from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, make_mesh
-from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
-FULL = os.environ.get("FSPMD_FULL") == "1"
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
 
 
-Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 CASES: dict[str, Case] = {
     "add": (lambda x, y: x + y, ((5, 6), (5, 6))),
     "add, broadcast": (lambda x, y: x + y, ((5, 6), (6,))),
@@ -108,82 +101,22 @@ CASES: dict[str, Case] = {
 }
 
 
-def values(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    return [
-        torch.linspace(-1.0, 1.0, max(1, torch.Size(shape).numel()), dtype=F64).mul(3 + i).sin().reshape(shape)
-        for i, shape in enumerate(shapes)
-    ]
-
-
-def placements(mesh: Mesh, shapes: tuple[tuple[int, ...], ...], most: int) -> list[tuple[P, ...]]:
-    """Layouts of all operands, evenly taken from all there are."""
-    every = list(itertools.product(*(layouts(mesh, len(shape)) for shape in shapes)))
-    step = max(1, len(every) // (most * 20 if FULL and mesh.transport == "simulation" else most))
-    return every[len(every) // 7 % step :: step]
-
-
-def check_case(name: str, mesh: Mesh, most: int) -> None:
-    """Values, shapes, dtypes and gradients of many layouts of the operands against unsharded torch."""
-    f, shapes = CASES[name]
-    plain = [x.requires_grad_() for x in values(shapes)]
-    expected = outputs_of(f(*plain))
-    weights = [torch.arange(1.0, x.numel() + 1, dtype=F64).reshape(x.shape).cos().to(x.dtype) for x in expected]
-    followed = [x for x in expected if x.requires_grad]
-    grads = torch.autograd.grad(
-        followed, plain, [w for x, w in zip(expected, weights, strict=True) if x.requires_grad], retain_graph=True
-    )
-    for specs in placements(mesh, shapes, most):
-        given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
-        outs = outputs_of(f(*given))
-        total = torch.zeros((), dtype=F64)
-        for out, want, weight in zip(outs, expected, weights, strict=True):
-            assert isinstance(out, Sharded)
-            assert (out.shape, out.dtype) == (tuple(want.shape), want.dtype), specs
-            check_lies_as_told(out)
-            found = device_get(out)
-            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12, msg=f"{name} {specs}: {out}")
-            if want.requires_grad:
-                total = total + (found * weight).sum()
-        total.backward()
-        for leaf, grad in zip(given, grads, strict=True):
-            assert leaf.grad is not None, specs
-            check_lies_as_told(leaf.grad)
-            torch.testing.assert_close(device_get(leaf.grad), grad, rtol=1e-11, atol=1e-11, msg=f"{name} {specs}: grad")
-
-
-def outputs_of(out: Any) -> tuple[Any, ...]:
-    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_values_and_gradients(mesh: Mesh, name: str) -> None:
-    check_case(name, mesh, 60)
+    check_case(name, CASES[name], mesh, 60)
 
 
 def _on_processes(sizes: tuple[int, ...]) -> None:
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
     for name in CASES:
-        check_case(name, mesh, 2)
+        check_case(name, CASES[name], mesh, 2)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:
         pool.run(_on_processes, sizes, seconds=120)
-
-
-def check_lies_as_told(x: Sharded) -> None:
-    """Each rank's block has the shape that the spec gives it."""
-    mesh, block = x.spec.mesh, x.local.detach()
-    if mesh.transport == "process_group":
-        blocks = {mesh.coordinate(): block}
-    else:
-        every = itertools.product(*map(range, mesh.shape.values()))
-        blocks = dict(zip(every, shards_of(block, frame(mesh, mesh.axis_names)), strict=True))
-    for at, own in blocks.items():
-        assert at is not None
-        assert tuple(own.shape) == x.spec.local_shape(at), (x, at, own.shape)
 
 
 def test_one_cast_serves_all_uses() -> None:

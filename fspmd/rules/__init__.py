@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Factors
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.table import Row, composite_of, is_ragged, row_of, writes
 from fspmd.rules.whole import Whole
 
-__all__ = ["Factors", "Row", "Whole", "composite_of", "handler_of", "is_ragged", "row_of", "writes"]
+__all__ = ["Bodied", "Factors", "Row", "Site", "Whole", "composite_of", "handler_of", "is_ragged", "row_of", "writes"]

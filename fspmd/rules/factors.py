@@ -7,8 +7,9 @@ whole; ``...`` stands for leading dims that broadcast.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from fspmd.errors import ArgumentError
 
@@ -25,6 +26,7 @@ class Factors:
     summed: frozenset[int] = frozenset()  # sharded, the results are pending sums
     whole: frozenset[int] = frozenset()  # must not be sharded
     added: frozenset[int] = frozenset()  # operands that are added to the sum, not part of it
+    names: Mapping[Any, int] = field(default_factory=dict)  # how a sharded body calls them; dims by number have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +87,4 @@ def match(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     whole |= {f for dims in operands for f in dims if f is not None and dims.count(f) > 1}  # a diagonal
     kept = {factor for result in results for factor in result}
     summed = {factor for operand in operands for factor in operand if factor is not None and factor not in kept}
-    return Factors(operands, results, frozenset(summed - whole), frozenset(whole))
+    return Factors(operands, results, frozenset(summed - whole), frozenset(whole), names=numbers)

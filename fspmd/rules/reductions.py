@@ -27,16 +27,20 @@ def summed(whole: Whole) -> Factors:
     return Factors((tuple(range(whole.ndim)),), (_without(whole, dims, whole.results[0]),), summed=frozenset(dims))
 
 
-def over(place: int = 1, name: str = "dim", default: int | None = None) -> Rule:
-    """Along dims that must be whole: all by default, or ``default``. Further operands lie alike, or are whole."""
-    return lambda whole: along(whole, whole.dims(place, name, default))
+def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept: bool = False) -> Rule:
+    """Along dims that must be whole: all by default, or ``default``. Further operands lie alike, or are whole.
+
+    ``kept``: the result has them as the operand does.
+    """
+    return lambda whole: along(whole, whole.dims(place, name, default), kept=kept)
 
 
-def along(whole: Whole, dims: Sequence[int]) -> Factors:
+def along(whole: Whole, dims: Sequence[int], *, kept: bool = False) -> Factors:
     """The dims that must be whole, as `over` says."""
-    kept: Dims = tuple(None if d in dims else d for d in range(whole.ndim))
-    operands = tuple(kept if shape == whole.shapes[0] else (None,) * len(shape) for shape in whole.shapes)
-    return Factors(operands, tuple(_without(whole, dims, shape) for shape in whole.results))
+    every: Dims = tuple(range(whole.ndim))
+    operands = tuple(every if shape == whole.shapes[0] else (None,) * len(shape) for shape in whole.shapes)
+    results = (every if kept and shape == whole.shapes[0] else _without(whole, dims, shape) for shape in whole.results)
+    return Factors(operands, tuple(results), whole=frozenset(dims))
 
 
 def all_but(place: int, name: str) -> Rule:

@@ -11,10 +11,12 @@ import torch
 from fspmd.op_kinds import name_of
 from fspmd.rules import lookups, reductions, views
 from fspmd.rules.batches import batched, gathered
+from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
+from fspmd.rules.softmaxes import softmax
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
 
@@ -28,6 +30,7 @@ class Row:
     free: bool = False  # Python numbers among the arguments do not bear on layouts
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
     empty: bool = True  # torch takes empty blocks
+    body: Bodied | None = None  # what runs where a dim that must be whole is sharded
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
 
 
@@ -75,7 +78,7 @@ _WHOLE_REDUCTIONS: Final = _names(
 )
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
-    **dict.fromkeys(_names("softmax log_softmax softmin _softmax _log_softmax _safe_softmax"), (1, "dim")),
+    **dict.fromkeys(_names("log_softmax softmin _log_softmax _safe_softmax"), (1, "dim")),
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
@@ -152,6 +155,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over()) for name in _WHOLE_REDUCTIONS},
     **{name: Row(extreme) for name in _names("max min")},
     **{name: Row(over(*where), empty="fft" not in name) for name, where in _ALONG.items()},
+    **{name: Row(over(kept=True), body=softmax) for name in _names("softmax _softmax")},
     "cumsum": Row(over(), "first"),
     "flip": Row(over(1, "dims"), "first"),
     "roll": Row(over(2, "dims"), "first"),

@@ -1,0 +1,54 @@
+"""Sharded bodies: functions along sharded dims, values and gradients beside unsharded torch, and nothing gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from dispatch_cases import Case, check_case
+from processes import Processes
+from torch.nn import functional as F
+
+import fspmd
+from fspmd import Mesh, make_mesh
+from fspmd.cost import Link, Topology, set_topology, topology
+
+#: bytes cost something and messages nothing, so that bodies are taken for blocks as small as these
+BYTES = Topology(Link(0.0, 1e3), Link(0.0, 1e3), launch=0.0)
+LINE = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
+WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
+
+CASES: dict[str, Case] = {
+    "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
+    "softmax of rows": (lambda x: F.softmax(x, 0), ((4, 6),)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _bytes() -> Iterator[None]:
+    before = topology()
+    set_topology(BYTES)
+    fspmd.propagation_cache_clear()
+    yield
+    set_topology(before)
+    fspmd.propagation_cache_clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
+def test_values_and_gradients(mesh: Mesh, name: str) -> None:
+    check_case(name, CASES[name], mesh, 60)
+
+
+def _on_processes(sizes: tuple[int, ...]) -> None:
+    set_topology(BYTES)
+    mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
+    for name, case in CASES.items():
+        check_case(name, case, mesh, 3)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_on_processes(sizes: tuple[int, ...]) -> None:
+    with Processes(4) as pool:
+        pool.run(_on_processes, sizes, seconds=120)
