@@ -86,10 +86,8 @@ def propagate(
             casts.append((place, _casts(need, axes)))
     result = final[0] if isinstance(out, Tensor) else final
     if best.by_body and row.body is not None:
-        axes = {
-            name: best.axes.get(factor, ()) for name, factor in (factors.names or dict(enumerate(range(99)))).items()
-        }
-        site = Site(axes, best.operands, final)
+        named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
+        site = Site(named or best.axes, best.operands, final)
         places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
         body = as_local_call(row.body.body, shown(func), site, places, final)
         return OpPlan(result, bool(moves), tuple(moves), (), body, False)

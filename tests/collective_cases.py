@@ -202,7 +202,7 @@ def in_memory(x: Tensor, memory: str) -> Tensor:
     if memory == "conj" and x.is_complex():
         return x.conj()
     if memory == "negative" and x.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch._neg_view(x.where(x == x, 1))  # the bits of a negated nan are torch's affair
+        return torch._neg_view(x.where(~x.isnan(), 1))  # the bits of a negated nan are torch's affair
     return x
 
 

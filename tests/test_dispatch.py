@@ -109,8 +109,8 @@ def test_values_and_gradients(mesh: Mesh, name: str) -> None:
 
 def _on_processes(sizes: tuple[int, ...]) -> None:
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
-    for name in CASES:
-        check_case(name, CASES[name], mesh, 2)
+    for name, case in CASES.items():
+        check_case(name, case, mesh, 2)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
