@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fspmd.strategies import best_strategy
 from fspmd.uneven import call_uneven
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 #: where a tensor stands: its number among the arguments (positional ones first), and in a list there
 Place = int | tuple[int, int]
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
@@ -44,6 +45,53 @@ class OpPlan:
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is known of a call before a strategy is chosen: its operands in order, its results, and what its rule says."""
+
+    row: Row
+    operands: Sequence[tuple[Place, TensorSpec]]
+    results: list[TensorSpec]  # not laid out yet
+    single: bool  # the result is a tensor, not a tuple of them
+    factors: Factors
+    linear: str
+    fixed: bool  # the call writes into its first operand
+
+    def solve(self, choose: Callable[..., T]) -> T:
+        """The strategy, or strategies, that ``choose`` takes."""
+        specs, body = [spec for _, spec in self.operands], self.row.body and self.row.body.time
+        options: dict[str, Any] = {"fixed": self.fixed, "empty": self.row.empty, "body": body}
+        return choose(self.factors, self.linear, specs, self.results, topology(), **options)
+
+
+def ask(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Question | None:
+    """The question that a call poses; None: there is no rule for it.
+
+    Raises:
+        ArgumentError: the call fails on the global tensors.
+    """
+    row = row_of(func)
+    if row is None:
+        return None
+    if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
+        return None
+    specs = [spec for _, spec in ordered]
+    out = _on_meta(func, args, kwargs, ordered)
+    outs = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
+        return None
+    results = [TensorSpec(specs[0].mesh, P(), tuple(one.shape), one.dtype) for one in outs]
+    shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
+    plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
+    factors = row.rule(Whole(shapes, plain, kwargs, after))
+    if not _fits(factors, shapes, after, resized=row.blocks is not None):
+        return None
+    linear = _linearity(row, args, kwargs, specs[0], results[0])
+    return Question(row, ordered, results, isinstance(out, Tensor), factors, linear, writes(func))
+
+
 def propagate(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> OpPlan | None:
@@ -52,28 +100,12 @@ def propagate(
     Raises:
         ArgumentError: the call fails on the global tensors.
     """
-    row, specs = row_of(func), [spec for _, spec in operands]
-    if row is None:
+    question = ask(func, args, kwargs, operands)
+    if question is None:
         return None
-    if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
-        return None
-    operands, specs = ordered, [spec for _, spec in ordered]
-    mesh = specs[0].mesh
-    out = _on_meta(func, args, kwargs, operands)
-    outs = (out,) if isinstance(out, Tensor) else out
-    if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
-        return None
-    results = [TensorSpec(mesh, P(), tuple(one.shape), one.dtype) for one in outs]
-    shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
-    plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
-    factors = row.rule(Whole(shapes, plain, kwargs, after))
-    if not _fits(factors, shapes, after, resized=row.blocks is not None):
-        return None
-    written = writes(func)
-    linear = _linearity(row, args, kwargs, specs[0], results[0])
-    best = best_strategy(
-        factors, linear, specs, results, topology(), fixed=written, empty=row.empty, body=row.body and row.body.time
-    )
+    row, operands, results, factors = question.row, question.operands, question.results, question.factors
+    specs, mesh, written = [spec for _, spec in operands], results[0].mesh, writes(func)
+    best = question.solve(best_strategy)
     if best is None:
         _refuse_write(func, specs)
     final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
@@ -84,7 +116,7 @@ def propagate(
             moves.append((place, tuple(step.call for step in route(spec, need, topology()).steps)))
         if axes:
             casts.append((place, _casts(need, axes)))
-    result = final[0] if isinstance(out, Tensor) else final
+    result = final[0] if question.single else final
     if best.by_body and row.body is not None:
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
         site = Site(named or best.axes, best.operands, final)
@@ -93,9 +125,10 @@ def propagate(
         return OpPlan(result, bool(moves), tuple(moves), (), body, False)
     local: Callable[..., Any] = func
     if row.local is not None:
-        local = functools.partial(row.local, shapes[0])
+        local = functools.partial(row.local, specs[0].shape)
     elif row.blocks is not None:
-        local = functools.partial(_of_first, functools.partial(row.blocks, factors, shapes[0], after[0]))
+        whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
+        local = functools.partial(_of_first, whole)
     if mesh.transport == "simulation" and not all(spec.even for spec in (*final, *best.operands)):
         local = functools.partial(_rank_by_rank, local, not written)
     return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, written)

@@ -48,7 +48,23 @@ def best_strategy(
     empty: bool = True,
     body: BodyTime | None = None,
 ) -> Strategy | None:
-    """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are.
+    """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are."""
+    found = strategies(factors, linear, operands, results, topology, fixed=fixed, empty=empty, body=body)
+    return min(found, key=lambda strategy: strategy.time, default=None)
+
+
+def strategies(
+    factors: Factors,
+    linear: str,
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+    *,
+    fixed: bool = False,
+    empty: bool = True,
+    body: BodyTime | None = None,
+) -> list[Strategy]:
+    """All combinations that a call can run on.
 
     ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
     the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs.
@@ -58,13 +74,12 @@ def best_strategy(
     combinations = (dict(zip(mesh.axis_names, choices, strict=True)) for choices in itertools.product(*options))
     found = (_strategy(factors, one, operands, results, topology, empty, body) for one in combinations)
     stays = operands[0]
-    fitting = [
+    return [
         one
         for one in found
         if one is not None
         and (not fixed or (one.operands[0] is stays and not one.casts[0] and one.results[0] is stays.partition))
     ]
-    return min(fitting, key=lambda strategy: strategy.time, default=None)
 
 
 def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
@@ -81,8 +96,9 @@ def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[Tensor
                 found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
     for dims, spec in zip(factors.operands, operands, strict=True):
         for factor, entry in zip(dims, spec.partition, strict=True):
-            may = factor is not None and (bodied or factor not in factors.whole)
-            if may and axis in entry_axes(entry) and factor not in found:
+            if factor is None or factor in found or (factor in factors.whole and not bodied):
+                continue
+            if axis in entry_axes(entry):
                 found.append(factor)
     return [*found, "I" * len(operands)]
 
