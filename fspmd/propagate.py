@@ -47,7 +47,7 @@ class OpPlan:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is known of a call before a strategy is chosen: its operands in order, its results, and what its rule says."""
+    """What is known of a call before a strategy is chosen: operands in order, results, and what its rule says."""
 
     row: Row
     operands: Sequence[tuple[Place, TensorSpec]]
