@@ -87,7 +87,7 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
     order = itertools.count()
     queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
     done: set[TensorSpec] = set()
-    anywhere = _links_differ(source, topology)
+    differ, few = _links_differ(source, topology), _axes_count(source) <= _MANY
     while True:
         time, peak, length, _, spec, steps = heapq.heappop(queue)
         if spec is target:
@@ -95,12 +95,21 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
         if spec in done:
             continue
         done.add(spec)
+        pending = spec.partition.unreduced - target.partition.unreduced
+        anywhere = bool(differ or pending) and (few or spec is source)
         for move, after in _moves(spec, target, anywhere):
             if after not in done:
                 step = _step(move, spec, after, topology)
                 weight = 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
                 label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + weight, next(order))
                 heapq.heappush(queue, (*label, after, (*steps, step)))
+
+
+_MANY = 2  # axes, beyond which only the first step may be a detour
+
+
+def _axes_count(spec: TensorSpec) -> int:
+    return sum(n > 1 for n in spec.mesh.shape.values())
 
 
 def _links_differ(spec: TensorSpec, topology: Topology) -> bool:
@@ -143,11 +152,7 @@ def _settled_layouts(spec: TensorSpec) -> Iterator[TensorSpec]:
 
 
 def _moves(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
-    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``.
-
-    Beside a pending sum always anywhere, since what is cut is less to sum.
-    """
-    anywhere = anywhere or bool(spec.partition.unreduced - target.partition.unreduced)
+    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``."""
     yield from _settlings(spec, target, anywhere)
     yield from _gathers(spec, target)
     yield from _slices(spec, None if anywhere else target)
@@ -274,9 +279,6 @@ def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[
         after = _moved(spec, dict(enumerate(wanted)))
         if after is not spec and not _is_native(spec, now, wanted):
             yield _reblock(spec, after)
-
-
-_MANY = 2  # axes, from which on a route is not searched by way of every layout
 
 
 @functools.lru_cache(maxsize=256)
