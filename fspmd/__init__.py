@@ -1,6 +1,7 @@
 """JAX-style functional SPMD for PyTorch."""
 
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
+from fspmd.broadcast import broadcast, pad_to_blocks, unpad
 from fspmd.collectives import (
     Handle,
     all_gather,
@@ -21,6 +22,7 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
+from fspmd.communication_log import CommunicationLog, communication_log
 from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.creation import (
     arange,
@@ -68,6 +70,7 @@ from fspmd.styles import (
     Style,
     VocabParallel,
 )
+from fspmd.watch import Communication
 
 __all__ = [
     "ETHERNET",
@@ -77,6 +80,8 @@ __all__ = [
     "ArgumentError",
     "AxisError",
     "ColwiseParallel",
+    "Communication",
+    "CommunicationLog",
     "Explanation",
     "FspmdError",
     "Handle",
@@ -106,7 +111,9 @@ __all__ = [
     "arange",
     "axis_index",
     "axis_size",
+    "broadcast",
     "checkpoint",
+    "communication_log",
     "current_mesh",
     "device_get",
     "device_put",
@@ -125,6 +132,7 @@ __all__ = [
     "measure_topology",
     "normal",
     "ones",
+    "pad_to_blocks",
     "parallelize",
     "pbroadcast",
     "pcast",
@@ -152,6 +160,7 @@ __all__ = [
     "stop_gradient",
     "topology",
     "typeof",
+    "unpad",
     "value_and_grad",
     "vjp",
     "vmap",

@@ -108,7 +108,7 @@ def sends_from(src: Any, tree: Any, mesh: Mesh) -> bool:
     Raises:
         MeshError, ArgumentError: ``src`` is no rank of the mesh, or holds no tensors.
     """
-    _position(mesh, src)
+    position_of(mesh, src, "device_put")
     if mesh.transport == "simulation":
         _check_held(tree, src)
         return False
@@ -124,7 +124,7 @@ def scatter_from(tree: Any, specs: Any, mesh: Mesh, src: int) -> Any:
     Raises:
         SpecError, TreeError, ArgumentError: of the tree and specs that ``src`` passed, on all ranks alike.
     """
-    position = _position(mesh, src)
+    position = position_of(mesh, src, "device_put")
     here = mesh.coordinate()
     assert here is not None  # device_put is for members
     place = _row_major(mesh, here)
@@ -146,16 +146,15 @@ def scatter_from(tree: Any, specs: Any, mesh: Mesh, src: int) -> Any:
     return treedef.unflatten(placed)
 
 
-def _position(mesh: Mesh, src: Any) -> int:
+def position_of(mesh: Mesh, src: Any, what: str) -> int:
+    """The place of a global rank on the mesh, row-major; raises `MeshError` where it has none."""
     try:
         rank = operator.index(src)
     except TypeError:
-        raise ArgumentError(
-            f"device_put got src={src!r} of type {type(src).__name__}; expected a global rank"
-        ) from None
+        raise ArgumentError(f"{what} got src={src!r} of type {type(src).__name__}; expected a global rank") from None
     at = mesh.coordinate(rank) if rank >= 0 else None
     if at is None:
-        raise MeshError(f"device_put got src={rank}, which is no rank of {mesh!r}: its ranks are {mesh.ranks!r}")
+        raise MeshError(f"{what} got src={rank}, which is no rank of {mesh!r}: its ranks are {mesh.ranks!r}")
     return _row_major(mesh, at)
 
 
