@@ -22,7 +22,6 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
-from fspmd.communication_log import CommunicationLog, communication_log
 from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.creation import (
     arange,
@@ -70,7 +69,6 @@ from fspmd.styles import (
     Style,
     VocabParallel,
 )
-from fspmd.watch import Communication
 
 __all__ = [
     "ETHERNET",
@@ -80,8 +78,6 @@ __all__ = [
     "ArgumentError",
     "AxisError",
     "ColwiseParallel",
-    "Communication",
-    "CommunicationLog",
     "Explanation",
     "FspmdError",
     "Handle",
@@ -113,7 +109,6 @@ __all__ = [
     "axis_size",
     "broadcast",
     "checkpoint",
-    "communication_log",
     "current_mesh",
     "device_get",
     "device_put",
