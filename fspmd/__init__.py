@@ -22,6 +22,7 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
+from fspmd.communication_log import CommunicationLog, communication_log
 from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.creation import (
     arange,
@@ -69,6 +70,7 @@ from fspmd.styles import (
     Style,
     VocabParallel,
 )
+from fspmd.watch import Communication
 
 __all__ = [
     "ETHERNET",
@@ -78,6 +80,8 @@ __all__ = [
     "ArgumentError",
     "AxisError",
     "ColwiseParallel",
+    "Communication",
+    "CommunicationLog",
     "Explanation",
     "FspmdError",
     "Handle",
@@ -109,6 +113,7 @@ __all__ = [
     "axis_size",
     "broadcast",
     "checkpoint",
+    "communication_log",
     "current_mesh",
     "device_get",
     "device_put",

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fspmd.body import Body
-from fspmd.pairs import Call, apply
+from fspmd.pairs import Call, apply, watched
 
 INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves: in which body
 _LEAF: Final[Any] = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
@@ -93,8 +93,8 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
     graph = list(_graph(outputs, lambda node: node not in inputs and inside(node)))
     parents = {parent for node in graph for parent, _ in node.next_functions if parent is not None}
     outside = {node for node in parents if node not in inputs and not inside(node)}
-    for node in graph:
-        _sum_what_leaves(node, outside, widen.transposed)
+    for node in graph if outside else ():
+        _sum_what_leaves(node, outside, watched(outputs[0], widen).transposed)
     handed_on = [i for i, x in enumerate(outputs) if any(n not in inputs and not inside(n) for n in _nodes(x))]
     for i in handed_on:
         outputs[i] = apply(outputs[i], widen)

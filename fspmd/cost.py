@@ -100,9 +100,18 @@ _FORMULAS: Final[dict[str, Callable[[int, int, int], tuple[int, float]]]] = {
     "reduce": lambda n, before, after: (2 * (n - 1), 2 * (n - 1) * before / n),
     "exchange": lambda n, before, after: (n - 1, (n - 1) * before / n),
     "permute": lambda n, before, after: (1, before),
+    "broadcast": lambda n, before, after: (n - 1, before),
 }
-_KERNELS: Final = {**{name: name for name in _FORMULAS}, "gather_once": "gather", "reduce_once": "reduce"}
+_KERNELS: Final = {
+    **{name: name for name in _FORMULAS},
+    **{"gather_once": "gather", "reduce_once": "reduce", "mean": "reduce", "reduce_to_root": "reduce"},
+}
 _VIEWS: Final = frozenset({"alias", "apart", "pick", "slice"})  # kernels that read and write nothing
+
+
+def moves(kernel: str) -> bool:
+    """Whether a kernel moves anything between ranks."""
+    return kernel in _KERNELS or kernel in ("ragged", "reblock")
 
 
 def price(
@@ -113,12 +122,13 @@ def price(
     after: int,
     topology: Topology | None = None,
     traffic: tuple[int, int] | None = None,
+    ranks: int | None = None,
 ) -> Price:
     """Of a kernel of the pair table over axes, on blocks of ``before`` bytes that become blocks of ``after`` bytes.
 
     A kernel that moves nothing between ranks costs what reading and writing the blocks does, or nothing. ``traffic``:
     the messages and bytes that the busiest rank receives, of a kernel that has no formula because it depends on how
-    blocks lie; it puts together its new block piece by piece.
+    blocks lie; it puts together its new block piece by piece. ``ranks``: of a group, where axes are cut into several.
 
     >>> from fspmd import make_mesh
     >>> slow = Topology(Link(1.0, 1000.0), launch=2.0, memory=float("inf"))
@@ -127,7 +137,7 @@ def price(
     """
     topology = topology or _current
     axes = axes or mesh.axis_names
-    n, held = mesh.axis_size(axes), before + after
+    n, held = ranks or mesh.axis_size(axes), before + after
     local = 0.0 if kernel in _VIEWS or traffic is not None else held / topology.memory
     local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
     name = _KERNELS.get(kernel)

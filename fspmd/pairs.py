@@ -7,6 +7,7 @@ ranks; a leading ``+`` marks a pending sum.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -126,6 +127,9 @@ class Call:
             self._transposed = call(self.pair.transpose, mesh, self.axes, o)
         return self._transposed
 
+    def announce(self, x: Tensor) -> None:
+        """Say that this begins on ``x``, to whom `watch_with` made it known."""
+
     def batched(self) -> Call:
         """The same map with one more dim in front of every dim."""
         o = self.options
@@ -147,8 +151,24 @@ _grad_enabled = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
 
 
+_watch: Callable[[Any, Call], Call] | None = None
+
+
+def watch_with(watch: Callable[[Any, Call], Call] | None) -> None:
+    """From here on ``watch`` sees each operand and call before it is applied, and gives the call that is."""
+    global _watch
+    _watch = watch
+
+
+def watched(x: Any, call: Call) -> Call:
+    """The call as who watches wants it; what is done without `apply` asks for it."""
+    return call if _watch is None else _watch(x, call)
+
+
 def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
+    if _watch is not None:
+        call = _watch(x, call)
     with _untracked():
         if _transforms_active() or _forward_ad._current_level >= 0:
             return _Transformable.apply(x, call)  # type: ignore[no-any-return]
@@ -223,14 +243,14 @@ class _Route:
 
 def depart(x: Tensor, call: Call) -> Flight:
     """Start without waiting. In backward the roles change: `land`'s gradient starts, `depart`'s waits."""
-    flight = Flight(call)
+    flight = Flight(watched(x, call))
     with _untracked():
         if _transforms_active() or _forward_ad._current_level >= 0:
-            flight.pending = Pending(_Transformable.apply(x, call))
+            flight.pending = Pending(_Transformable.apply(x, flight.route.call))
         elif x.requires_grad and _grad_enabled():
             flight.token = _Depart.apply(x, flight)
         else:
-            flight.pending = call.start(x)
+            flight.pending = flight.route.call.start(x)
     return flight
 
 

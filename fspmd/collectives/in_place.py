@@ -14,6 +14,7 @@ from fspmd.collectives.checks import check_alike
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name
+from fspmd.pairs import call, watched
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
@@ -74,6 +75,7 @@ def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather:
         check_alike(body, (out, x), axes, what)
         _check(what, body, axes, out, x, gather)
         kernel = body.transport.gather_into if gather else body.transport.reduce_scatter_into
+        watched(x, call("all_gather" if gather else "psum_scatter", body.mesh, axes)).announce(x)
         pending = kernel(out.detach(), x.detach(), body.mesh, axes)
         if body.checked:
             before = get_variance(x)

@@ -25,7 +25,7 @@ from fspmd.collectives.operands import (
 from fspmd.collectives.steps import Handle, Step, T, run
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
-from fspmd.pairs import Call, apply, call
+from fspmd.pairs import Call, apply, call, watched
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show
@@ -205,12 +205,13 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-            return Step(None, after, after=lambda x: _Extremum.apply(x, find, count))
+            return Step(None, after, after=lambda x: _Extremum.apply(x, watched(x, find), watched(x, count)))
         x = leaves[i]
         if not (x.requires_grad and torch.is_grad_enabled()):
             return elementwise_step(find, after, x)
         leaves[i] = x.detach()
-        return then(elementwise_step(find, after, leaves[i]), lambda found: _Extremum.apply(x, [found], count))
+        counted = watched(x, count)
+        return then(elementwise_step(find, after, leaves[i]), lambda found: _Extremum.apply(x, [found], counted))
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
