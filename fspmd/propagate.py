@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.bodied import as_local_call
+from fspmd.copies import as_copies, refuse_copy
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.op_kinds import name_of
@@ -41,6 +42,7 @@ class OpPlan:
     moves: Calls
     casts: Calls  # of operands that will have a gradient; forward they move nothing
     local: Callable[..., Any]
+    by_name: bool = False  # operands are given by keyword
     writes: bool = False  # into the first operand, which is the result
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
 
@@ -56,6 +58,7 @@ class Question:
     factors: Factors
     linear: str
     fixed: bool  # the call writes into its first operand
+    views: bool  # of the first operand are what it gives
 
     def solve(self, choose: Callable[..., T]) -> T:
         """The strategy, or strategies, that ``choose`` takes."""
@@ -89,7 +92,7 @@ def ask(
     if not _fits(factors, shapes, after, resized=row.blocks is not None):
         return None
     linear = _linearity(row, args, kwargs, specs[0], results[0])
-    return Question(row, ordered, results, isinstance(out, Tensor), factors, linear, writes(func))
+    return Question(row, ordered, results, isinstance(out, Tensor), factors, linear, writes(func), outs[0]._is_view())
 
 
 def propagate(
@@ -104,6 +107,7 @@ def propagate(
     if question is None:
         return None
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
+    by_name = any((place[0] if isinstance(place, tuple) else place) >= len(args) for place, _ in operands)
     specs, mesh, written = [spec for _, spec in operands], results[0].mesh, writes(func)
     best = question.solve(best_strategy)
     if best is None:
@@ -122,7 +126,9 @@ def propagate(
         site = Site(named or best.axes, best.operands, final)
         places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
         body = as_local_call(row.body.body, shown(func), site, places, final)
-        return OpPlan(result, bool(moves), tuple(moves), (), body, False)
+        if question.views:
+            body = functools.partial(_copying, body, shown(func))
+        return OpPlan(result, bool(moves), tuple(moves), (), body, by_name)
     local: Callable[..., Any] = func
     if row.local is not None:
         local = functools.partial(row.local, specs[0].shape)
@@ -131,7 +137,20 @@ def propagate(
         local = functools.partial(_of_first, whole)
     if mesh.transport == "simulation" and not all(spec.even for spec in (*final, *best.operands)):
         local = functools.partial(_rank_by_rank, local, not written)
-    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, written)
+    if written:
+        local = functools.partial(_unless_copy, local, shown(func))
+    elif question.views and moves:
+        local = functools.partial(_copying, local, shown(func))
+    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, by_name, written)
+
+
+def _copying(local: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    return as_copies(local(*args, **kwargs), name)
+
+
+def _unless_copy(local: Callable[..., Any], name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_copy(x, name)
+    return local(x, *args, **kwargs)
 
 
 def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:

@@ -173,6 +173,32 @@ def test_writes_into_a_sharded(mesh: Mesh) -> None:
     assert min(refused, done) > 5
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x[1].fill_(2.0),
+        lambda x: x[1].view(2, 3).mul_(2.0),
+        lambda x: x[1].normal_(),
+        lambda x: x[1].cumsum_(0),
+        lambda x: x.view(-1).zero_(),
+        lambda x: x.select(0, 1).add_(1),
+        lambda x: x.T[:, 1].copy_(torch.ones(6)),
+    ],
+)
+def test_a_write_into_what_should_be_a_view_is_never_lost(write: Callable[[Any], Any]) -> None:
+    """It goes through where the view is one, and is refused where the operand had to be moved."""
+    for spec in (P(), P("x"), P(None, "x")):
+        plain, x = torch.zeros(5, 6), device_put(torch.zeros(5, 6), spec, mesh=LINE)
+        try:
+            write(x)
+        except VarianceError:
+            assert spec.mentioned
+            continue
+        write(plain)
+        whole = device_get(x)
+        assert (whole == plain).all() or whole.std() > 0.01
+
+
 def test_rounding_is_not_linear() -> None:
     x = device_put(torch.full((4,), 1.5), P(unreduced={"x"}), mesh=LINE)
     half = Sharded(x.local, x.spec) + x  # 3, pending

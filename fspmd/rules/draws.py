@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fspmd.blocks import Law, drawn, fill
+from fspmd.copies import refuse_copy
 from fspmd.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.errors import ArgumentError
 from fspmd.poisson import counts
@@ -104,6 +105,7 @@ def _write(name: str, x: Any, *args: Any, generator: torch.Generator | None = No
     """``x.normal_()`` and its kin."""
     if not is_sharded(x):
         raise ArgumentError(f"{name}_() would write into a plain tensor what lies on a mesh; make it a Sharded first")
+    refuse_copy(x.local, f"{name}_()")
     if name == "random":
         args, named = (*args, *(named[key] for key in ("from", "to") if key in named)), {}
     parameters = [*args, *named.values()]
