@@ -38,7 +38,7 @@ from fspmd.creation import (
     randperm,
     zeros,
 )
-from fspmd.dispatch import propagation_cache_clear, propagation_cache_info
+from fspmd.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
 from fspmd.errors import (
     ArgumentError,
     AxisError,
@@ -142,6 +142,7 @@ __all__ = [
     "ppermute",
     "propagation_cache_clear",
     "propagation_cache_info",
+    "propagation_cache_resize",
     "pshuffle",
     "psum",
     "psum_scatter",

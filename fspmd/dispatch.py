@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections import OrderedDict
 from math import isnan
+from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.copies import refuse_copy
 from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
 from fspmd.mesh import Mesh
+from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, apply
 from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, propagate, refuse_rule, shown
@@ -28,6 +31,7 @@ from fspmd.transport.local_tensor import LocalTensor
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch._C._is_any_autocast_enabled
+_new = object.__new__
 _CASTS = "_fspmd_casts"
 
 
@@ -51,64 +55,77 @@ class CacheInfo(NamedTuple):
 
 
 class _Cache:
-    __slots__ = ("hits", "maxsize", "misses", "plans")
+    """Plans by what decides them: at most ``maxsize``, of which the oldest goes first."""
+
+    __slots__ = ("hits", "maxsize", "misses")
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[Any, OpPlan] = OrderedDict()
         self.hits = self.misses = 0
         self.maxsize = 65536
 
+    def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+        """Of a call that the cache does not have."""
+        plan = _miss(func, args, kwargs)
+        self.misses += 1
+        if not _by_default_dtype(plan, _values(args, kwargs)):
+            _plans[key] = plan
+            self.shrink()
+        return plan
+
+    def shrink(self) -> None:
+        """To the size it may have."""
+        for key in list(itertools.islice(_plans, max(0, len(_plans) - self.maxsize))):
+            del _plans[key]
+
 
 _cache = _Cache()
+_plans: dict[Any, OpPlan] = {}
 _free: dict[Any, bool] = {}  # by function: Python numbers among its arguments do not bear on layouts
 
 
 def propagation_cache_info() -> CacheInfo:
     """Hits, misses and size of the cache of plans for torch functions on `Sharded` values."""
-    return CacheInfo(_cache.hits, _cache.misses, _cache.maxsize, len(_cache.plans))
+    return CacheInfo(_cache.hits, _cache.misses, _cache.maxsize, len(_plans))
 
 
 def propagation_cache_clear() -> None:
     """Forget all plans, and count from zero."""
-    _cache.plans.clear()
+    _plans.clear()
     _cache.hits = _cache.misses = 0
+
+
+def propagation_cache_resize(maxsize: int) -> None:
+    """Keep at most so many plans, 65536 unless set; the oldest go first, and none is kept where it is 0.
+
+    Raises:
+        ArgumentError: ``maxsize`` is no int, or below 0.
+    """
+    if type(maxsize) is not int or maxsize < 0:
+        raise ArgumentError(f"propagation_cache_resize got {described(maxsize)}; give it a number of plans, 0 or more")
+    _cache.maxsize = maxsize
+    _cache.shrink()
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on values of which some are `Sharded`; plain tensors are global values that every rank has."""
     if state.body is not None:
         _refuse_in_body(func, args, kwargs)
-    free = _free.get(func)
-    if free is None:
-        row = row_of(func)
-        free = _free[func] = row is not None and row.free
     key: list[Any] = [func]
     blocks: list[Any] = []
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(arg)
-        if kind is Sharded:
+    for arg in args:
+        if type(arg) is Sharded:
             key.append(arg.spec)
             blocks.append(arg.local)
-        elif free and (kind is float or kind is int):
-            key.append(kind)
-            blocks.append(arg)
-        elif (kind is list or kind is tuple) and any(type(one) is Sharded for one in arg):
-            key.append((kind, *(one.spec if type(one) is Sharded else _hashable(one) for one in arg)))
-            blocks.append([one.local if type(one) is Sharded else one for one in arg])
         else:
-            key.append(_hashable(arg))
-            blocks.append(arg)
+            key.append(_part(func, arg, blocks))
     if kwargs:
-        key.extend(kwargs)
+        key.append(tuple(kwargs))
+        for arg in kwargs.values():
+            key.append(_part(func, arg, blocks))
     cached = tuple(key)
-    plan = _cache.plans.get(cached)
+    plan = _plans.get(cached)
     if plan is None:
-        plan = _miss(func, args, kwargs)
-        _cache.misses += 1
-        if not _by_default_dtype(plan, cached):
-            _cache.plans[cached] = plan
-        if len(_cache.plans) > _cache.maxsize:
-            _cache.plans.popitem(last=False)
+        plan = _cache.plan(cached, func, args, kwargs)
     else:
         _cache.hits += 1
     if plan.needs_redistribute:
@@ -116,10 +133,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return plan.whole(args, kwargs)
         _move_operands(plan, blocks)
     casts = _cast_operands(plan, blocks) if plan.casts else None
-    if kwargs:
+    if not kwargs:
+        out = plan.local(*blocks)
+    elif plan.by_name:
         out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
     else:
-        out = plan.local(*blocks)
+        out = plan.local(*blocks[: len(args)], **kwargs)
     if plan.writes:
         return args[0]
     if casts:
@@ -130,7 +149,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = plan.results
     if type(results) is tuple or _autocast():
         return _wrapped(out, results)
-    return Sharded(out, results)  # type: ignore[arg-type]
+    value = _new(Sharded)  # without the checks of its constructor
+    value.local = out
+    value.spec = results  # type: ignore[assignment]
+    return value
 
 
 def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
@@ -164,28 +186,74 @@ def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return spec if spec.dtype == dtype else TensorSpec(spec.mesh, spec.partition, spec.shape, dtype)
 
 
-def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
+def _by_default_dtype(plan: OpPlan, values: list[Sharded]) -> bool:
     """Whether the dtype of the result is torch's default one, which may change: integers divided, for example."""
-    dtypes = {part.dtype for part in key if isinstance(part, TensorSpec)}
     results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
     made = any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in results)
-    return made and not any(d.is_floating_point or d.is_complex for d in dtypes)
+    return made and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in values)
+
+
+def _is_free(func: Any) -> bool:
+    free = _free.get(func)
+    if free is None:
+        row = row_of(func)
+        free = _free[func] = row is not None and row.free
+    return free
+
+
+#: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
+_PLAIN = frozenset((int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 def _hashable(arg: Any) -> Any:
-    if type(arg) is float and (arg == 0 or isnan(arg)):
-        return float, str(arg)  # two zeros, and nan, which equals nothing
-    if type(arg) is Sharded:
+    """What an argument is in a key."""
+    kind = type(arg)
+    if kind in _PLAIN:
+        return arg
+    if kind is slice:
+        start, stop, step = arg.start, arg.stop, arg.step
+        if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
+            return slice, start, stop, step
+        return slice, _hashable(start), _hashable(stop), _hashable(step)
+    if kind is Sharded:
         return arg.spec
+    if kind is float and (arg == 0 or isnan(arg)):
+        return float, str(arg)  # two zeros, and nan, which equals nothing
     if isinstance(arg, dict):
         return dict, *((name, _hashable(value)) for name, value in arg.items())
     if isinstance(arg, Tensor):
-        return (type(arg), arg.dtype, arg.shape) if type(arg) is not LocalTensor else LocalTensor
+        return (kind, arg.dtype, arg.shape) if kind is not LocalTensor else LocalTensor
     if isinstance(arg, (tuple, list)):
-        return type(arg), *map(_hashable, arg)
-    if isinstance(arg, slice):
-        return slice, _hashable(arg.start), _hashable(arg.stop), _hashable(arg.step)
-    return type(arg), arg
+        return kind, *map(_hashable, arg)
+    return kind, arg
+
+
+def _part(func: Any, arg: Any, blocks: list[Any]) -> Any:
+    """What an argument is in the key of a call; its block, or blocks, are appended."""
+    kind = type(arg)
+    if kind is Sharded:
+        blocks.append(arg.local)
+        return arg.spec
+    if kind is tuple or kind is list:
+        return _part_of_list(arg, kind, blocks)
+    blocks.append(arg)
+    if (kind is float or kind is int) and _is_free(func):
+        return kind
+    return _hashable(arg)
+
+
+def _part_of_list(given: Any, kind: Any, blocks: list[Any]) -> tuple[Any, ...]:
+    key, held, sharded = [kind], [], False
+    for one in given:
+        if type(one) is Sharded:
+            key.append(one.spec)
+            held.append(one.local)
+            sharded = True
+        else:
+            key.append(_hashable(one))
+            held.append(one)
+    blocks.append(held if sharded else given)
+    return tuple(key)
 
 
 def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
@@ -259,6 +327,7 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tupl
 def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
     """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
     x: Sharded = args[0]
+    refuse_copy(x.local, shown(func))
     new = _composed(func, graph, args, kwargs)
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
@@ -330,4 +399,9 @@ def _cast(x: Tensor, cast: Call) -> Tensor:
     return y
 
 
+def _torch_function(_: type[Sharded], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return dispatch(func, args, kwargs or {})
+
+
 above.dispatch = dispatch
+Sharded.__torch_function__ = MethodType(_torch_function, Sharded)

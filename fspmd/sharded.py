@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import optree
 import torch
@@ -35,6 +35,7 @@ class Sharded:
     __slots__ = ("__weakref__", "local", "spec")
     local: Tensor
     spec: TensorSpec
+    __torch_function__: ClassVar[Callable[..., Any]]  # set, as `above`, where it is written
 
     def __init__(self, local: Tensor, spec: TensorSpec) -> None:
         if type(spec) is not TensorSpec:
@@ -118,10 +119,6 @@ class Sharded:
 
     def __repr__(self) -> str:
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return above.dispatch(func, args, kwargs or {})
 
     def __len__(self) -> int:
         if not self.spec.shape:

@@ -249,3 +249,29 @@ def test_numbers_that_do_not_bear_on_layouts_never_miss() -> None:
         x * (0.37 + i) + i
     info = fspmd.propagation_cache_info()
     assert (info.misses, info.hits) == (2, 8)
+
+
+def test_the_cache_keeps_as_many_plans_as_it_may_the_newest_ones() -> None:
+    x = device_put(values(((4, 6),))[0], P("x"), mesh=LINE)
+    fspmd.propagation_cache_clear()
+    try:
+        fspmd.propagation_cache_resize(2)
+        for call in (torch.relu, torch.exp, torch.tanh, torch.tanh, torch.relu):
+            call(x)
+        assert fspmd.propagation_cache_info() == (1, 4, 2, 2)
+        fspmd.propagation_cache_resize(0)
+        assert fspmd.propagation_cache_info().currsize == 0
+        torch.relu(x)
+        assert fspmd.propagation_cache_info().currsize == 0
+        with pytest.raises(ArgumentError, match="a number of plans"):
+            fspmd.propagation_cache_resize(-1)
+    finally:
+        fspmd.propagation_cache_resize(65536)
+
+
+def test_a_list_of_operands_is_planned_once() -> None:
+    x = device_put(values(((4, 6),))[0], P("x"), mesh=LINE)
+    fspmd.propagation_cache_clear()
+    for _ in range(3):
+        torch.cat([x, x], dim=1)
+    assert fspmd.propagation_cache_info()[:2] == (2, 1)
