@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full lint doctest bench clean
+.PHONY: demo test test-full opinfo lint doctest bench clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/train_lm.py
@@ -15,6 +15,12 @@ test: lint
 # every generated case, not a sample
 test-full: $(VENV)/dev.stamp
 	FSPMD_FULL=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests
+
+# torch's op database, all of it, in each mode
+opinfo: $(VENV)/dev.stamp
+	$(BIN)/python tests/opinfo/sweep.py --sizes uneven
+	$(BIN)/python tests/opinfo/sweep.py --sizes even
+	$(BIN)/python tests/opinfo/sweep.py --sizes uneven --mesh grid
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
