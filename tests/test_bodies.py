@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from dispatch_cases import Case, check_case
 from processes import Processes
 from torch.nn import functional as F
@@ -22,6 +23,10 @@ WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
 CASES: dict[str, Case] = {
     "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
     "softmax of rows": (lambda x: F.softmax(x, 0), ((4, 6),)),
+    "log_softmax": (lambda x: F.log_softmax(x, 0), ((5, 6),)),
+    "softmin": (lambda x: F.softmin(x, -1), ((4, 5),)),
+    "logsumexp": (lambda x: torch.logsumexp(x, -1), ((4, 5),)),
+    "logsumexp of all": (lambda x: torch.logsumexp(x, (0, 1), keepdim=True), ((6, 5),)),
 }
 
 

@@ -7,7 +7,7 @@ block in place of each tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fspmd.collectives import axis_index
 from fspmd.cost import Topology, price
-from fspmd.spec import TensorSpec, blocks
+from fspmd.spec import TensorSpec, blocks, entry_axes
 
 Body = Callable[..., Any]
+Dim = int | Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Site:
     axes: dict[Any, tuple[str, ...]]
     operands: tuple[TensorSpec, ...]
     results: tuple[TensorSpec, ...]
+    memo: dict[Any, Any] = field(default_factory=dict)  # what a body worked out of its arguments, the same in each call
 
     @property
     def mesh(self) -> Any:
@@ -41,12 +43,51 @@ class Site:
         """(offset, length) of each block of a dim of a global size, in the order of its axes."""
         return blocks(size, tuple(self.mesh.shape[axis] for axis in self.axes.get(dim, ())))
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives, made in the first call."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def per_rank(self, key: Any, axes: tuple[str, ...], make: Callable[[int], Tensor]) -> Tensor:
+        """The tensor that each rank makes of its position along axes, once; it varies over them."""
+
+        def made() -> Tensor:
+            mesh = self.mesh
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                if mesh.transport == "simulation" and axes:
+                    held = frame(mesh, axes)
+                    return local_tensor([make(at).to(mesh.device) for at in positions(held, axes)], held)
+                return make(position(mesh, axes)).to(mesh.device)
+
+        return set_variance(self.once(key, made), Variance(varying=axes))
+
     def offset(self, size: int, dim: Any) -> Tensor | int:
         """Where this rank's block of a dim begins: a 0-d tensor that varies over the dim's axes."""
         if not self.axes.get(dim):
             return 0
         found = torch.tensor([start for start, _ in self.blocks(size, dim)], device=self.mesh.device)
         return found[axis_index(self.axes[dim])]
+
+
+def position(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """This process's place along axes, the first of them major."""
+    at = dict(zip(mesh.axis_names, mesh.coordinate() or (0,) * len(mesh.axis_names), strict=True))
+    found = 0
+    for axis in axes:
+        found = found * mesh.shape[axis] + at[axis]
+    return found
+
+
+def positions(held: Frame, axes: tuple[str, ...]) -> list[int]:
+    """The same of each coordinate of a frame."""
+    found = []
+    for coordinate in held.coordinates():
+        at, place = dict(zip(held.axes, coordinate, strict=True)), 0
+        for axis in axes:
+            place = place * held.mesh.shape[axis] + at[axis]
+        found.append(place)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +98,43 @@ class Bodied:
     time: Callable[[Sequence[TensorSpec], tuple[str, ...], Topology], float]
 
 
+def dims_of(x: Tensor, dim: Dim) -> tuple[int, ...]:
+    """The dims that a reduction is told to take, as torch counts them: all for None or an empty list."""
+    given = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
+    return tuple(d % x.dim() for d in given)
+
+
+def padded(site: Site, x: Tensor, dim: int, value: float) -> Tensor:
+    """With one more element at the end of a dim, where some block of it may be empty."""
+    if all(length for _, length in site.blocks(site.operands[0].shape[dim], dim)):
+        return x
+    return torch.cat([x, torch.full_like(x.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=x.dtype), value)], dim)
+
+
+def _row_bytes(first: TensorSpec, axes: tuple[str, ...]) -> int:
+    """The bytes of one number for each row of a block along the dims that the axes shard."""
+    size = first.dtype.itemsize
+    for length, entry in zip(first.block_shape, first.partition, strict=True):
+        size *= 1 if set(axes).intersection(entry_axes(entry)) else length
+    return size
+
+
 def reducing(rounds: int) -> Callable[[Body], Bodied]:
     """A body that all-reduces so many numbers for each row of its first operand's block along the sharded dims."""
 
     def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
-        first = specs[0]
-        size = first.dtype.itemsize
-        for length, entry in zip(first.block_shape, first.partition, strict=True):
-            size *= (
-                1
-                if entry is not None and set(axes).intersection((entry,) if isinstance(entry, str) else entry)
-                else length
-            )
-        return rounds * price("reduce", first.mesh, axes, size, size, topology).time
+        size = _row_bytes(specs[0], axes)
+        return rounds * price("reduce", specs[0].mesh, axes, size, size, topology).time
+
+    return lambda body: Bodied(body, time)
+
+
+def gathering(numbers: int) -> Callable[[Body], Bodied]:
+    """A body that gathers so many numbers for each such row from each rank, in one round."""
+
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+        size = numbers * _row_bytes(specs[0], axes)
+        mesh = specs[0].mesh
+        return price("gather", mesh, axes, size, size * mesh.axis_size(axes), topology).time
 
     return lambda body: Bodied(body, time)

@@ -1,4 +1,4 @@
-"""Softmax and its kin along a sharded dim: the maximum and the sum are taken over all blocks."""
+"""Softmax and its kin along sharded dims: the maximum and the sum are taken over all blocks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,57 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import pmax, psum
-from fspmd.rules.bodies import Site, reducing
+from fspmd.rules.bodies import Dim, Site, dims_of, padded, reducing
 
 
 def _peak(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The greatest element along dims, on all ranks; of no weight in derivatives."""
     x = x.detach()
+    x = x.real if x.is_complex() else x
     for d in dims:
-        x = torch.cat(
-            [x, torch.full_like(x.narrow(d, 0, 0).sum(d, keepdim=True), -torch.inf)], d
-        )  # blocks may be empty
+        x = padded(site, x, d, -torch.inf)
     top = pmax(x.amax(dims, keepdim=True), site.over(dims))
     return top.where(top.isfinite(), 0)
 
 
+def _shifted(site: Site, x: Tensor, dim: int | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The elements less the greatest one, and the sum of their exponentials. A dtype may be among the options."""
+    d = (0 if x.dim() in (1, 3) else 1) if dim is None else dim % x.dim()
+    for wanted in options:
+        if isinstance(wanted, torch.dtype):
+            x = x.to(wanted)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # many halves are added up
+    x = x - _peak(site, x, (d,))
+    return x, psum(x.exp().sum(d, keepdim=True), site.over((d,)))
+
+
 @reducing(2)
-def softmax(site: Site, x: Tensor, dim: int, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
+def softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
     """Two all-reduces of one number per row forward, one backward."""
-    x = x if dtype is None else x.to(dtype)
-    d = dim % x.dim()
-    e = (x - _peak(site, x, (d,))).exp()
-    return e / psum(e.sum(d, keepdim=True), site.over((d,)))
+    x, total = _shifted(site, x, dim, (*options, *named.values()))
+    return (x.exp() / total).to(site.results[0].dtype)
+
+
+@reducing(2)
+def safe_softmax(site: Site, x: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
+    """As `softmax`; zeros where all elements are minus infinity."""
+    x, total = _shifted(site, x, dim, (*options, *named.values()))
+    return (x.exp() / total.where(total != 0, 1)).to(site.results[0].dtype)
+
+
+@reducing(2)
+def log_softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
+    """Two all-reduces of one number per row forward, one backward."""
+    x, total = _shifted(site, x, dim, (*options, *named.values()))
+    return (x - total.log()).to(site.results[0].dtype)
+
+
+@reducing(2)
+def logsumexp(site: Site, x: Tensor, dim: Dim, keepdim: bool = False) -> Tensor:
+    """Two all-reduces of one number per row forward, none backward."""
+    dims = dims_of(x, dim)
+    dtype = site.results[0].dtype
+    x = x.to(torch.promote_types(dtype, torch.float32))
+    top = _peak(site, x, dims)
+    total = psum((x - top).exp().sum(dims, keepdim=True), site.over(dims)).log() + top
+    return (total if keepdim else total.squeeze(dims)).to(dtype)

@@ -9,14 +9,13 @@ from typing import Any, Final
 import torch
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import lookups, reductions, views
+from fspmd.rules import lookups, reductions, softmaxes, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
-from fspmd.rules.softmaxes import softmax
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
 
@@ -74,11 +73,10 @@ _RESHAPES: Final = _names(
     "unsqueeze_copy view_copy"
 )
 _WHOLE_REDUCTIONS: Final = _names(
-    "amax amin prod all any logsumexp argmax argmin var std count_nonzero aminmax median nanmedian var_mean std_mean"
+    "amax amin prod all any argmax argmin var std count_nonzero aminmax median nanmedian var_mean std_mean"
 )
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
-    **dict.fromkeys(_names("log_softmax softmin _log_softmax _safe_softmax"), (1, "dim")),
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
@@ -155,7 +153,10 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over()) for name in _WHOLE_REDUCTIONS},
     **{name: Row(extreme) for name in _names("max min")},
     **{name: Row(over(*where), empty="fft" not in name) for name, where in _ALONG.items()},
-    **{name: Row(over(kept=True), body=softmax) for name in _names("softmax _softmax")},
+    **{name: Row(over(kept=True), body=softmaxes.softmax) for name in _names("softmax _softmax")},
+    **{name: Row(over(kept=True), body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")},
+    "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
+    "logsumexp": Row(over(), body=softmaxes.logsumexp),
     "cumsum": Row(over(), "first"),
     "flip": Row(over(1, "dims"), "first"),
     "roll": Row(over(2, "dims"), "first"),
