@@ -42,6 +42,7 @@ from fspmd.dispatch import propagation_cache_clear, propagation_cache_info, prop
 from fspmd.errors import (
     ArgumentError,
     AxisError,
+    CommunicationError,
     FspmdError,
     MeshError,
     ShapeError,
@@ -49,6 +50,8 @@ from fspmd.errors import (
     TreeError,
     VarianceError,
 )
+from fspmd.explicit import ImplicitCommunicationWarning, explicit, set_default
+from fspmd.implicit import Implicit
 from fspmd.initial import init_sharded
 from fspmd.measure import measure_topology
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
@@ -81,10 +84,13 @@ __all__ = [
     "AxisError",
     "ColwiseParallel",
     "Communication",
+    "CommunicationError",
     "CommunicationLog",
     "Explanation",
     "FspmdError",
     "Handle",
+    "Implicit",
+    "ImplicitCommunicationWarning",
     "Link",
     "Mesh",
     "MeshError",
@@ -119,6 +125,7 @@ __all__ = [
     "device_put",
     "empty",
     "explain",
+    "explicit",
     "eye",
     "from_callback",
     "from_local",
@@ -155,6 +162,7 @@ __all__ = [
     "randperm",
     "rank_map",
     "reshard",
+    "set_default",
     "set_mesh",
     "set_topology",
     "shard_map",

@@ -44,6 +44,10 @@ class VarianceError(FspmdError):
     """A value whose type over a mesh axis (invariant, varying, unreduced, reduced) does not allow what was asked."""
 
 
+class CommunicationError(FspmdError):
+    """Communication that the user did not write, within ``explicit``."""
+
+
 class ArgumentError(FspmdError):
     """Any other argument of a wrong type or value."""
 
