@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 #: runs something so many times and tells how many seconds that took
 Sampler = Callable[[int], float]
@@ -133,6 +133,8 @@ class Row:
             value /= self.theirs.median
         return value <= self.goal.bound
 
+    HEAD: ClassVar = ("what", "ours", "beside", "theirs", "ours - theirs", "ours / theirs", "goal", "spread")
+
     def cells(self) -> list[str]:
         """The row as text."""
         ours, theirs = self.ours, self.theirs
@@ -150,21 +152,62 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Overhead:
+    """What two libraries cost above the same on plain tensors."""
+
+    what: str
+    plain: Timing
+    ours: Timing
+    theirs: Timing
+    bound: float | None = None  # of our overhead, as a part of theirs
+
+    HEAD: ClassVar = ("what", "plain", "ours", "DTensor", "our overhead", "its overhead", "ratio", "goal", "spread")
+
+    @property
+    def ratio(self) -> float:
+        """Our overhead as a part of theirs."""
+        return (self.ours.median - self.plain.median) / (self.theirs.median - self.plain.median)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether our overhead keeps to its bound; None without one."""
+        return None if self.bound is None else self.ratio <= self.bound
+
+    def cells(self) -> list[str]:
+        """The row as text."""
+        times = (self.plain, self.ours, self.theirs)
+        above = (self.ours.median - self.plain.median, self.theirs.median - self.plain.median)
+        return [
+            self.what,
+            *(show_seconds(one.median) for one in times),
+            *map(show_seconds, above),
+            f"{self.ratio:.3f}",
+            f"≤ {self.bound:.2f}: {'yes' if self.met else 'no'}" if self.bound is not None else "",
+            f"{max(one.spread for one in times):.0%}",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """One group of comparisons."""
+    """One group of comparisons; its rows are all of one kind."""
 
     title: str
-    rows: list[Row]
+    rows: Sequence[Row | Overhead]
     notes: str = ""
+    summary: str = ""
 
     def markdown(self) -> str:
         """The table in Markdown."""
-        head = ["what", "ours", "beside", "theirs", "ours - theirs", "ours / theirs", "goal", "spread"]
+        head = list(self.rows[0].HEAD)
         grid = [head, *(row.cells() for row in self.rows)]
         widths = [max(len(row[i]) for row in grid) for i in range(len(head))]
         lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in grid]
         lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-        return "\n".join([f"### {self.title}", "", *([self.notes, ""] if self.notes else []), *lines, ""])
+        return "\n".join([f"### {self.title}", "", *_paragraph(self.notes), *lines, "", *_paragraph(self.summary)])
+
+
+def _paragraph(text: str) -> list[str]:
+    return [text, ""] if text else []
 
 
 def show_ratio(ratio: float) -> str:
