@@ -41,6 +41,7 @@ def as_local_call(
             out = function(site, *values[: len(args)], **given)
         if isinstance(out, Tensor):
             return leave_as(out, results[0], body, "result")
-        return [leave_as(x, spec, body, f"result[{i}]") for i, (x, spec) in enumerate(zip(out, results, strict=True))]
+        left = [leave_as(x, spec, body, f"result[{i}]") for i, (x, spec) in enumerate(zip(out, results, strict=True))]
+        return type(out)(left)
 
     return local

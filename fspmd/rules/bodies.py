@@ -49,45 +49,12 @@ class Site:
             self.memo[key] = make()
         return self.memo[key]
 
-    def per_rank(self, key: Any, axes: tuple[str, ...], make: Callable[[int], Tensor]) -> Tensor:
-        """The tensor that each rank makes of its position along axes, once; it varies over them."""
-
-        def made() -> Tensor:
-            mesh = self.mesh
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                if mesh.transport == "simulation" and axes:
-                    held = frame(mesh, axes)
-                    return local_tensor([make(at).to(mesh.device) for at in positions(held, axes)], held)
-                return make(position(mesh, axes)).to(mesh.device)
-
-        return set_variance(self.once(key, made), Variance(varying=axes))
-
     def offset(self, size: int, dim: Any) -> Tensor | int:
         """Where this rank's block of a dim begins: a 0-d tensor that varies over the dim's axes."""
         if not self.axes.get(dim):
             return 0
         found = torch.tensor([start for start, _ in self.blocks(size, dim)], device=self.mesh.device)
         return found[axis_index(self.axes[dim])]
-
-
-def position(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """This process's place along axes, the first of them major."""
-    at = dict(zip(mesh.axis_names, mesh.coordinate() or (0,) * len(mesh.axis_names), strict=True))
-    found = 0
-    for axis in axes:
-        found = found * mesh.shape[axis] + at[axis]
-    return found
-
-
-def positions(held: Frame, axes: tuple[str, ...]) -> list[int]:
-    """The same of each coordinate of a frame."""
-    found = []
-    for coordinate in held.coordinates():
-        at, place = dict(zip(held.axes, coordinate, strict=True)), 0
-        for axis in axes:
-            place = place * held.mesh.shape[axis] + at[axis]
-        found.append(place)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,15 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """By moments over all dims but the channels'; the running ones are written where they lie."""
+    if not x.numel():
+        out = x.clone() if weight is None else x * weight[0]
+        return out if bias is None else out + bias[0]
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean, var = running_mean, running_var
     if training:
         F._verify_batch_size(x.size())  # type: ignore[attr-defined]
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        mean, var = wide.mean(dims), wide.var(dims, correction=0)
+        var, mean = torch.var_mean(wide, dims, correction=0)
         count = x.numel() // x.size(1)
         for running, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
             if running is not None:
@@ -61,10 +64,61 @@ def _torch_batch_norm(
     return _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
+def _group_norm(
+    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Any:
+    """A layer norm of each group: channels that no block boundary cuts stay where they are."""
+    if x.dim() < 2 or x.size(1) % num_groups:
+        raise RuntimeError(f"Expected channels that divide into {num_groups} groups, but got {tuple(x.shape)}")
+    F._verify_batch_size([x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]])  # type: ignore[attr-defined]
+    grouped = x.unflatten(1, (num_groups, x.size(1) // num_groups))
+    out = F.layer_norm(grouped, tuple(grouped.shape[2:]), eps=eps).flatten(1, 2)
+    return _per_channel(out, weight, bias)
+
+
+def _per_channel(x: Any, weight: Any, bias: Any) -> Any:
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    out = x if weight is None else x * weight.view(shape)
+    return (out if bias is None else out + bias.view(shape)).to(x.dtype)
+
+
+def _instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """A layer norm of each channel of each sample; the running moments, of the batch's mean, are written."""
+    if not use_input_stats:
+        return _batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    F._verify_spatial_size(x.size())  # type: ignore[attr-defined]
+    if running_mean is not None or running_var is not None:
+        with torch.no_grad():
+            var, mean = torch.var_mean(x.detach(), tuple(range(2, x.dim())))
+            for running, new in ((running_mean, mean), (running_var, var)):
+                if running is not None:
+                    running.mul_(1 - momentum).add_((new.mean(0) * momentum).to(running.dtype))
+    return _per_channel(F.layer_norm(x, tuple(x.shape[2:]), eps=eps), weight, bias)
+
+
+def _torch_instance_norm(
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use: bool, momentum: float, eps: float, _: bool
+) -> Any:
+    """The same, its arguments in another order."""
+    return _instance_norm(x, running_mean, running_var, weight, bias, use, momentum, eps)
+
+
 #: by torch function, or by the name of all that have it
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     F.batch_norm: _batch_norm,
     torch.batch_norm: _torch_batch_norm,
+    "group_norm": _group_norm,
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _torch_instance_norm,
     "dist": _dist,
     "linear_cross_entropy": _unchunked,
 }

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import lookups, reductions, softmaxes, views
+from fspmd.rules import lookups, moments, reductions, softmaxes, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
@@ -64,7 +64,7 @@ _CASTS: Final = _names(
 )
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc "
-    "_pdist_forward native_group_norm "
+    "_pdist_forward "
     "segment_reduce embedding_bag new_empty_strided _ctc_loss nonzero_static hash_tensor max_unpool2d "
     "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
 )
@@ -72,9 +72,7 @@ _RESHAPES: Final = _names(
     "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
     "unsqueeze_copy view_copy"
 )
-_WHOLE_REDUCTIONS: Final = _names(
-    "amax amin prod all any argmax argmin var std count_nonzero aminmax median nanmedian var_mean std_mean"
-)
+_WHOLE_REDUCTIONS: Final = _names("amax amin prod all any argmax argmin count_nonzero aminmax median nanmedian")
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
@@ -160,8 +158,10 @@ ROWS: Final[dict[str, Row]] = {
     "cumsum": Row(over(), "first"),
     "flip": Row(over(1, "dims"), "first"),
     "roll": Row(over(2, "dims"), "first"),
-    "layer_norm": Row(reductions.layer_norm),
-    "native_layer_norm": Row(reductions.layer_norm),
+    **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
+    "layer_norm": Row(reductions.layer_norm, body=moments.layer_norm),
+    "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
+    "rms_norm": Row(reductions.layer_norm, body=moments.rms_norm),
     "embedding": Row(reductions.embedding),
     **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},

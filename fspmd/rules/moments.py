@@ -1,0 +1,131 @@
+"""Variances along sharded dims, and the norms that layers divide by: means first, then squares of what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.collectives import psum
+from fspmd.rules.bodies import Body, Dim, Site, dims_of, reducing
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Sums of many halves are floats."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _squared(x: Tensor) -> Tensor:
+    return (x * x.conj()).real if x.is_complex() else x * x
+
+
+def _mean(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Over the whole of the dims, which are kept."""
+    count = prod(site.operands[0].shape[d] for d in dims)
+    return psum(x.sum(dims, keepdim=True), site.over(dims)) / count
+
+
+def _variance(
+    site: Site,
+    x: Tensor,
+    dim: Dim | bool = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The variance and the mean, as the overloads of ``torch.var`` take their arguments."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = dims_of(x, dim)
+    x = _wide(x)
+    mean = _mean(site, x, dims)
+    count = prod(site.operands[0].shape[d] for d in dims)
+    squares = psum(_squared(x - mean).sum(dims, keepdim=True), site.over(dims))
+    free = max(count - (unbiased if correction is None else correction), 0)
+    found = squares / free
+    return (found, mean) if keepdim else (found.squeeze(dims), mean.squeeze(dims))
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root; of zero with no gradient, as torch has it for norms."""
+    positive = x > 0
+    return torch.where(positive, x.where(positive, 1).sqrt(), x * 0)
+
+
+def _reduction(*parts: Any) -> Body:
+    def body(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = _variance(site, x, *args, **kwargs)
+        outs = tuple(part(one).to(spec.dtype) for part, one, spec in zip(parts, found, site.results, strict=False))
+        return outs if len(parts) > 1 else outs[0]
+
+    return body
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+#: two all-reduces of one number per row forward, one backward
+MOMENTS = {
+    name: reducing(2)(_reduction(*parts))
+    for name, parts in (("var", (_same,)), ("std", (root,)), ("var_mean", (_same, _same)), ("std_mean", (root, _same)))
+}
+
+
+def _inner(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(x.dim() - len(shape), x.dim()))
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _normalised(site: Site, x: Tensor, shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer norm makes of x, the mean and the reciprocal of the standard deviation."""
+    dims = _inner(x, shape)
+    x = _wide(x)
+    mean = _mean(site, x, dims)
+    x = x - mean
+    scale = torch.rsqrt(_mean(site, x * x, dims) + eps)
+    return x * scale, mean, scale
+
+
+@reducing(2)
+def layer_norm(
+    site: Site,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """Two all-reduces of one number per row forward, two backward."""
+    return _affine(_normalised(site, x, normalized_shape, eps)[0], weight, bias).to(x.dtype)
+
+
+@reducing(2)
+def native_layer_norm(
+    site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """As `layer_norm`, with the mean and the reciprocal of the standard deviation."""
+    out, *others = _normalised(site, x, normalized_shape, eps)
+    outs = [_affine(out, weight, bias), *others]
+    return tuple(one.to(spec.dtype) for one, spec in zip(outs, site.results, strict=True))
+
+
+@reducing(1)
+def rms_norm(
+    site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """One all-reduce of one number per row forward, one backward."""
+    wide = _wide(x)
+    mean = _mean(site, _squared(wide), _inner(x, normalized_shape))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return _affine(wide * torch.rsqrt(mean + eps), weight, None).to(site.results[0].dtype)
