@@ -60,6 +60,7 @@ from fspmd.parallel import ParallelPlan, parallelize
 from fspmd.placement import device_get, device_put, from_callback, from_local
 from fspmd.rank_map import rank_map
 from fspmd.reshard import Explanation, explain, reshard, with_spec
+from fspmd.rule import explain_rule, rule
 from fspmd.shard_map import shard_map
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
@@ -125,6 +126,7 @@ __all__ = [
     "device_put",
     "empty",
     "explain",
+    "explain_rule",
     "explicit",
     "eye",
     "from_callback",
@@ -162,6 +164,7 @@ __all__ = [
     "randperm",
     "rank_map",
     "reshard",
+    "rule",
     "set_default",
     "set_mesh",
     "set_topology",

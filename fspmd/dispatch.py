@@ -94,6 +94,12 @@ def propagation_cache_clear() -> None:
     _cache.hits = _cache.misses = 0
 
 
+def forget_plans() -> None:
+    """Plan every call anew: a rule has changed."""
+    _plans.clear()
+    _free.clear()
+
+
 def propagation_cache_resize(maxsize: int) -> None:
     """Keep at most so many plans, 65536 unless set; the oldest go first, and none is kept where it is 0.
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.factors import Factors
+from fspmd.rules.bodies import Bodied, Site, reducing
+from fspmd.rules.factors import Factors, parse
 from fspmd.rules.handlers import handler_of
-from fspmd.rules.table import Row, composite_of, is_ragged, row_of, writes
-from fspmd.rules.whole import Whole
+from fspmd.rules.registry import register, row_of
+from fspmd.rules.table import Row, composite_of, is_ragged, writes
+from fspmd.rules.whole import Whole, notation
 
-__all__ = ["Bodied", "Factors", "Row", "Site", "Whole", "composite_of", "handler_of", "is_ragged", "row_of", "writes"]
+__all__ = [
+    "Bodied",
+    "Factors",
+    "Row",
+    "Site",
+    "Whole",
+    "composite_of",
+    "handler_of",
+    "is_ragged",
+    "notation",
+    "parse",
+    "reducing",
+    "register",
+    "row_of",
+    "writes",
+]

@@ -1,0 +1,32 @@
+"""Rules that users write, by function: they go before those of the table."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from fspmd.rules.table import Row
+from fspmd.rules.table import row_of as row_of_torch
+
+_ROWS: Final[dict[Any, Row]] = {}
+
+
+def register(func: Any, row: Row) -> None:
+    """Make a row the rule of a function, and of what calls of it are dispatched as."""
+    for one in (func, *_overloads(func)):
+        _ROWS[one] = row
+
+
+def _overloads(func: Any) -> list[Any]:
+    """The ops behind what ``torch.library.custom_op`` or ``torch.ops`` gives."""
+    op = getattr(func, "_opoverload", func)
+    packet = getattr(op, "overloadpacket", op)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [packet, *(getattr(packet, name) for name in packet.overloads())]
+
+
+def row_of(func: Any) -> Row | None:
+    """The row of a function; None where there is none."""
+    return _ROWS.get(func) or row_of_torch(func)

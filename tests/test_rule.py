@@ -1,0 +1,123 @@
+"""Rules that users write: Python functions, ops of torch.library, bodies; and what `explain_rule` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import check_case
+from torch import Tensor
+from torch.nn import functional as F
+
+import fspmd
+from fspmd import ArgumentError, P, device_put, make_mesh, pmax, psum, rule
+from fspmd.cost import Link, Topology, set_topology, topology
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
+
+
+@pytest.fixture(autouse=True)
+def _only_bytes_cost() -> Iterator[None]:
+    before = topology()
+    set_topology(Topology(Link(0.0, 1e3), Link(0.0, 1e3), launch=0.0))
+    yield
+    set_topology(before)
+
+
+@torch.library.custom_op("fspmd_tests::mul", mutates_args=())
+def contract(x: Tensor, y: Tensor) -> Tensor:
+    """A product of matrices under the name of another function."""
+    return x @ y
+
+
+@contract.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], y.shape[1])
+
+
+def _saved(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
+    x, y = ctx.saved_tensors
+    return ct @ y.mT, x.mT @ ct
+
+
+contract.register_autograd(_backward, setup_context=_saved)
+
+
+def test_an_op_of_a_library_needs_a_rule_whatever_its_name() -> None:
+    x = device_put(torch.ones(4, 6), P("x"), mesh=LINE)
+    with pytest.raises(ArgumentError, match=r"mul\(\) has no rule for"):
+        contract(x, torch.ones(6, 3))
+    rule(contract, "m k, k n -> m n", linear="product")
+    for mesh in (LINE, WIDE):
+        check_case("op", (contract, ((4, 6), (6, 3))), mesh, 80)
+
+
+def test_a_python_function() -> None:
+    calls = []
+
+    def scores(q: Tensor, k: Tensor, *, scale: float = 1.0) -> Tensor:
+        calls.append(q.shape)
+        return torch.tanh(q @ k.mT * scale)
+
+    ruled = rule(scores, "... q [d], ... k [d] -> ... q k")
+    assert torch.equal(ruled(torch.eye(2), torch.eye(2)), scores(torch.eye(2), torch.eye(2)))
+    for mesh in (LINE, WIDE):
+        check_case("scores", (lambda q, k: ruled(q, k, scale=0.5), ((3, 5, 2), (3, 4, 2))), mesh, 80)
+    calls.clear()
+    ruled(device_put(torch.ones(4, 8, 2), P("x"), mesh=LINE), torch.ones(4, 6, 2))
+    assert calls[-1] == (1, 8, 2)
+
+
+def test_a_body() -> None:
+    def spread(site: Any, x: Tensor) -> Tensor:
+        axes = site.axes["d"]
+        top = pmax(torch.cat([x, torch.full_like(x[..., :1].sum(-1, keepdim=True), -9.0)], -1).detach().amax(-1), axes)
+        e = (x - top[..., None]).exp()
+        return e / psum(e.sum(-1), axes)[..., None]
+
+    ruled = rule(lambda x: F.softmax(x, -1), "... [d] -> ... [d]", body=spread)
+    for mesh in (LINE, WIDE):
+        check_case("body", (ruled, ((3, 8),)), mesh, 80)
+    assert ruled(device_put(torch.ones(3, 64), P(None, "x"), mesh=LINE)).spec.partition == P(None, "x")
+
+
+def test_explanations() -> None:
+    assert fspmd.explain_rule(torch.add, torch.ones(4, 6), torch.ones(6)).splitlines() == [
+        "add(f32[4, 6], f32[6]): a b, b -> a b",
+        "  a sharded      P('x'), P() -> P('x')",
+        "  b sharded      P(None, 'x'), P('x') -> P(None, 'x')",
+        "  unreduced      P(unreduced={'x'}), P(unreduced={'x'}) -> P(unreduced={'x'})",
+        "  reduced        P(reduced={'x'}), P(reduced={'x'}) -> P(reduced={'x'})",
+        "  whole          P(), P() -> P()",
+    ]
+    assert fspmd.explain_rule(torch.softmax, torch.ones(4, 6), -1).splitlines() == [
+        "softmax(f32[4, 6]): a [b] -> a [b]",
+        "  a sharded      P('x') -> P('x')",
+        "  b sharded      P(None, 'x') -> P(None, 'x') by a body",
+        "  reduced        P(reduced={'x'}) -> P(reduced={'x'})",
+        "  whole          P() -> P()",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.mm, "m k, k n"), r"the rule 'm k, k n' has no '->'"),
+        ((3, "m -> m"), r"rule got the int 3 for func"),
+        ((torch.mm, None), r"rule got None for pattern"),
+    ],
+)
+def test_what_is_no_rule(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        rule(*arguments)
+    with pytest.raises(ArgumentError, match="linear='yes'"):
+        rule(torch.mm, "m k, k n -> m n", linear="yes")
+    with pytest.raises(ArgumentError, match="has no rule"):
+        fspmd.explain_rule(print, torch.ones(3))
