@@ -89,7 +89,8 @@ def ask(
     shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
     plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
     factors = row.rule(Whole(shapes, plain, kwargs, after))
-    if not _fits(factors, shapes, after, resized=row.blocks is not None):
+    free = factors.scaled if row.body is None else factors.scaled | factors.whole
+    if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, args, kwargs, specs[0], results[0])
     return Question(row, ordered, results, isinstance(out, Tensor), factors, linear, writes(func), outs[0]._is_view())
@@ -252,10 +253,11 @@ def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _fits(factors: Factors, before: list[Shape], after: list[Shape], *, resized: bool) -> bool:
+def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: frozenset[int], *, resized: bool) -> bool:
     """Whether each factor has one size wherever it stands: a rule that is wrong for a call is not used.
 
-    ``resized``: a dim of the result may be another size, of which the strategy sees that the blocks are the same.
+    ``free``: factors of which that is not so. ``resized``: a dim of the result may be another size, of which the
+    strategy sees that the blocks are the same.
     """
     rows = (*factors.operands, *factors.results)
     if [*map(len, rows)] != [*map(len, (*before, *after))]:
@@ -263,7 +265,7 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], *, resized:
     sizes: dict[int, int] = {}
     known = zip(factors.operands, before, strict=True) if resized else zip(rows, (*before, *after), strict=True)
     pairs = [pair for dims, shape in known for pair in zip(dims, shape, strict=True)]
-    return all(factor is None or sizes.setdefault(factor, size) == size for factor, size in pairs)
+    return all(factor is None or factor in free or sizes.setdefault(factor, size) == size for factor, size in pairs)
 
 
 def _casts(need: TensorSpec, axes: tuple[str, ...]) -> tuple[Call, ...]:

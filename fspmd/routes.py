@@ -71,6 +71,7 @@ def _short(spec: TensorSpec) -> str:
     return repr(spec).partition(" on ")[0]
 
 
+@functools.lru_cache(maxsize=8192)
 def _bytes(spec: TensorSpec) -> int:
     return prod(spec.block_shape) * spec.dtype.itemsize
 
@@ -178,6 +179,7 @@ def _moved(
     )
 
 
+@functools.lru_cache(maxsize=8192)
 def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     """The block lengths of a dim cut by axes, in rank order; None where they are equal."""
     cut = tuple(length for _, length in blocks(spec.shape[dim], tuple(spec.mesh.shape[axis] for axis in axes)))

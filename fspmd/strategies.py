@@ -8,9 +8,9 @@ together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import inf, lcm
 
 from fspmd.cost import Topology
 from fspmd.routes import route
@@ -23,6 +23,9 @@ Choice = int | str
 
 #: µs that a sharded body takes to communicate: of the operands' layouts, and the axes over which it does
 BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology], float]
+
+
+_ROUNDING = 1e-6  # µs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,19 @@ def best_strategy(
     empty: bool = True,
     body: BodyTime | None = None,
 ) -> Strategy | None:
-    """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are."""
-    found = strategies(factors, linear, operands, results, topology, fixed=fixed, empty=empty, body=body)
-    return min(found, key=lambda strategy: strategy.time, default=None)
+    """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are.
+
+    Combinations are made one by one, the preferred first: none is priced to its end that is dearer than the best.
+    """
+    best: Strategy | None = None
+    for reading, chosen in _combinations(factors, linear, operands, body):
+        limit = inf if best is None else best.time[0]
+        one = _strategy(reading, chosen, operands, results, topology, empty, body, limit)
+        if one is not None and _may(one, operands[0], fixed) and (best is None or one.time < best.time):
+            best = one
+            if best.time == (0, 0):
+                break
+    return best
 
 
 def strategies(
@@ -69,17 +82,27 @@ def strategies(
     ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
     the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs.
     """
-    mesh = operands[0].mesh
-    options = [_choices(axis, factors, linear, operands, body is not None) for axis in mesh.axis_names]
-    combinations = (dict(zip(mesh.axis_names, choices, strict=True)) for choices in itertools.product(*options))
-    found = (_strategy(factors, one, operands, results, topology, empty, body) for one in combinations)
-    stays = operands[0]
-    return [
-        one
-        for one in found
-        if one is not None
-        and (not fixed or (one.operands[0] is stays and not one.casts[0] and one.results[0] is stays.partition))
-    ]
+    found = (
+        _strategy(reading, chosen, operands, results, topology, empty, body, inf)
+        for reading, chosen in _combinations(factors, linear, operands, body)
+    )
+    return [one for one in found if one is not None and _may(one, operands[0], fixed)]
+
+
+def _may(strategy: Strategy, stays: TensorSpec, fixed: bool) -> bool:
+    lies = strategy.operands[0] is stays and not strategy.casts[0] and strategy.results[0] is stays.partition
+    return lies or not fixed
+
+
+def _combinations(
+    factors: Factors, linear: str, operands: Sequence[TensorSpec], body: BodyTime | None
+) -> Iterator[tuple[Factors, dict[str, Choice]]]:
+    """For each way to read the call what each axis does."""
+    axes = operands[0].mesh.axis_names
+    for reading in (factors, *factors.others):
+        options = [_choices(axis, reading, linear, operands, body is not None) for axis in axes]
+        for choices in itertools.product(*options):
+            yield reading, dict(zip(axes, choices, strict=True))
 
 
 def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
@@ -111,7 +134,9 @@ def _strategy(
     topology: Topology,
     empty: bool,
     body: BodyTime | None,
+    limit: float,
 ) -> Strategy | None:
+    """The layouts of a combination; None where blocks do not fit, or moving the operands costs more than ``limit``."""
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
     axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
     needs: list[TensorSpec] = []
@@ -124,26 +149,36 @@ def _strategy(
         needs.append(spec.with_partition(P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)))
         casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
     outs = tuple(_result(dims, factors, choices, axes_of) for dims in factors.results)
-    if not _aligned(factors, axes_of, [*operands, *results], empty):
+    by_body = sharded & factors.whole if body is not None else set[int]()
+    if not _aligned(factors, axes_of, [*operands, *results], empty, by_body):
         return None
-    moving = sum(route(spec, need, topology).price.time for spec, need in zip(operands, needs, strict=True))
-    settling = sum(
-        route(lies := spec.with_partition(out), lies.with_partition(P(*out)), topology).price.time
-        for spec, out in zip(results, outs, strict=True)
-        if out.unreduced
-    )
-    by_body = sharded & factors.whole
+    moving = 0.0
+    for spec, need in zip(operands, needs, strict=True):
+        if spec is not need and (moving := moving + route(spec, need, topology).price.time) > limit + _ROUNDING:
+            return None
     if body is not None and by_body:
         axes = tuple(axis for factor in by_body for axis in axes_of[factor])
         moving += body(needs, axes, topology)
         casts = [()] * len(casts)  # it casts what it must
-    return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), settling), bool(by_body), axes_of)
+    settling = 0.0
+    if moving <= limit + _ROUNDING:
+        for spec, out in zip(results, outs, strict=True):
+            if out.unreduced:
+                lies = spec.with_partition(out)
+                settling += route(lies, lies.with_partition(P(*out)), topology).price.time
+    return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), round(settling, 6)), bool(by_body), axes_of)
 
 
-def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Sequence[TensorSpec], empty: bool) -> bool:
+def _aligned(
+    factors: Factors,
+    axes_of: dict[int, tuple[str, ...]],
+    specs: Sequence[TensorSpec],
+    empty: bool,
+    by_body: set[int],
+) -> bool:
     """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
 
-    Not ``empty``: none of them may be.
+    Not ``empty``: none of them may be. A body sees to both itself.
     """
     for factor, axes in axes_of.items():
         sizes = {
@@ -153,6 +188,8 @@ def _aligned(factors: Factors, axes_of: dict[int, tuple[str, ...]], specs: Seque
             if own == factor
         }
         parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
+        if factor in by_body:
+            continue
         if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
             return False
         unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit

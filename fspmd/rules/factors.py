@@ -26,7 +26,9 @@ class Factors:
     summed: frozenset[int] = frozenset()  # sharded, the results are pending sums
     whole: frozenset[int] = frozenset()  # must not be sharded
     added: frozenset[int] = frozenset()  # operands that are added to the sum, not part of it
+    scaled: frozenset[int] = frozenset()  # may have another size in each place, where blocks are the same shares
     names: Mapping[Any, int] = field(default_factory=dict)  # how a sharded body calls them; dims by number have none
+    others: tuple[Factors, ...] = ()  # other readings of the same dims, of which one may be cheaper
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import lookups, moments, reductions, softmaxes, views
+from fspmd.rules import attention, lookups, moments, reductions, softmaxes, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
@@ -191,6 +191,7 @@ ROWS: Final[dict[str, Row]] = {
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "convolution": Row(convolution, "product", empty=False),
+    "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather),
     **{name: Row(lookups.scatter) for name in _names("scatter scatter_add scatter_reduce")},
     "index_select": Row(lookups.select),

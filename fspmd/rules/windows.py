@@ -1,0 +1,134 @@
+"""Rows of a sharded dim for the ranks that want them: what moves in slices, shifts, borders and windows.
+
+Each rank names the rows of the global dim that its new block is made of, in their order; -1 is a row of zeros. One
+all-to-all of unequal lengths brings what it lacks. Which rows those are is known beforehand, so nothing is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.cost import Topology, price
+from fspmd.mesh import Mesh
+from fspmd.pairs import Call, apply
+from fspmd.rules.bodies import Bodied, Body, Site
+from fspmd.spec import TensorSpec, entry_axes
+from fspmd.transport import Options
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import local_tensor
+from fspmd.transport.rows import Route, Routes, RowMap
+from fspmd.variance import Variance, get_variance, join, set_variance
+
+#: the global rows, of a 1-d tensor of places in a result
+Places = Callable[[Tensor], Tensor]
+
+
+def positions(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
+    """The place along axes, the first of them major, of this process, or of each simulated rank of their frame."""
+    if mesh.transport != "simulation":
+        at = mesh.coordinate()
+        assert at is not None
+        return [_place(mesh, axes, dict(zip(mesh.axis_names, at, strict=True)))]
+    held = frame(mesh, axes)
+    return [_place(mesh, axes, dict(zip(held.axes, at, strict=True))) for at in held.coordinates()]
+
+
+def _place(mesh: Mesh, axes: tuple[str, ...], at: dict[str, int]) -> int:
+    place = 0
+    for axis in axes:
+        place = place * mesh.shape[axis] + at[axis]
+    return place
+
+
+def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], Tensor]) -> Tensor:
+    """The tensor that each rank makes of its place along axes, in the first call; it varies over them."""
+
+    def made() -> Tensor:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            shards = [make(at).to(site.mesh.device) for at in positions(site.mesh, axes)]
+            return local_tensor(shards, frame(site.mesh, axes)) if site.mesh.transport == "simulation" else shards[0]
+
+    return set_variance(site.once(key, made), Variance(varying=axes))
+
+
+def block_places(cut: Sequence[tuple[int, int]], at: int) -> Tensor:
+    """The global places of a block, of (offset, length) of all."""
+    start, length = cut[at]
+    return torch.arange(start, start + length)
+
+
+def fetched(
+    site: Site,
+    key: Any,
+    x: Tensor,
+    d: int,
+    axes: tuple[str, ...],
+    cut: Sequence[tuple[int, int]],
+    wanted: Callable[[int], Tensor],
+) -> Tensor:
+    """A dim of x, ``cut`` over axes, made anew: ``wanted(at)`` are the global rows of the rank at that place.
+
+    Backward sends each row's cotangent back, where those of rows sent more than once are added.
+    """
+
+    def made() -> Call:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            rows = [wanted(at) for at in range(len(cut))]
+            routes = tuple(_route(site, cut, rows, at) for at in positions(site.mesh, axes))
+        held = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
+        return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, held)))
+
+    call = site.once(key, made)
+    with torch._C.DisableTorchFunction():
+        return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
+
+
+def _route(site: Site, cut: Sequence[tuple[int, int]], wanted: Sequence[Tensor], at: int) -> Route:
+    """What the rank at a place sends and receives."""
+    start, length = cut[at]
+    sent = [rows[(rows >= start) & (rows < start + length)] - start for rows in wanted]
+    mine = wanted[at]
+    landed = [((mine >= other) & (mine < other + size)).nonzero().squeeze(1) for other, size in cut]
+    packs, lands, device = torch.cat(sent), torch.cat(landed), site.mesh.device
+    return Route(
+        RowMap(packs.to(device), length, True, len(packs.unique()) == len(packs)),
+        tuple(map(len, sent)),
+        tuple(map(len, landed)),
+        RowMap(lands.to(device), len(mine), True, True),
+    )
+
+
+def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows: Places) -> Tensor:
+    """A dim of ``size`` made one of ``length`` by the rows of each place of it; sharded or whole alike."""
+    axes = site.axes.get(d, ())
+    if axes:
+        after = site.blocks(length, d)
+        return fetched(site, (key, d), x, d, axes, site.blocks(size, d), lambda at: rows(block_places(after, at)))
+    index = site.once((key, d), lambda: rows(torch.arange(length)).to(site.mesh.device))
+    if not size:
+        return x.sum(d, keepdim=True).expand(*x.shape[:d], length, *x.shape[d + 1 :])
+    found = x.index_select(d, index.clamp(min=0))
+    if bool((index >= 0).all()):
+        return found
+    return found.masked_fill((index < 0).view(-1, *(1,) * (x.dim() - 1 - d)), 0)
+
+
+def passing(body: Body) -> Bodied:
+    """A body that receives at most a block of each operand that is sharded along the dims in question."""
+
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+        found = 0.0
+        for spec in specs:
+            own = tuple(a for a in axes if any(a in entry_axes(entry) for entry in spec.partition))
+            if own:
+                size = spec.dtype.itemsize
+                for length in spec.block_shape:
+                    size *= length
+                found += price("permute", spec.mesh, own, size, size, topology).time
+        return found
+
+    return Bodied(body, time)
