@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,9 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import Mesh, make_mesh
-from fspmd.cost import Link, Topology, set_topology, topology
+from fspmd.rules import Bodied, Row
+from fspmd.rules.table import ROWS
 
-#: bytes cost something and messages nothing, so that bodies are taken for blocks as small as these
-BYTES = Topology(Link(0.0, 1e3), Link(0.0, 1e3), launch=0.0)
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
@@ -35,19 +35,35 @@ CASES: dict[str, Case] = {
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), ((2, 4, 5), (4,), (4,))),
     "instance_norm": (F.instance_norm, ((3, 2, 6),)),
     "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), ((5, 3, 2), (3,))),
+    "amax": (lambda x: torch.amax(x, 0), ((6, 5),)),
+    "amin of all": (lambda x: x.amin(), ((5, 6),)),
+    "amax of ties": (lambda x: torch.amax(x.round(), (0, 1), keepdim=True), ((5, 6),)),
+    "max": (lambda x: x.round().max(), ((6, 5),)),
+    "max of a dim": (lambda x: x.round().max(-1), ((4, 6),)),
+    "min of a dim": (lambda x: x.round().min(0, keepdim=True), ((6, 3),)),
+    "argmax": (lambda x: (x * 1, x.round().argmax()), ((5, 6),)),
+    "argmin of a dim": (lambda x: (x * 1, x.round().argmin(0, keepdim=True)), ((5, 6),)),
+    "aminmax": (lambda x: x.round().aminmax(dim=1), ((3, 6),)),
+    "topk": (lambda x: x.topk(3, -1), ((3, 6),)),
+    "topk of the least": (lambda x: x.topk(2, 0, largest=False), ((5, 3),)),
     "logsumexp": (lambda x: torch.logsumexp(x, -1), ((4, 5),)),
     "logsumexp of all": (lambda x: torch.logsumexp(x, (0, 1), keepdim=True), ((6, 5),)),
 }
 
 
 @pytest.fixture(autouse=True)
-def _bytes() -> Iterator[None]:
-    before = topology()
-    set_topology(BYTES)
+def _bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Bodies cost nothing, so that they are taken for blocks as small as these."""
+    for name, row in _with_free_bodies().items():
+        monkeypatch.setitem(ROWS, name, row)
     fspmd.propagation_cache_clear()
     yield
-    set_topology(before)
     fspmd.propagation_cache_clear()
+
+
+def _with_free_bodies() -> dict[str, Row]:
+    free = {name: Bodied(row.body.body, lambda *_: 0.0) for name, row in ROWS.items() if row.body is not None}
+    return {name: replace(ROWS[name], body=body) for name, body in free.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,7 +73,7 @@ def test_values_and_gradients(mesh: Mesh, name: str) -> None:
 
 
 def _on_processes(sizes: tuple[int, ...]) -> None:
-    set_topology(BYTES)
+    ROWS.update(_with_free_bodies())
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
     for name, case in CASES.items():
         check_case(name, case, mesh, 3)

@@ -39,8 +39,8 @@ def _variance(
 ) -> tuple[Tensor, Tensor]:
     """The variance and the mean, as the overloads of ``torch.var`` take their arguments."""
     if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    dims = dims_of(x, dim)
+        unbiased = dim
+    dims = dims_of(x, None if isinstance(dim, bool) else dim)
     x = _wide(x)
     mean = _mean(site, x, dims)
     count = prod(site.operands[0].shape[d] for d in dims)

@@ -17,6 +17,7 @@ from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
 from fspmd.rules.views import joined, parts, permuted
+from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.whole import Rule, notation
 
 
@@ -72,13 +73,13 @@ _RESHAPES: Final = _names(
     "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
     "unsqueeze_copy view_copy"
 )
-_WHOLE_REDUCTIONS: Final = _names("amax amin prod all any argmax argmin count_nonzero aminmax median nanmedian")
+_WHOLE_REDUCTIONS: Final = _names("prod all any count_nonzero median nanmedian")
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
-    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1), "topk": (2, "dim", -1), "norm": (2, "dim")},
+    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1), "norm": (2, "dim")},
     **{"linalg_vector_norm": (2, "dim"), "unfold": (1, "dimension"), "unfold_copy": (1, "dimension")},
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
@@ -149,7 +150,9 @@ ROWS: Final[dict[str, Row]] = {
     "sum": Row(reductions.summed, "first"),
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
     **{name: Row(over()) for name in _WHOLE_REDUCTIONS},
-    **{name: Row(extreme) for name in _names("max min")},
+    **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},
+    **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
+    "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),
     **{name: Row(over(*where), empty="fft" not in name) for name, where in _ALONG.items()},
     **{name: Row(over(kept=True), body=softmaxes.softmax) for name in _names("softmax _softmax")},
     **{name: Row(over(kept=True), body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")},

@@ -1,0 +1,165 @@
+"""The greatest and the least along sharded dims, where they stand, and the first few: each rank's own are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.collectives import all_gather
+from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, padded
+
+#: the place of an element that stands for none
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _limit(dtype: torch.dtype, greatest: bool) -> float:
+    """Less than, or more than, any element of a dtype."""
+    if dtype is torch.bool:
+        return not greatest
+    if dtype.is_floating_point:
+        return -torch.inf if greatest else torch.inf
+    return torch.iinfo(dtype).min if greatest else torch.iinfo(dtype).max
+
+
+def _gathered(site: Site, dims: Sequence[int], *found: Tensor) -> list[Tensor]:
+    """What each rank found, along a new first dim; equal on all ranks."""
+    axes = site.over(dims)
+    if not axes:
+        return [one[None] for one in found]
+    return list(all_gather(list(found), axes, to="invarying"))
+
+
+def _alike(x: Tensor, top: Tensor) -> Tensor:
+    """Where x is the extreme; nan counts as one."""
+    return (x == top) | (x.isnan() & top.isnan())
+
+
+def extreme(site: Site, x: Tensor, dims: tuple[int, ...], greatest: bool) -> Tensor:
+    """The extreme along dims, which are kept. Its gradient is divided evenly among all elements that attain it.
+
+    One gather of three numbers per row forward, none backward.
+    """
+    take = torch.amax if greatest else torch.amin
+    own = x.detach()
+    for d in dims:
+        own = padded(site, own, d, _limit(x.dtype, greatest))
+    own = take(own, dims, keepdim=True)
+    if not x.is_floating_point():
+        return take(_gathered(site, dims, own)[0], 0)
+    hits = _alike(x, own)
+    wide = torch.promote_types(x.dtype, torch.float32)  # counts of many
+    added = x.to(wide).where(hits, 0).sum(dims, keepdim=True)
+    counts = hits.sum(dims, keepdim=True, dtype=wide)
+    tops, sums, counts = _gathered(site, dims, own.to(wide), added, counts)
+    top = take(tops, 0)
+    here = _alike(tops, top)
+    mean = sums.where(here, 0).sum(0) / counts.where(here, 0).sum(0)
+    exact = top + (mean - mean.detach())
+    return torch.where(top.isfinite(), exact, mean).to(x.dtype)
+
+
+def _squeezed(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    return x if keepdim else x.squeeze(dims)
+
+
+def _amax(greatest: bool) -> Body:
+    def body(site: Site, x: Tensor, dim: Dim = None, keepdim: bool = False) -> Tensor:
+        dims = dims_of(x, dim)
+        return _squeezed(extreme(site, x, dims, greatest), dims, keepdim)
+
+    return body
+
+
+@gathering(6)
+def aminmax(site: Site, x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Both at once."""
+    dims = dims_of(x, dim)
+    found = [_squeezed(extreme(site, x, dims, greatest), dims, keepdim) for greatest in (False, True)]
+    return torch.return_types.aminmax((found[0], found[1]))
+
+
+def _places(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The place of each element in the whole, counted along dims; broadcasts against x."""
+    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    for d in dims:
+        size = site.operands[0].shape[d]
+        shape = [1] * d + [-1] + [1] * (x.dim() - d - 1)
+        found = found * size + (torch.arange(x.size(d), device=x.device) + site.offset(size, d)).view(shape)
+    return found
+
+
+def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tensor]:
+    """The first extreme along a dim, which is kept, and its place in the whole."""
+    take: Callable[..., Any] = torch.max if greatest else torch.min
+    whole = padded(site, x, d, _limit(x.dtype, greatest))
+    top, at = take(whole, d, keepdim=True)
+    at = torch.where(at < x.size(d), at + site.offset(site.operands[0].shape[d], d), _NOWHERE)
+    tops, places = _gathered(site, (d,), top, at)
+    best = take(tops, 0).values
+    at = places.where(_alike(tops, best), _NOWHERE)
+    first = at.min(0, keepdim=True)
+    return tops.gather(0, first.indices)[0], first.values[0]
+
+
+def _extreme_or_pair(greatest: bool) -> Body:
+    """Of ``max`` and ``min``, of all, or of a dim with places."""
+    kind = getattr(torch.return_types, "max" if greatest else "min")
+
+    def body(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return extreme(site, x, dims_of(x, None), greatest).view(())
+        d = dim % x.dim()
+        return kind([_squeezed(one, (d,), keepdim) for one in _along(site, x, d, greatest)])
+
+    return body
+
+
+def _place(greatest: bool) -> Body:
+    """Of ``argmax`` and ``argmin``."""
+
+    def body(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        x = x.detach()
+        if dim is not None:
+            d = dim % x.dim()
+            return _squeezed(_along(site, x, d, greatest)[1], (d,), keepdim)
+        dims = dims_of(x, None)
+        top = extreme(site, x, dims, greatest)
+        at = torch.where(_alike(x, top), _places(site, x, dims), _NOWHERE).flatten()
+        least = torch.cat([at, at.new_full((1,), _NOWHERE)]).amin()
+        least = _gathered(site, dims, least)[0].amin(0)
+        return least.view([1] * x.dim() if keepdim else [])
+
+    return body
+
+
+@gathering(4)
+def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """Each rank's own k, and of those the k: one gather of values and places forward, none backward."""
+    d = dim % x.dim()
+    size = site.operands[0].shape[d]
+    shape = list(x.shape)
+    shape[d] = k
+    limit = _limit(x.dtype, largest)
+    values, at = torch.topk(torch.cat([x, x.new_full(shape, limit)], d), k, d, largest)
+    at = torch.where(at < x.size(d), at + site.offset(size, d), _NOWHERE)
+    values, at = (
+        one.flatten(0, 1).movedim(0, d) for one in _gathered(site, (d,), values.movedim(d, 0), at.movedim(d, 0))
+    )
+    at, order = at.sort(d)
+    values = values.gather(d, order)
+    values, order = values.sort(dim=d, descending=largest, stable=True)
+    found = [values.narrow(d, 0, k), at.gather(d, order).narrow(d, 0, k)]
+    return torch.return_types.topk((found[0], found[1]))
+
+
+#: one gather of a few numbers per row forward, none backward
+EXTREMES = {
+    **{name: gathering(3)(_amax(name == "amax")) for name in ("amax", "amin")},
+    **{name: gathering(3)(_extreme_or_pair(name == "max")) for name in ("max", "min")},
+    **{name: gathering(3)(_place(name == "argmax")) for name in ("argmax", "argmin")},
+    "aminmax": aminmax,
+    "topk": topk,
+}
