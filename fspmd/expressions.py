@@ -30,18 +30,27 @@ def expression_at(frame: FrameType) -> str:
     return " ".join(text.decode().strip() for text in lines)
 
 
-def operands_of(expression: str, count: int) -> list[str]:
-    """The sources of the ``count`` positional arguments of the function an expression calls; [] where they are unclear.
+def operands_of(expression: str, what: str, count: int) -> list[str]:
+    """The sources of the ``count`` positional arguments of the function ``what``; [] where an expression does not tell.
 
-    >>> operands_of("x @ f(w)", 2), operands_of("torch.relu(h[0])", 1), operands_of("a.b.sum(0)", 2)
-    (['x', 'f(w)'], ['h[0]'], ['a.b', '0'])
+    >>> operands_of("x @ f(w)", "@", 2), operands_of("relu(h[0])", "relu()", 1), operands_of("a.sum(0)", "sum()", 2)
+    (['x', 'f(w)'], ['h[0]'], ['a', '0'])
+    >>> operands_of("model(x)", "relu()", 1)
+    []
     """
     try:
         tree = ast.parse(expression, mode="eval").body
     except SyntaxError:
         return []
     found: list[ast.expr] = []
-    if isinstance(tree, ast.BinOp):
+    if isinstance(tree, ast.Call):
+        name = tree.func.attr if isinstance(tree.func, ast.Attribute) else getattr(tree.func, "id", "")
+        found = list(tree.args) if name and what.removesuffix("()").endswith(name) else []
+        if isinstance(tree.func, ast.Attribute) and what.endswith(f"{name}()") and len(found) == count - 1:
+            found.insert(0, tree.func.value)
+    elif what.endswith("()"):
+        return []
+    elif isinstance(tree, ast.BinOp):
         found = [tree.left, tree.right]
     elif isinstance(tree, ast.Compare):
         found = [tree.left, *tree.comparators]
@@ -49,10 +58,6 @@ def operands_of(expression: str, count: int) -> list[str]:
         found = [tree.operand]
     elif isinstance(tree, ast.Subscript):
         found = [tree.value, tree.slice]
-    elif isinstance(tree, ast.Call):
-        found = list(tree.args)
-        if len(found) == count - 1 and isinstance(tree.func, ast.Attribute):
-            found.insert(0, tree.func.value)
     if len(found) != count or any(isinstance(one, ast.Starred) for one in found):
         return []
     return [ast.unparse(one) for one in found]

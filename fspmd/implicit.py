@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -14,6 +15,7 @@ from torch import Tensor
 from fspmd.causes import Cause, Trace
 from fspmd.cost import FREE, Price, topology
 from fspmd.expressions import expression_at, operands_of
+from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.propagate import Place, Question, ask, shown
 from fspmd.routes import route
@@ -21,12 +23,15 @@ from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.strategies import Strategy, strategies
+from fspmd.trees import leaf_paths
 from fspmd.watch import communicates, price_of
 
 _grad_enabled = torch.is_grad_enabled
 _functorch: Any = torch._C._functorch
 _WAYS = 4  # that a report shows besides the one taken
+_REFLECTED = {f"__r{name}__" for name in "add sub mul truediv floordiv matmul pow mod and or xor".split()}
 _LONGEST = 60  # characters of an expression that a report shows
+_TARGET = re.compile(r"\w+(\.\w+|\[[^][()]+\])*")  # what can stand left of a =
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,14 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     lines = [f"{shown_as} communicates, which is not written ({cause.where}{within})"]
     if inner is not outer:
         lines.append(f"  in {shown(func)}, which it is made of")
-    sources = operands_of(expression, len(args)) if inner is outer else []
+    sources = operands_of(expression, cause.what, len(args)) if inner is outer else []
+    if name_of(func) in _REFLECTED:
+        sources.reverse()
     operands = _operands(args, kwargs, sources, _names(trace.user))
     rows, needs, others = _solved(func, args, kwargs, operands)
-    lines += [f"  {row}" for row in rows or (_priced(one, tuple(x.shape), x.dtype) for one in implied(x, first))]
+    lines += [
+        f"  {row}" for row in rows or (f"first {_priced(one, tuple(x.shape), x.dtype)}" for one in implied(x, first))
+    ]
     lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
     lines.append(f"write {_fix(needs if inner is outer else (), cause.what)}")
     return Implicit(cause, "\n".join(lines))
@@ -113,7 +122,14 @@ def _names(user: FrameType | None) -> dict[int, str]:
     if user is None:
         return {}
     known = {**user.f_globals, **user.f_locals}
-    return {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
+    found: dict[int, str] = {}
+    for name, value in known.items():
+        if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
+            leaves = optree.tree_leaves(value, is_leaf=is_sharded)
+            found.update(
+                (id(leaf), path) for leaf, path in zip(leaves, leaf_paths(value, name, is_sharded), strict=True)
+            )
+    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
 
 
 def _operands(
@@ -224,7 +240,7 @@ def _fix(needs: Sequence[tuple[_Operand, TensorSpec]], what: str) -> str:
     for one, need in needs:
         if one.spec is not need:
             moved = f"reshard({one.name}, {_written(need.partition)})"
-            lines.append(f"{one.name} = {moved}" if one.name.isidentifier() else f"{moved} for {one.name}")
+            lines.append(f"{one.name} = {moved}" if _TARGET.fullmatch(one.name) else f"{moved} for {one.name}")
     return "; ".join(lines) or f"reshard of the operands of {what} before it, or {what} in a function run by shard_map"
 
 

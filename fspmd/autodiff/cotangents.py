@@ -11,7 +11,7 @@ from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
-from fspmd.redistribute import redistribute, to_blocks
+from fspmd.redistribute import to_blocks
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
@@ -84,10 +84,12 @@ def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequenc
 
 
 def scalar_of(out: Any, what: str) -> Tensor:
-    """A real scalar that is equal on all ranks: what can be differentiated without a cotangent."""
-    if isinstance(out, Sharded) and out.spec.partition.unreduced:  # what a global function computed: add it up
-        spec = out.spec.with_partition(P(*out.spec.partition))
-        out = Sharded(redistribute(out.local, out.spec, spec), spec)
+    """A real scalar that is equal on all ranks: what can be differentiated without a cotangent.
+
+    Of a pending sum, which functions of global values compute, its terms: their cotangent is that of the sum.
+    """
+    if isinstance(out, Sharded) and out.spec.partition.unreduced:
+        out = Sharded(out.local, out.spec.with_partition(P(*out.spec.partition)))
     x = local_of(out)
     if not isinstance(x, Tensor) or x.ndim or not differentiable(x) or x.is_complex():
         given = show_leaf(out) if isinstance(x, Tensor) else described(out)

@@ -1,0 +1,251 @@
+"""communication_log: what is recorded, with which cause, in every place where something moves."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from simulated import F64
+from torch import Tensor
+from torch.nn import functional as F
+
+import fspmd
+from fspmd import (
+    CommunicationLog,
+    P,
+    Sharded,
+    communication_log,
+    device_get,
+    device_put,
+    make_mesh,
+    pairs,
+    pmax,
+    psum,
+    psum_scatter_into,
+    reshard,
+    shard_map,
+)
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 3), ("x", "y"), transport="simulation")
+
+
+def put(*shape: int, spec: P = P(), mesh: Any = LINE, grad: bool = True) -> Sharded:  # noqa: B008
+    generator = torch.Generator().manual_seed(sum(shape))
+    return device_put(torch.randn(shape, generator=generator, dtype=F64), spec, mesh=mesh).requires_grad_(grad)
+
+
+def kinds(log: list[fspmd.Communication]) -> list[str]:
+    return [one.kind for one in log]
+
+
+def test_nothing_is_recorded_of_what_needs_no_communication() -> None:
+    x, y, b = put(8, 6, spec=P("x")), put(8, 6, spec=P("x")), put(6, grad=False)
+    with communication_log() as log:
+        z = torch.tanh(x * y + b).transpose(0, 1).reshape(2, 3, 8)[..., None].permute(2, 0, 1, 3)
+        z = torch.stack([z, z * 2]).sum((0, 2, 3, 4)).unflatten(0, (4, 2)) / 3
+        total = F.softmax(F.layer_norm(x, (6,)), 1).sum() + z.sum()
+        total.backward()
+    assert not log
+    assert str(log) == "nothing is communicated"
+
+
+def test_column_and_row_parallel_layers_cost_one_sum_forward_and_one_backward() -> None:
+    x, up, down = put(5, 4), put(4, 8, spec=P(None, "x")), put(8, 4, spec=P("x"))
+    with communication_log() as log:
+        y = torch.relu(x @ up) @ down
+        assert not log  # pending until somebody needs it
+        reshard(y, P()).square().sum().backward()
+    assert kinds(log) == ["psum_unreduced", "psum"]
+    assert [(one.backward, one.cause.what, one.cause.written) for one in log] == [
+        (False, "reshard", True),
+        (True, "@", False),
+    ]
+    assert [one.shape for one in log] == [(5, 4), (5, 4)]
+    assert log[1].cause.text == "y = torch.relu(x @ up) @ down"
+    assert (log.forward, log.backward, log.implicit) == (log[:1], log[1:], log[1:])
+
+
+def test_projections_of_one_value_share_one_sum_in_backward() -> None:
+    x, ws = put(6, 4), [put(4, 8, spec=P(None, "x")) for _ in range(3)]
+    with communication_log() as log:
+        q, k, v = (x @ w for w in ws)
+        (q * k * v).sum().backward()
+    assert kinds(log) == ["psum"]
+
+
+def test_a_batch_parallel_loss_sums_each_parameter_once() -> None:
+    x, target, w = put(8, 4, spec=P("x"), grad=False), put(8, 2, spec=P("x"), grad=False), put(4, 2)
+    with communication_log() as log:
+        loss = F.mse_loss(x @ w, target)
+        assert not log
+        loss.backward()  # the scalar stays pending: its cotangent is one on every rank
+        gradient = fspmd.grad(lambda w: F.mse_loss(x @ w, target))(w)
+    assert [(one.kind, one.shape, one.cause.what) for one in log] == [("psum", (4, 2), "@")] * 2
+    whole = device_get(w).detach().requires_grad_()
+    F.mse_loss(device_get(x) @ whole, device_get(target)).backward()
+    assert w.grad is not None
+    torch.testing.assert_close(device_get(w.grad), whole.grad)
+    torch.testing.assert_close(device_get(gradient), whole.grad)
+
+
+def test_bytes_are_those_of_a_ring() -> None:
+    x = put(8, 4, spec=P("x"))
+    with communication_log() as log:
+        reshard(x, P())
+        reshard(x, P(None, "x"))
+        reshard(put(8, 4, spec=P(unreduced={"x"})), P())
+    assert [one.price.moved for one in log] == [3 * 64, 3 / 4 * 64, 2 * 3 / 4 * 256]
+    assert log.moved == 192 + 48 + 384
+
+
+def test_what_caused_it_is_named() -> None:
+    x = put(8, 4, spec=P("x"))
+    with communication_log() as log:
+        device_get(x)
+        device_put(x, P(), mesh=LINE)
+        fspmd.with_spec(x, P())
+        shard_map(lambda a: a, mesh=LINE, in_specs=P(None, "x"), out_specs=P(None, "x"))(x)
+        shard_map(lambda a: psum(a, "x"), mesh=LINE, in_specs=P("x"), out_specs=P())(x)
+        x.sum().item()
+        x.nonzero()
+        F.softmax(x, 0)
+        x.reshape(4, 2, 4).flatten().sort()
+    whats = [one.cause.what for one in log]
+    assert whats[:7] == ["device_get", "device_put", "with_spec", "shard_map entry", "psum", "item()", "nonzero()"]
+    assert set(whats[7:]) == {"softmax()", "sort()"}
+    assert {one.cause.written for one in log[:5]} == {True}
+    assert {one.cause.written for one in log[5:]} == {False}
+    assert {one.cause.where.partition(":")[0] for one in log} == {"test_communication_log.py"}
+
+
+def test_collectives_of_bodies_nested_and_in_backward() -> None:
+    def inner(x: Tensor, w: Tensor) -> Tensor:
+        return psum(x * w, "y")
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        y = shard_map(inner, in_specs=(P("y"), P()), out_specs=P(), axis_names={"y"})(x, w)
+        return pmax(y, "x")
+
+    x, w = put(12, 2, spec=P(("x", "y")), mesh=GRID, grad=False), put(2, mesh=GRID)
+    whole = shard_map(body, mesh=GRID, in_specs=(P("x"), P()), out_specs=P(), axis_names={"x"})
+    with communication_log() as log:
+        out = whole(reshard(x, P("x")), w)
+        forward = len(log)
+        out.sum().backward()
+    assert Counter(one.cause.what for one in log[:forward]) == {"reshard": 1, "psum": 1, "pmax": 1}
+    assert all(one.backward for one in log[forward:])
+    assert "pmax" in {one.cause.what for one in log[forward:]}  # how many attain it is summed
+    assert {one.axes for one in log if one.kind == "psum" and one.cause.text.startswith("return psum")} >= {("y",)}
+
+
+def test_a_cast_in_a_body_causes_the_sum_of_its_gradient() -> None:
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return psum((x * w).sum(), "x")
+
+    gradient = fspmd.grad(shard_map(loss, mesh=LINE, in_specs=(P("x"), P()), out_specs=P()), argnums=1)
+    with communication_log() as log:
+        gradient(put(8, grad=False), put(2, grad=False))
+    (forward, backward) = log
+    assert (forward.cause.what, forward.cause.written, forward.backward) == ("psum", True, False)
+    assert (backward.cause.written, backward.backward, backward.shape) == (False, True, (2,))
+    assert backward.cause.text == forward.cause.text == 'return psum((x * w).sum(), "x")'
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_under_vmap_a_collective_is_one(check: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        return fspmd.vmap(lambda row: psum(row, "x"))(x)
+
+    with communication_log() as log:
+        shard_map(body, mesh=LINE, in_specs=P(None, "x"), out_specs=P(), check_vma=check)(put(3, 8, grad=False))
+    assert [(one.shape, one.cause.what) for one in log] == [((3, 2), "psum")]
+
+
+def test_collectives_that_overlap_and_those_into_a_tensor() -> None:
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        handle = psum(x, "x", wait=False)
+        return psum_scatter_into(y.new_empty(1), y.detach(), "x") + handle.wait()[:1]
+
+    f = shard_map(body, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    with communication_log() as log:
+        f(put(16), put(16, grad=False)).sum().backward()
+    assert kinds(log.forward) == ["psum", "psum_scatter"]
+
+
+def test_derivatives_of_derivatives_keep_the_cause() -> None:
+    x, w = put(8, spec=P("x"), grad=False), put(8)
+    second = fspmd.grad(lambda w: fspmd.grad(lambda w: reshard((x * w**3).sum(), P()))(w).sum())
+    with communication_log() as log:
+        second(w)
+    assert log
+    assert {one.cause.what for one in log} <= {"*", "reshard", "mul()"}
+
+
+def test_backward_of_what_ran_before_the_log_is_told_without_its_cause() -> None:
+    x, up = put(5, 4), put(4, 8, spec=P(None, "x"))
+    y = (x @ up).sum()
+    with communication_log() as log:
+        y.backward()
+    assert [(one.kind, one.backward, one.cause.what) for one in log] == [("psum", True, "backward()")]
+
+
+def test_logs_nest_and_see_all_threads() -> None:
+    x = put(8, spec=P("x"))
+    with communication_log() as outer:
+        with communication_log() as inner:
+            device_get(x)
+        thread = threading.Thread(target=lambda: device_get(x))
+        thread.start()
+        thread.join()
+    device_get(x)
+    assert (len(outer), len(inner)) == (2, 1)
+    assert pairs._watch is None
+
+
+def test_a_log_is_a_table() -> None:
+    x = put(8, 4, spec=P("x"))
+    with communication_log() as log:
+        device_get(x)
+    where = log[0].cause.where
+    assert str(log) == (
+        f"forward  all_gather_invariant over 'x'  f64[2, 4]  192 B  13 µs  device_get  {where}  device_get(x)\n"
+        "1 collective, 0 of them backward: each rank sends 192 B"
+    )
+
+
+def _step(mesh: Any) -> tuple[CommunicationLog, list[Tensor]]:
+    x, up, down = put(6, 5, mesh=mesh), put(5, 10, spec=P(None, "x"), mesh=mesh), put(10, 5, spec=P("x"), mesh=mesh)
+    with communication_log() as log:
+        y = reshard(torch.relu(x @ up) @ down, P("x"))
+        y = F.layer_norm(reshard(y, P(None, "x")), (5,))
+        y.square().sum().backward()
+        body = shard_map(lambda a: psum(a * a, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P())
+        body(device_put(torch.ones(3, 8), P(), mesh=mesh))
+    return log, [device_get(one.grad) for one in (x, up, down) if one.grad is not None]
+
+
+def _rows(log: CommunicationLog) -> list[Any]:
+    return [
+        (one.kind, one.axes, one.shape, one.price.moved, one.backward, one.cause.what, one.cause.line) for one in log
+    ]
+
+
+def _in_process() -> tuple[list[Any], list[Tensor]]:
+    log, gradients = _step(make_mesh((4,), ("x",), device="cpu"))
+    return _rows(log), gradients
+
+
+def test_processes_record_what_a_simulation_does() -> None:
+    log, gradients = _step(LINE)
+    with Processes(4) as pool:
+        found = pool.run(_in_process, seconds=60)
+    assert found[0][0] == _rows(log)
+    for rows, others in found:
+        assert [row[:2] + row[4:] for row in rows] == [row[:2] + row[4:] for row in _rows(log)]
+        for mine, theirs in zip(gradients, others, strict=True):
+            torch.testing.assert_close(mine, theirs)
