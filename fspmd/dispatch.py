@@ -183,6 +183,7 @@ def _at(blocks: list[Any], place: Place) -> Any:
 
 def _set(blocks: list[Any], place: Place, x: Tensor) -> None:
     if isinstance(place, tuple):
+        blocks[place[0]] = [*blocks[place[0]]]  # it may be the caller's own list
         blocks[place[0]][place[1]] = x
     else:
         blocks[place] = x

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from dispatch_cases import Case, check_case
 from processes import Processes
-from test_bodies import BYTES, GRID, LINE, WIDE
 from torch.nn import functional as F
 
 import fspmd
 from fspmd import Mesh, make_mesh
-from fspmd.cost import set_topology, topology
+from fspmd.cost import Link, Topology, set_topology, topology
+
+#: bytes cost something and messages nothing, so that bodies are taken for blocks as small as these
+BYTES = Topology(Link(0.0, 1e3), Link(0.0, 1e3), launch=0.0)
+LINE = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
+WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
 
 _attend = F.scaled_dot_product_attention
 _SEEN = torch.arange(30).reshape(5, 6).remainder(4) != 1
@@ -31,6 +37,45 @@ CASES: dict[str, Case] = {
         lambda q, k, v: _attend(q, k, v, enable_gqa=True, is_causal=True),
         ((1, 8, 4, 3), (1, 4, 4, 3), (1, 4, 4, 3)),
     ),
+}
+
+_ROWS = torch.tensor([3, 0, -1, 4, 3, 1])
+_GRID = torch.tensor([[0, 4, 2], [1, 1, 3]])
+
+
+def _set(index: Any) -> Callable[..., Any]:
+    def f(x: Any, v: Any) -> Any:
+        y = x * 1
+        y[index] = v
+        return y
+
+    return f
+
+
+CASES |= {
+    "embedding": (lambda w: F.embedding(_GRID, w), ((5, 4),)),
+    "embedding, padding": (lambda w: F.embedding(_GRID, w, padding_idx=-4), ((5, 4),)),
+    "embedding of torch": (lambda w: torch.embedding(w, _GRID, 1), ((5, 4),)),
+    "embedding, sharded places": (lambda w, x: (F.embedding((x.abs() * 4).long(), w), x * 1), ((5, 4), (3, 4))),
+    "gather": (lambda x: x.gather(1, _GRID), ((2, 5),)),
+    "gather, sharded places": (lambda x, y: (x.gather(0, (y.abs() * 4).long()), y * 1), ((5, 3), (5, 3))),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, _GRID, 1), ((2, 5),)),
+    "index_select": (lambda x: x.index_select(0, _ROWS.abs()), ((5, 3),)),
+    "index": (lambda x: x[_ROWS], ((5, 4),)),
+    "index of two": (lambda x: x[_GRID, :, _GRID], ((5, 2, 5),)),
+    "index of adjacent": (lambda x: x[:, _GRID, _GRID[0]], ((2, 5, 5),)),
+    "scatter": (lambda x, y: x.scatter(1, _GRID, y), ((2, 5), (2, 3))),
+    "scatter_add": (lambda x, y: x.scatter_add(0, _GRID, y), ((5, 3), (2, 3))),
+    "scatter_reduce": (
+        lambda x, y: x.scatter_reduce(0, _GRID, y, "mean", include_self=False),
+        ((5, 3), (2, 3)),
+    ),
+    "index_add": (lambda x, y: x.index_add(0, _ROWS.abs(), y, alpha=2), ((5, 3), (6, 3))),
+    "index_copy": (lambda x, y: x.index_copy(1, torch.tensor([4, 0]), y), ((3, 5), (3, 2))),
+    "index_fill": (lambda x: x.index_fill(0, _ROWS[:2], 7.0), ((5, 3),)),
+    "index_put": (lambda x, y: x.index_put((_GRID,), y, accumulate=True), ((5, 4), (2, 3, 4))),
+    "index_put of two": (_set((torch.tensor([0, 4, 2]), torch.tensor([1, 3, 0]))), ((5, 4), (3,))),
+    "writes of rows": (_set(torch.tensor([0, -1])), ((5, 4), (4,))),
 }
 
 

@@ -1,14 +1,37 @@
-"""Functions that take elements, or set them, by tensors of places: the dims looked along are whole."""
+"""Functions that take elements, or set them, by tensors of places.
+
+Where the dim looked along is sharded a body (`tables.py`) sees to the places in each block; what it takes is a pending
+sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fspmd.rules.factors import Dims, Factors, Shape
+from fspmd.rules.factors import Dims, Factors, Shape, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
+
+
+def embedding(whole: Whole) -> Factors:
+    """Of places and a table; no rule for what looks at all places at once, or writes into the table."""
+    others = zip((3, 5, 6), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
+    return _table("..., v d -> ... d", whole, others)
+
+
+def torch_embedding(whole: Whole) -> Factors:
+    """The same, of a table and places."""
+    return _table("v d, ... -> ... d", whole, zip((3, 4), ("scale_grad_by_freq", "sparse"), strict=True))
+
+
+def _table(text: str, whole: Whole, others: Iterable[tuple[int, str]]) -> Factors:
+    if any(whole.argument(place, name) for place, name in others):
+        return NO_RULE
+    found = match(parse(text), whole.shapes)
+    return replace(found, whole=frozenset({found.names["v"]}))
 
 
 def gather(whole: Whole) -> Factors:
@@ -18,8 +41,10 @@ def gather(whole: Whole) -> Factors:
         return _nothing(whole)
     dim = whole.argument(1, "dim") % len(x)
     taken: Dims = tuple(len(x) if d == dim else d if size == x[d] else None for d, size in enumerate(index))
+    place = len(x)
+    along: Dims = tuple(place if d == dim else f for d, f in enumerate(taken))
     operand: Dims = tuple(d if d in taken else None for d in range(len(x)))
-    return Factors((operand, taken), (taken,))
+    return Factors((operand, along), (along,), summed=frozenset({dim}), whole=frozenset({dim}))
 
 
 def scatter(whole: Whole) -> Factors:
@@ -30,7 +55,8 @@ def scatter(whole: Whole) -> Factors:
     dim = whole.argument(1, "dim") % len(x)
     shared = {d for d in range(len(x)) if d != dim and all(len(s) == len(x) and s[d] == x[d] for s in others)}
     dims: Dims = tuple(d if d in shared else None for d in range(len(x)))
-    return Factors((dims,) * len(whole.shapes), (dims,))
+    own: Dims = tuple(d if d in shared or d == dim else None for d in range(len(x)))
+    return Factors((own, *(dims,) * len(others)), (own,), whole=frozenset({dim}))
 
 
 def select(whole: Whole) -> Factors:
@@ -39,8 +65,8 @@ def select(whole: Whole) -> Factors:
     if not x or len(whole.shapes[1]) != 1:
         return _nothing(whole)
     dim = whole.argument(1, "dim") % len(x)
-    kept: Dims = tuple(None if d == dim else d for d in range(len(x)))
-    return Factors((kept, (len(x),)), (tuple(len(x) if d is None else d for d in kept),))
+    result: Dims = tuple(len(x) if d == dim else d for d in range(len(x)))
+    return Factors((tuple(range(len(x))), (len(x),)), (result,), summed=frozenset({dim}), whole=frozenset({dim}))
 
 
 def put_slices(whole: Whole) -> Factors:
@@ -50,9 +76,11 @@ def put_slices(whole: Whole) -> Factors:
         return _nothing(whole)
     dim = whole.argument(1, "dim") % len(x)
     kept: Dims = tuple(None if d == dim else d for d in range(len(x)))
+    every: Dims = tuple(range(len(x)))
     return Factors(
-        (kept, (None,) * len(whole.shapes[1]), *(kept if len(s) == len(x) else (None,) * len(s) for s in sources)),
-        (kept,),
+        (every, (None,) * len(whole.shapes[1]), *(kept if len(s) == len(x) else (None,) * len(s) for s in sources)),
+        (every,),
+        whole=frozenset({dim}),
     )
 
 
@@ -63,11 +91,9 @@ def index(whole: Whole) -> Factors:
         return NO_RULE
     kept, places, at, shapes = found
     joint = _broadcast(shapes, len(kept))
-    result = list(kept)
-    for d in reversed(places):
-        del result[d]
+    result = [factor for d, factor in enumerate(kept) if d not in places]
     result[at:at] = joint[0]
-    return Factors((kept, *joint[1]), (tuple(result),))
+    return Factors((kept, *joint[1]), (tuple(result),), summed=frozenset(places), whole=frozenset(places))
 
 
 def index_put(whole: Whole) -> Factors:
@@ -83,18 +109,18 @@ def index_put(whole: Whole) -> Factors:
     sizes = [1 if factor is None else whole.shapes[0][factor] for factor in values]
     values, sizes = values[len(values) - len(given) :], sizes[len(sizes) - len(given) :]
     own = tuple(f if size == n else None for f, size, n in zip(values, given, sizes, strict=True))
-    return Factors((kept, *((None,) * len(s) for s in shapes), own), (kept,))
+    return Factors((kept, *((None,) * len(s) for s in shapes), own), (kept,), whole=frozenset(places))
 
 
 def _looked_up(whole: Whole) -> tuple[Dims, list[int], int, Sequence[Shape]] | None:
-    """x with the indexed dims whole, those dims, where the dims of the indices go, and their shapes."""
+    """The dims of x, those that are indexed, where the dims of the indices go, and their shapes."""
     indices = whole.args[1]
     if not isinstance(indices, (list, tuple)):
         return None
     places = [d for d, one in enumerate(indices) if one is not None]
     if any(_is_mask(indices[d]) for d in places) or len(whole.shapes) < 1 + len(places) or not places:
         return None
-    kept: Dims = tuple(None if d in places else d for d in range(whole.ndim))
+    kept: Dims = tuple(range(whole.ndim))
     adjacent = places[-1] - places[0] == len(places) - 1
     return kept, places, places[0] if adjacent else 0, whole.shapes[1 : 1 + len(places)]
 

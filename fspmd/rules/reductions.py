@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fspmd.rules.elementwise import elementwise
-from fspmd.rules.factors import Dims, Factors, Shape, match, parse
-from fspmd.rules.whole import NO_RULE, Rule, Whole
+from fspmd.rules.factors import Dims, Factors, Shape
+from fspmd.rules.whole import Rule, Whole
 
 
 def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:
@@ -73,14 +73,6 @@ def layer_norm(whole: Whole) -> Factors:
     outer = dims[: whole.ndim - normalised]
     results = (dims, *((*outer, *(None,) * (len(shape) - len(outer))) for shape in whole.results[1:]))
     return Factors((dims, *(inner for _ in whole.shapes[1:])), results, whole=frozenset(inner))
-
-
-def embedding(whole: Whole) -> Factors:
-    """No rule for what looks at all indices at once, or writes into the table."""
-    others = zip((3, 5, 6), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
-    if any(whole.argument(place, name) for place, name in others):
-        return NO_RULE
-    return match(parse("..., [v] d -> ... d"), whole.shapes)
 
 
 def mean_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import attention, lookups, moments, reductions, softmaxes, views
+from fspmd.rules import attention, lookups, moments, reductions, softmaxes, tables, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
@@ -74,6 +75,8 @@ _RESHAPES: Final = _names(
     "unsqueeze_copy view_copy"
 )
 _WHOLE_REDUCTIONS: Final = _names("prod all any count_nonzero median nanmedian")
+_SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
+_SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
@@ -165,7 +168,7 @@ ROWS: Final[dict[str, Row]] = {
     "layer_norm": Row(reductions.layer_norm, body=moments.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
     "rms_norm": Row(reductions.layer_norm, body=moments.rms_norm),
-    "embedding": Row(reductions.embedding),
+    "embedding": Row(lookups.torch_embedding, body=tables.torch_embedding),
     **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},
     **{name: Row(permuted(views.moved), "first") for name in _names("movedim moveaxis")},
@@ -195,15 +198,18 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "convolution": Row(convolution, "product", empty=False),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
-    "gather": Row(lookups.gather),
-    **{name: Row(lookups.scatter) for name in _names("scatter scatter_add scatter_reduce")},
-    "index_select": Row(lookups.select),
-    **{name: Row(lookups.put_slices) for name in _names("index_add index_copy index_fill index_reduce")},
-    **{name: Row(lookups.index) for name in _names("index _unsafe_index")},
-    **{name: Row(lookups.index_put) for name in _names("index_put _unsafe_index_put")},
+    "gather": Row(lookups.gather, body=tables.gather),
+    **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
+    "index_select": Row(lookups.select, body=tables.index_select),
+    **{name: Row(lookups.put_slices, body=tables.setting(getattr(torch, name))) for name in _SLICE_WRITES},
+    "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True)),
+    **{name: Row(lookups.index, body=tables.index) for name in _names("index _unsafe_index")},
+    **{name: Row(lookups.index_put, body=tables.index_put) for name in _names("index_put _unsafe_index_put")},
     "take": Row(lookups.taken_whole),
     **{name: Row(gathered) for name in _GATHERED},
 }
+#: of functions that share a name with another
+_OWN: Final[dict[Any, Row]] = {F.embedding: Row(lookups.embedding, body=tables.embedding)}
 #: operators, and those with the operands the other way round
 _OPERATORS: Final = {
     **{name: name for name in _names("add sub mul matmul pow neg pos abs eq ne lt le gt ge radd rsub rmul rdiv rpow")},
@@ -221,7 +227,7 @@ def row_of(func: Any) -> Row | None:
     if writes(func):
         row = _WRITES.get(name) or ROWS.get(name.removesuffix("_"))
         return row if row is not None and row.rule is elementwise else None
-    return ROWS.get(name)
+    return _OWN.get(func) or ROWS.get(name)
 
 
 def composite_of(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:

@@ -1,0 +1,138 @@
+"""Elements taken, or set, by places along a sharded dim: each rank sees to those places that fall into its block.
+
+What is taken is a pending sum, of which one rank has the term; nothing moves, forward or backward. A place outside of
+the global dim is one outside of every block, so that torch complains as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fspmd.cost import Topology
+from fspmd.rules.bodies import Bodied, Body, Site
+from fspmd.rules.windows import per_rank
+from fspmd.spec import TensorSpec
+
+
+def _still(body: Body) -> Bodied:
+    """A body that moves nothing."""
+
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+        return 0.0
+
+    return Bodied(body, time)
+
+
+def _here(
+    site: Site, places: Tensor, d: Any, size: int, *, aside: bool = False, wraps: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Global places as those of this block of dim ``d``, and which of them are in it.
+
+    The others are the first place, or ``aside``, behind the last one; those of no block are farther behind. ``wraps``:
+    negative ones count from the end.
+    """
+    cut = site.blocks(size, d)
+    length = per_rank(site, ("length", d), site.axes[d], lambda at: torch.tensor(cut[at][1]))
+    if wraps:
+        places = places.where(places >= 0, places + size)
+    local = places - site.offset(size, d)
+    mine = (local >= 0) & (local < length)
+    local = local.where(mine, length if aside else torch.zeros_like(length))
+    return local.where((places >= 0) & (places < size), length + 1), mine
+
+
+def _longer(x: Tensor, d: int) -> Tensor:
+    """With one row of zeros at the end."""
+    return torch.cat([x, torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))], d)
+
+
+def _filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
+    """With one row of zeros at the end of a dim of the first operand, if some block has none."""
+    return _longer(x, d) if any(n == 0 for _, n in site.blocks(site.operands[0].shape[d], key)) else x
+
+
+# --- taken: results are pending sums ----------------------------------------------------------------------------------
+
+
+def _looked_up(site: Site, places: Tensor, table: Tensor, size: int, padding: int) -> Tensor:
+    local, mine = _here(site, places, "v", size)
+    table = _longer(table, 0) if any(n == 0 for _, n in site.blocks(size, "v")) else table
+    out = F.embedding(local, table)
+    if -size <= padding:  # no gradient for the padding
+        out = torch.where((places == padding % size)[..., None], out.detach(), out)
+    return out.masked_fill(~mine[..., None], 0)
+
+
+def _embedding(site: Site, places: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
+    size = site.operands[1].shape[0]
+    return _looked_up(site, places, table, size, -size - 1 if padding_idx is None else padding_idx)
+
+
+def _torch_embedding(site: Site, weight: Tensor, indices: Tensor, padding_idx: int = -1, *_: Any, **__: Any) -> Tensor:
+    size = site.operands[0].shape[0]
+    return _looked_up(site, indices, weight, size, padding_idx if padding_idx >= 0 else -size - 1)
+
+
+def _gather(site: Site, x: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
+    d = dim % x.dim()
+    local, mine = _here(site, index, d, site.operands[0].shape[d])
+    return _filled(site, x, d, d).gather(d, local).masked_fill(~mine, 0)
+
+
+def _index_select(site: Site, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    d = dim % x.dim()
+    local, mine = _here(site, index, d, site.operands[0].shape[d])
+    mine = mine.view(-1, *(1,) * (x.dim() - 1 - d))
+    return _filled(site, x, d, d).index_select(d, local).masked_fill(~mine, 0)
+
+
+def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    here, mine = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
+    for d, places in enumerate(indices):
+        if places is not None and site.axes.get(d):
+            here[d], own = _here(site, places, d, site.operands[0].shape[d], wraps=True)
+            mine = mine & own
+            x = _filled(site, x, d, d)
+    out: Tensor = torch.ops.aten.index.Tensor(x, here)
+    given = [d for d, one in enumerate(indices) if one is not None]
+    behind = x.dim() - 1 - given[-1] if given[-1] - given[0] == len(given) - 1 else x.dim() - len(given)
+    return out.masked_fill(~mine.view(*mine.shape, *(1,) * behind), 0)
+
+
+# --- set: in a block that is one row longer, to which go those that belong elsewhere ----------------------------------
+
+
+def setting(function: Callable[..., Tensor], *, wraps: bool = False) -> Bodied:
+    """Of functions of x, a dim, places and more."""
+
+    def body(site: Site, x: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
+        d = dim % x.dim()
+        local, _ = _here(site, index, d, site.operands[0].shape[d], aside=True, wraps=wraps)
+        return function(_longer(x, d), d, local, *rest, **named).narrow(d, 0, x.shape[d])
+
+    return _still(body)
+
+
+def _index_put(
+    site: Site, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: Any
+) -> Tensor:
+    here, longer = list(indices), x
+    cut = [d for d, places in enumerate(indices) if places is not None and site.axes.get(d)]
+    for d, places in enumerate(indices):
+        if places is not None and d in cut:
+            here[d] = _here(site, places, d, site.operands[0].shape[d], aside=True, wraps=True)[0]
+            longer = _longer(longer, d)
+    out: Tensor = torch.ops.aten.index_put.default(longer, here, values, accumulate)
+    for d in cut:
+        out = out.narrow(d, 0, x.shape[d])
+    return out
+
+
+embedding, torch_embedding = _still(_embedding), _still(_torch_embedding)
+gather, index_select = _still(_gather), _still(_index_select)
+index, index_put = _still(_index), _still(_index_put)
