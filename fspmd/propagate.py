@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeVar
@@ -21,6 +22,7 @@ from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.routes import route
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
+from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.strategies import best_strategy
@@ -81,7 +83,9 @@ def ask(
     if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
         return None
     specs = [spec for _, spec in ordered]
-    out = _on_meta(func, args, kwargs, ordered)
+    out = _on_one_element(func, args, kwargs, ordered) if row.rule is elementwise and not writes(func) else None
+    if out is None:
+        out = _on_meta(func, args, kwargs, ordered)
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
         return None
@@ -167,6 +171,34 @@ def _of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: A
     return local(x)
 
 
+def _on_one_element(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Tensor | None:
+    """What a function of elements gives for global tensors without data, or None: the meta device takes far longer."""
+    shape = _broadcast([spec.shape for _, spec in operands])
+    if shape is None or torch._C._is_any_autocast_enabled():
+        return None
+    try:
+        out = _on(
+            lambda spec: torch.ones((1,) * spec.ndim, dtype=spec.dtype, device="cpu"), func, args, kwargs, operands
+        )
+    except Exception:  # which the meta device tells better
+        return None
+    if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view():
+        return None
+    return out.new_empty(shape, device="meta")
+
+
+def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
+    found = []
+    for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            return None
+        found.append(wide.pop() if wide else 1)
+    return tuple(reversed(found))
+
+
 def _on_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Any:
@@ -174,10 +206,10 @@ def _on_meta(
     mesh = operands[0][1].mesh
     try:
         try:
-            return _on(torch.device("meta"), func, args, kwargs, operands)
+            return _on(_empty_on("meta"), func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             with FakeTensorMode():
-                return _on(torch.device(mesh.device_type), func, args, kwargs, operands)
+                return _on(_empty_on(mesh.device_type), func, args, kwargs, operands)
     except (
         NotImplementedError,
         DataDependentOutputException,
@@ -189,8 +221,12 @@ def _on_meta(
         raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
 
 
+def _empty_on(device: str) -> Callable[[TensorSpec], Tensor]:
+    return lambda spec: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+
+
 def _on(
-    device: torch.device,
+    make: Callable[[TensorSpec], Tensor],
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -199,11 +235,10 @@ def _on(
     given = (*args, *kwargs.values())
     values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
     for place, spec in operands:
-        empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         if isinstance(place, tuple):
-            values[place[0]][place[1]] = empty
+            values[place[0]][place[1]] = make(spec)
         else:
-            values[place] = empty
+            values[place] = make(spec)
     values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
     return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 

@@ -18,6 +18,7 @@ from fspmd.mesh import Mesh
 from fspmd.messages import counted, described, quoted
 
 Entry = None | str | tuple[str, ...]
+_NONE: Final[frozenset[str]] = frozenset()
 
 
 class P:
@@ -38,7 +39,15 @@ class P:
     reduced: frozenset[str]
     axes: frozenset[str]  # the axes that shard some dim
 
-    def __new__(cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> P:
+    def __new__(
+        cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = _NONE, reduced: Iterable[str] = _NONE
+    ) -> P:
+        try:
+            found = _PARTITIONS.get((entries, unreduced, reduced))  # if it is in its normal form
+        except TypeError:  # not hashable
+            found = None
+        if found is not None:
+            return found
         normal = tuple(_entry(entry) for entry in entries)
         pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
         key = (normal, pending, dual)
