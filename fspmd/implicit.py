@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -29,9 +28,8 @@ from fspmd.watch import communicates, price_of
 _grad_enabled = torch.is_grad_enabled
 _functorch: Any = torch._C._functorch
 _WAYS = 4  # that a report shows besides the one taken
-_REFLECTED = {f"__r{name}__" for name in "add sub mul truediv floordiv matmul pow mod and or xor".split()}
+_REFLECTED = {f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")}
 _LONGEST = 60  # characters of an expression that a report shows
-_TARGET = re.compile(r"\w+(\.\w+|\[[^][()]+\])*")  # what can stand left of a =
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class _Operand:
     """One tensor of a call: what the user calls it, how it lies, and whether it will have a gradient."""
 
     name: str
+    assignable: bool  # the name is a variable's, or that of a leaf of one
     spec: TensorSpec
     followed: bool
 
@@ -111,7 +110,10 @@ def _solved(
     ordered = [operands[place] for place, _ in question.operands]
     ways = sorted(question.solve(strategies), key=lambda way: way.time)
     needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
-    return list(_rows(ordered, ways[0])), needs, _others(question, ordered, ways[1:])
+    rows = list(_rows(ordered, ways[0]))
+    if not rows and ways[0].by_body:
+        rows = [f"a sharded body, {ways[0].time[0]:.3g} µs of collectives"]
+    return rows, needs, _others(question, ordered, ways[1:])
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
@@ -145,9 +147,10 @@ def _operands(
             if isinstance(x, (Tensor, Sharded)):
                 source = sources[i] if i < len(sources) and not listed else None
                 spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype)
-                name = names.get(id(x)) or source or f"operand {len(found) + 1}"
-                place = (i, k) if listed else i
-                found[place] = _Operand(name, spec, followed(x.local if isinstance(x, Sharded) else x))
+                known = names.get(id(x))
+                name = known or source or f"operand {len(found) + 1}"
+                later = followed(x.local if isinstance(x, Sharded) else x)
+                found[(i, k) if listed else i] = _Operand(name, known is not None, spec, later)
     return found
 
 
@@ -240,7 +243,7 @@ def _fix(needs: Sequence[tuple[_Operand, TensorSpec]], what: str) -> str:
     for one, need in needs:
         if one.spec is not need:
             moved = f"reshard({one.name}, {_written(need.partition)})"
-            lines.append(f"{one.name} = {moved}" if _TARGET.fullmatch(one.name) else f"{moved} for {one.name}")
+            lines.append(f"{one.name} = {moved}" if one.assignable else f"{moved} for {one.name}")
     return "; ".join(lines) or f"reshard of the operands of {what} before it, or {what} in a function run by shard_map"
 
 

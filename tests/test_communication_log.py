@@ -17,7 +17,6 @@ import fspmd
 from fspmd import (
     CommunicationLog,
     P,
-    Sharded,
     communication_log,
     device_get,
     device_put,
@@ -34,7 +33,7 @@ LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 3), ("x", "y"), transport="simulation")
 
 
-def put(*shape: int, spec: P = P(), mesh: Any = LINE, grad: bool = True) -> Sharded:  # noqa: B008
+def put(*shape: int, spec: P = P(), mesh: Any = LINE, grad: bool = True) -> Any:  # noqa: B008
     generator = torch.Generator().manual_seed(sum(shape))
     return device_put(torch.randn(shape, generator=generator, dtype=F64), spec, mesh=mesh).requires_grad_(grad)
 
@@ -127,7 +126,7 @@ def test_collectives_of_bodies_nested_and_in_backward() -> None:
     def inner(x: Tensor, w: Tensor) -> Tensor:
         return psum(x * w, "y")
 
-    def body(x: Tensor, w: Tensor) -> Tensor:
+    def body(x: Tensor, w: Tensor) -> Any:
         y = shard_map(inner, in_specs=(P("y"), P()), out_specs=P(), axis_names={"y"})(x, w)
         return pmax(y, "x")
 
@@ -158,7 +157,7 @@ def test_a_cast_in_a_body_causes_the_sum_of_its_gradient() -> None:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_under_vmap_a_collective_is_one(check: bool) -> None:
-    def body(x: Tensor) -> Tensor:
+    def body(x: Tensor) -> Any:
         return fspmd.vmap(lambda row: psum(row, "x"))(x)
 
     with communication_log() as log:

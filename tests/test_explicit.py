@@ -1,0 +1,319 @@
+"""explicit: what a torch function communicates by itself raises, with all that is needed to write it; nothing else."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from simulated import F64, layouts
+from torch.nn import functional as F
+
+import fspmd
+from fspmd import (
+    ArgumentError,
+    CommunicationError,
+    ImplicitCommunicationWarning,
+    P,
+    communication_log,
+    device_get,
+    device_put,
+    explicit,
+    functional_call,
+    make_mesh,
+    pairs,
+    psum,
+    reshard,
+    set_default,
+    shard_map,
+)
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
+
+
+def put(*shape: int, spec: P = P(), mesh: Any = LINE, grad: bool = True) -> Any:  # noqa: B008
+    generator = torch.Generator().manual_seed(sum(shape))
+    return device_put(torch.randn(shape, generator=generator, dtype=F64), spec, mesh=mesh).requires_grad_(grad)
+
+
+def refusal(f: Callable[[], Any]) -> str:
+    """The message, without the number of the line."""
+    with communication_log() as log, explicit(), pytest.raises(CommunicationError) as info:
+        f()
+    assert not log
+    first, *others = str(info.value).splitlines()
+    head, _, place = first.partition(" (test_explicit.py:")
+    assert place.lstrip("0123456789")[0] in "),"
+    return "\n".join([head + place.lstrip("0123456789").removesuffix(")"), *others])
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pending_sum_that_must_be_settled() -> None:
+    x, w = put(8, 4, spec=P(None, "x")), put(4, 2, spec=P("x"))
+    y = x @ w
+    assert refusal(lambda: torch.relu(y)) == (
+        "torch.relu(y) communicates, which is not written\n"
+        "  y: f64[8, 2]{U:x} → f64[8, 2] [psum_unreduced over 'x', 192 B, 16 µs]\n"
+        "write y = reshard(y, P())"
+    )
+
+
+def test_operands_that_lie_differently() -> None:
+    x, y = put(8, 4, spec=P("x")), put(8, 4, spec=P(None, "x"))
+    assert refusal(lambda: x * y) == (
+        "x * y communicates, which is not written\n"
+        "  y: f64[8, 4@x] → f64[8@x, 4] [all_to_all over 'x', 48 B, 13 µs]\n"
+        "other ways:\n"
+        "  1. f64[8, 4@x], f64[8, 4@x] → f64[8, 4@x] [48 B, 13 µs]\n"
+        "  2. f64[8, 4], f64[8, 4] → f64[8, 4] [384 B, 26 µs]\n"
+        "write y = reshard(y, P('x'))"
+    )
+
+
+def test_what_backward_will_do_is_told_forward() -> None:
+    x, w = put(6, 4), put(4, 8, spec=P(None, "x"))
+    assert refusal(lambda: F.linear(x, w.T)) == (
+        "F.linear(x, w.T) communicates, which is not written\n"
+        "  x: f64[6, 4] → f64[6, 4]{R:x} [in backward psum over 'x', 288 B, 16 µs]\n"
+        "other ways:\n"
+        "  1. f64[6, 4], f64[8, 4] → f64[6, 8] [192 B, 13 µs]\n"
+        "write x = reshard(x, P(reduced={'x'}))"
+    )
+    with explicit(), torch.no_grad():
+        assert (x @ w).spec.partition == P(None, "x")
+    with explicit(), communication_log() as log:
+        y = reshard(x, P(reduced={"x"})) @ w
+        y.sum().backward()
+    assert [(one.kind, one.cause.what) for one in log] == [("psum_unreduced", "reshard")]
+
+
+def test_what_depends_on_values_gathers() -> None:
+    x = put(4, 8, spec=P("x"))
+    assert refusal(lambda: torch.nonzero(x)) == (
+        "torch.nonzero(x) communicates, which is not written\n"
+        "  it runs on global tensors, as what depends on values does\n"
+        "  x: f64[4@x, 8] → f64[4, 8] [all_gather_invariant over 'x', 192 B, 13 µs]\n"
+        "write x = reshard(x, P())"
+    )
+    assert refusal(lambda: x.sum().item()) == (
+        "x.sum().item() communicates, which is not written\n"
+        "  it runs on global tensors, as what depends on values does\n"
+        "  x.sum(): f64[]{U:x} → f64[] [psum_unreduced over 'x', 12 B, 16 µs]\n"
+        "write reshard(x.sum(), P()) for x.sum()"
+    )
+    for f in (lambda: torch.unique(x), lambda: x[x > 0], lambda: float(x.sum()), lambda: x.sum().tolist()):
+        assert "it runs on global tensors" in refusal(f) or "x[x > 0]" in refusal(f)
+
+
+def test_a_sharded_body_is_one_of_the_ways() -> None:
+    x = put(2048, 2048, spec=P(None, "x"), grad=False)
+    assert refusal(lambda: F.softmax(x, 1)) == (
+        "F.softmax(x, 1) communicates, which is not written\n"
+        "  a sharded body, 32.1 µs of collectives\n"
+        "other ways:\n"
+        "  1. f64[2048, 2048] → f64[2048, 2048] [25,165,824 B, 82.9 µs]\n"
+        "write reshard of the operands of softmax() before it, or softmax() in a function run by shard_map"
+    )
+
+
+def test_parameters_of_a_module_are_named() -> None:
+    layer = torch.nn.Linear(4, 4, dtype=F64)
+    params = {name: device_put(p.detach(), P(), mesh=LINE).requires_grad_() for name, p in layer.named_parameters()}
+    x = put(8, 4, spec=P("x"), grad=False)
+    message = refusal(lambda: functional_call(layer, params, x))
+    assert message.startswith("functional_call(layer, params, x) communicates, which is not written, in linear()\n")
+    assert "  params['weight']: f64[4, 4] → f64[4, 4]{R:x} [in backward psum over 'x', 192 B, 16 µs]\n" in message
+    assert message.endswith(
+        "write params['weight'] = reshard(params['weight'], P(reduced={'x'})); "
+        "params['bias'] = reshard(params['bias'], P(reduced={'x'}))"
+    )
+
+
+def test_a_part_of_a_function_is_named() -> None:
+    x, y = put(8, 4, spec=P("x"), grad=False), put(8, 4, spec=P(None, "x"), grad=False)
+    message = refusal(lambda: F.mse_loss(x, y))
+    assert message.startswith("F.mse_loss(x, y) communicates, which is not written\n  in sub(), which it is made of\n")
+    assert "[all_to_all over 'x', 48 B, 13 µs]" in message
+
+
+# --- what the advice is worth ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
+def test_the_line_to_paste_makes_it_explicit(mesh: Any) -> None:
+    """For every pair of layouts: after what the message says to write, the same call passes and gives the same."""
+    refused = 0
+    for left in layouts(mesh, 2)[:: 1 if mesh is LINE else 7]:
+        for right in layouts(mesh, 2)[:: 1 if mesh is LINE else 11]:
+            x, w = put(6, 4, spec=left, mesh=mesh), put(4, 5, spec=right, mesh=mesh)
+            for f in (torch.matmul, lambda x, w: x * w.T[:1], lambda x, w: x[0] + w.T[1]):
+                refused += _follow_advice(f, x, w)
+    assert refused > 20
+
+
+def _follow_advice(f: Callable[[Any, Any], Any], x: Any, w: Any) -> int:
+    known: dict[str, Any] = {"x": x, "w": w}
+    expected = device_get(f(x, w))
+    for tries in range(5):
+        try:
+            with explicit():
+                got = f(known["x"], known["w"])
+        except CommunicationError as error:
+            advice = str(error).splitlines()[-1].removeprefix("write ")
+            if " for " in advice or "operand" in advice:  # a part of the expression
+                return 1
+            exec(advice, {"reshard": reshard, "P": P}, known)
+        else:
+            torch.testing.assert_close(device_get(got), expected)
+            return tries
+    raise AssertionError(f"{x!r} and {w!r} are refused after five times")
+
+
+# --- what is allowed ------------------------------------------------------------------------------------------------
+
+
+def test_what_the_user_writes_is_allowed() -> None:
+    x = put(8, 4, spec=P("x"))
+    with explicit():
+        fspmd.with_spec(x, P())
+        device_put(x, P(None, "x"), mesh=LINE)
+        device_get(reshard(x, P()).sum()).item()
+        y = shard_map(lambda a: psum(a * a.sum(), "x"), mesh=LINE, in_specs=P(None, "x"), out_specs=P())(x)
+        y.sum().backward()
+        assert reshard(x.sum(), P()).item() == pytest.approx(device_get(x).sum().item())
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_no_false_alarms(spec: P) -> None:
+    x, y = put(8, 8, spec=spec), put(8, 8, spec=spec)
+    with explicit(), communication_log() as log:
+        z = torch.where(x > y, x * 2, y.exp()) + torch.tanh(x) / 3
+        z = z.T.unsqueeze(0).transpose(1, 2).squeeze(0).reshape(8, 4, 2).flatten(1)
+        z.split(2, dim=1 if spec == P("x") else 0)
+        z = F.dropout(torch.stack([z, torch.zeros_like(z)]), 0.5).sum(0)
+        (z.mean() + z.sum() * 2).backward()
+    assert not log
+
+
+def test_a_cast_that_uses_share_is_told_once() -> None:
+    x, ws = put(6, 4), [put(4, 8, spec=P(None, "x")) for _ in range(3)]
+    with explicit("warn") as found, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q, k, v = (x @ w for w in ws)
+        (q * k * v).sum().backward()
+    assert len(found) == 1
+
+
+# --- modes ----------------------------------------------------------------------------------------------------------
+
+
+def test_warn_lists_each_line_once_and_goes_on() -> None:
+    x = put(8, 4, spec=P("x"), grad=False)
+
+    def f(x: Any) -> Any:
+        for _ in range(3):
+            y = torch.relu(x.sum(0))
+        return y + torch.tanh(x.sum(0))
+
+    with explicit("warn") as found, pytest.warns(ImplicitCommunicationWarning, match="is not written") as record:
+        z = f(x)
+    torch.testing.assert_close(device_get(z), device_get(x).sum(0).tanh() + device_get(x).sum(0).relu())
+    assert [one.cause.what for one in found] == ["relu()", "tanh()"]
+    assert str(found[0]) == str(record[0].message)
+    assert (record[0].filename, record[0].lineno) == (__file__, found[0].cause.line)
+
+
+def test_the_default_and_what_lifts_it() -> None:
+    x = put(8, spec=P("x"))
+    set_default(explicit="raise")
+    try:
+        with pytest.raises(CommunicationError):
+            torch.relu(x.sum())
+        with explicit("off"):
+            torch.relu(x.sum())
+        with explicit("warn"), pytest.warns(ImplicitCommunicationWarning):
+            torch.relu(x.sum())
+        raised = []
+
+        def elsewhere() -> None:
+            try:
+                torch.relu(x.sum())
+            except CommunicationError:
+                raised.append(True)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert raised == [True]
+    finally:
+        set_default(explicit="off")
+    torch.relu(x.sum())
+    assert pairs._watch is None
+
+
+def test_a_context_holds_for_its_thread() -> None:
+    x, done = put(8, spec=P("x")), []
+    with explicit():
+        thread = threading.Thread(target=lambda: done.append(torch.relu(x.sum())))
+        thread.start()
+        thread.join()
+    assert len(done) == 1
+
+
+def test_wrong_modes() -> None:
+    message = "explicit got the string 'yes'; expected one of 'raise', 'warn', 'off'"
+    with pytest.raises(ArgumentError, match=message), explicit("yes"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ArgumentError, match="set_default got the bool True"):
+        set_default(explicit=True)  # type: ignore[arg-type]
+
+
+# --- on processes ---------------------------------------------------------------------------------------------------
+
+
+def _messages(mesh: Any) -> list[str]:
+    x, w, b = put(6, 5, mesh=mesh), put(5, 10, spec=P(None, "x"), mesh=mesh), put(6, 5, spec=P("x"), mesh=mesh)
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: x @ w,
+        lambda: x * w.T[:6],
+        lambda: torch.relu(b.sum(0)),
+        lambda: torch.nonzero(b),
+        lambda: F.layer_norm(w, (10,)),
+        lambda: b.sum().item(),
+    )
+    return [refusal(f) for f in calls]
+
+
+def _in_process() -> list[str]:
+    return _messages(make_mesh((4,), ("x",), device="cpu"))
+
+
+def test_every_process_raises_what_a_simulation_does() -> None:
+    expected = _messages(LINE)
+    with Processes(4) as pool:
+        assert pool.run(_in_process, seconds=60) == [expected] * 4
+
+
+def test_values_within_are_those_without() -> None:
+    def layer(x: Any, up: Any, down: Any) -> Any:
+        h = torch.relu(reshard(x, P(reduced={"x"})) @ up)
+        y = reshard(h @ down, P())
+        y.square().sum().backward()
+        return device_get(x.grad)
+
+    def operands() -> tuple[Any, ...]:
+        return put(6, 4), put(4, 8, spec=P(None, "x")), put(8, 4, spec=P("x"))
+
+    with explicit():
+        within = layer(*operands())
+    torch.testing.assert_close(within, layer(*operands()))
+    x, up, down = (device_get(one).detach().requires_grad_() for one in operands())
+    (torch.relu(x @ up) @ down).square().sum().backward()
+    torch.testing.assert_close(within, x.grad)
