@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,12 @@ from fspmd.rules.table import ROWS
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
+
+
+def _tied(x: Any) -> Any:
+    """Equal elements, zeros among them, that have gradients."""
+    return (x + 3) / (x.detach() + 3) * (x.detach() * 2).round()
+
 
 CASES: dict[str, Case] = {
     "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
@@ -37,15 +45,31 @@ CASES: dict[str, Case] = {
     "batch_norm": (lambda x, w: F.batch_norm(x, None, None, w, training=True), ((5, 3, 2), (3,))),
     "amax": (lambda x: torch.amax(x, 0), ((6, 5),)),
     "amin of all": (lambda x: x.amin(), ((5, 6),)),
-    "amax of ties": (lambda x: torch.amax(x.round(), (0, 1), keepdim=True), ((5, 6),)),
-    "max": (lambda x: x.round().max(), ((6, 5),)),
-    "max of a dim": (lambda x: x.round().max(-1), ((4, 6),)),
-    "min of a dim": (lambda x: x.round().min(0, keepdim=True), ((6, 3),)),
-    "argmax": (lambda x: (x * 1, x.round().argmax()), ((5, 6),)),
-    "argmin of a dim": (lambda x: (x * 1, x.round().argmin(0, keepdim=True)), ((5, 6),)),
-    "aminmax": (lambda x: x.round().aminmax(dim=1), ((3, 6),)),
+    "amax of ties": (lambda x: torch.amax(_tied(x), (0, 1), keepdim=True), ((5, 6),)),
+    "max": (lambda x: _tied(x).max(), ((6, 5),)),
+    "max of a dim": (lambda x: _tied(x).max(-1), ((4, 6),)),
+    "min of a dim": (lambda x: _tied(x).min(0, keepdim=True), ((6, 3),)),
+    "argmax": (lambda x: (x * 1, _tied(x).argmax()), ((5, 6),)),
+    "argmin of a dim": (lambda x: (x * 1, _tied(x).argmin(0, keepdim=True)), ((5, 6),)),
+    "aminmax": (lambda x: _tied(x).aminmax(dim=1), ((3, 6),)),
     "topk": (lambda x: x.topk(3, -1), ((3, 6),)),
     "topk of the least": (lambda x: x.topk(2, 0, largest=False), ((5, 3),)),
+    "norm of order 0": (lambda x: (x * 1, torch.linalg.vector_norm(_tied(x), 0, 0)), ((5, 4),)),
+    "norm of order 1": (lambda x: torch.linalg.vector_norm(_tied(x), 1, -1), ((5, 4),)),
+    "norm of order 2": (lambda x: torch.linalg.vector_norm(_tied(x), 2, (0, 1)), ((5, 4),)),
+    "norm of order 3": (lambda x: torch.linalg.vector_norm(_tied(x), 3, 0), ((5, 4),)),
+    "norm of order 0.5": (lambda x: torch.linalg.vector_norm(_tied(x), 0.5, -1), ((5, 4),)),
+    "norm of order -2": (lambda x: torch.linalg.vector_norm(_tied(x), -2, 1), ((5, 4),)),
+    "norm of order math.inf": (lambda x: torch.linalg.vector_norm(_tied(x), math.inf, None), ((5, 4),)),
+    "norm of order -math.inf": (lambda x: torch.linalg.vector_norm(_tied(x), -math.inf, 0), ((5, 4),)),
+    "norm": (lambda x: torch.norm(x, dim=1), ((4, 6),)),
+    "norm of zeros": (lambda x: (x * 0).norm(), ((5, 6),)),
+    "prod": (torch.prod, ((5, 6),)),
+    "prod of a dim": (lambda x: _tied(x).prod(1, keepdim=True), ((4, 5),)),
+    "counts": (
+        lambda x: (x + 0, (x > 0).any(0), (x < 0.9).all(1), (x > 0).any(), _tied(x).count_nonzero(0)),
+        ((4, 5),),
+    ),
     "logsumexp": (lambda x: torch.logsumexp(x, -1), ((4, 5),)),
     "logsumexp of all": (lambda x: torch.logsumexp(x, (0, 1), keepdim=True), ((6, 5),)),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.collectives import axis_index
+from fspmd.collectives import all_gather, axis_index
 from fspmd.cost import Topology, price
 from fspmd.spec import TensorSpec, blocks, entry_axes
 
@@ -56,6 +56,13 @@ class Site:
         found = torch.tensor([start for start, _ in self.blocks(size, dim)], device=self.mesh.device)
         return found[axis_index(self.axes[dim])]
 
+    def gathered(self, dims: Sequence[Any], *found: Tensor) -> list[Tensor]:
+        """What each rank along some dims found, along a new first dim; equal on all ranks."""
+        axes = self.over(dims)
+        if not axes:
+            return [one[None] for one in found]
+        return list(all_gather(list(found), axes, to="invarying"))
+
 
 @dataclass(frozen=True, slots=True)
 class Bodied:
@@ -76,6 +83,11 @@ def padded(site: Site, x: Tensor, dim: int, value: float) -> Tensor:
     if all(length for _, length in site.blocks(site.operands[0].shape[dim], dim)):
         return x
     return torch.cat([x, torch.full_like(x.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=x.dtype), value)], dim)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Sums of many halves are floats."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _row_bytes(first: TensorSpec, axes: tuple[str, ...]) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fspmd.collectives import all_gather
 from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, padded
 
 #: the place of an element that stands for none
@@ -22,14 +21,6 @@ def _limit(dtype: torch.dtype, greatest: bool) -> float:
     if dtype.is_floating_point:
         return -torch.inf if greatest else torch.inf
     return torch.iinfo(dtype).min if greatest else torch.iinfo(dtype).max
-
-
-def _gathered(site: Site, dims: Sequence[int], *found: Tensor) -> list[Tensor]:
-    """What each rank found, along a new first dim; equal on all ranks."""
-    axes = site.over(dims)
-    if not axes:
-        return [one[None] for one in found]
-    return list(all_gather(list(found), axes, to="invarying"))
 
 
 def _alike(x: Tensor, top: Tensor) -> Tensor:
@@ -48,12 +39,12 @@ def extreme(site: Site, x: Tensor, dims: tuple[int, ...], greatest: bool) -> Ten
         own = padded(site, own, d, _limit(x.dtype, greatest))
     own = take(own, dims, keepdim=True)
     if not x.is_floating_point():
-        return take(_gathered(site, dims, own)[0], 0)
+        return take(site.gathered(dims, own)[0], 0)
     hits = _alike(x, own)
     wide = torch.promote_types(x.dtype, torch.float32)  # counts of many
     added = x.to(wide).where(hits, 0).sum(dims, keepdim=True)
     counts = hits.sum(dims, keepdim=True, dtype=wide)
-    tops, sums, counts = _gathered(site, dims, own.to(wide), added, counts)
+    tops, sums, counts = site.gathered(dims, own.to(wide), added, counts)
     top = take(tops, 0)
     here = _alike(tops, top)
     mean = sums.where(here, 0).sum(0) / counts.where(here, 0).sum(0)
@@ -97,7 +88,7 @@ def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tenso
     whole = padded(site, x, d, _limit(x.dtype, greatest))
     top, at = take(whole, d, keepdim=True)
     at = torch.where(at < x.size(d), at + site.offset(site.operands[0].shape[d], d), _NOWHERE)
-    tops, places = _gathered(site, (d,), top, at)
+    tops, places = site.gathered((d,), top, at)
     best = take(tops, 0).values
     at = places.where(_alike(tops, best), _NOWHERE)
     first = at.min(0, keepdim=True)
@@ -129,7 +120,7 @@ def _place(greatest: bool) -> Body:
         top = extreme(site, x, dims, greatest)
         at = torch.where(_alike(x, top), _places(site, x, dims), _NOWHERE).flatten()
         least = torch.cat([at, at.new_full((1,), _NOWHERE)]).amin()
-        least = _gathered(site, dims, least)[0].amin(0)
+        least = site.gathered(dims, least)[0].amin(0)
         return least.view([1] * x.dim() if keepdim else [])
 
     return body
@@ -146,7 +137,7 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
     values, at = torch.topk(torch.cat([x, x.new_full(shape, limit)], d), k, d, largest)
     at = torch.where(at < x.size(d), at + site.offset(size, d), _NOWHERE)
     values, at = (
-        one.flatten(0, 1).movedim(0, d) for one in _gathered(site, (d,), values.movedim(d, 0), at.movedim(d, 0))
+        one.flatten(0, 1).movedim(0, d) for one in site.gathered((d,), values.movedim(d, 0), at.movedim(d, 0))
     )
     at, order = at.sort(d)
     values = values.gather(d, order)

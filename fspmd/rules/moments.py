@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import psum
-from fspmd.rules.bodies import Body, Dim, Site, dims_of, reducing
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Sums of many halves are floats."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from fspmd.rules.bodies import Body, Dim, Site, dims_of, reducing, widened
 
 
 def _squared(x: Tensor) -> Tensor:
@@ -41,7 +36,7 @@ def _variance(
     if isinstance(dim, bool):
         unbiased = dim
     dims = dims_of(x, None if isinstance(dim, bool) else dim)
-    x = _wide(x)
+    x = widened(x)
     mean = _mean(site, x, dims)
     count = prod(site.operands[0].shape[d] for d in dims)
     squares = psum(_squared(x - mean).sum(dims, keepdim=True), site.over(dims))
@@ -50,10 +45,11 @@ def _variance(
     return (found, mean) if keepdim else (found.squeeze(dims), mean.squeeze(dims))
 
 
-def root(x: Tensor) -> Tensor:
-    """The square root; of zero with no gradient, as torch has it for norms."""
+def root(x: Tensor, p: float = 2) -> Tensor:
+    """The p-th root; of zero with no gradient, as torch has it for norms."""
     positive = x > 0
-    return torch.where(positive, x.where(positive, 1).sqrt(), x * 0)
+    safe = x.where(positive, 1)
+    return torch.where(positive, safe.sqrt() if p == 2 else safe.pow(1 / p), x * 0)
 
 
 def _reduction(*parts: Any) -> Body:
@@ -88,7 +84,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _normalised(site: Site, x: Tensor, shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """What a layer norm makes of x, the mean and the reciprocal of the standard deviation."""
     dims = _inner(x, shape)
-    x = _wide(x)
+    x = widened(x)
     mean = _mean(site, x, dims)
     x = x - mean
     scale = torch.rsqrt(_mean(site, x * x, dims) + eps)
@@ -125,7 +121,7 @@ def rms_norm(
     site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """One all-reduce of one number per row forward, one backward."""
-    wide = _wide(x)
+    wide = widened(x)
     mean = _mean(site, _squared(wide), _inner(x, normalized_shape))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     return _affine(wide * torch.rsqrt(mean + eps), weight, None).to(site.results[0].dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import pmax, psum
-from fspmd.rules.bodies import Dim, Site, dims_of, padded, reducing
+from fspmd.rules.bodies import Dim, Site, dims_of, padded, reducing, widened
 
 
 def _peak(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -27,7 +27,7 @@ def _shifted(site: Site, x: Tensor, dim: int | None, options: tuple[Any, ...]) -
     for wanted in options:
         if isinstance(wanted, torch.dtype):
             x = x.to(wanted)
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # many halves are added up
+    x = widened(x)
     x = x - _peak(site, x, (d,))
     return x, psum(x.exp().sum(d, keepdim=True), site.over((d,)))
 
@@ -58,7 +58,7 @@ def logsumexp(site: Site, x: Tensor, dim: Dim, keepdim: bool = False) -> Tensor:
     """Two all-reduces of one number per row forward, none backward."""
     dims = dims_of(x, dim)
     dtype = site.results[0].dtype
-    x = x.to(torch.promote_types(dtype, torch.float32))
+    x = widened(x.to(dtype))
     top = _peak(site, x, dims)
     total = psum((x - top).exp().sum(dims, keepdim=True), site.over(dims)).log() + top
     return (total if keepdim else total.squeeze(dims)).to(dtype)

@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import attention, lookups, moments, reductions, softmaxes, tables, views
+from fspmd.rules import attention, lookups, moments, norms, reductions, softmaxes, tables, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
-from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.extremes import EXTREMES
+from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
 
 
@@ -74,7 +74,6 @@ _RESHAPES: Final = _names(
     "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
     "unsqueeze_copy view_copy"
 )
-_WHOLE_REDUCTIONS: Final = _names("prod all any count_nonzero median nanmedian")
 _SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: along one dim or several, by default all: name -> place of the argument
@@ -82,8 +81,8 @@ _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
-    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1), "norm": (2, "dim")},
-    **{"linalg_vector_norm": (2, "dim"), "unfold": (1, "dimension"), "unfold_copy": (1, "dimension")},
+    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1)},
+    **{"unfold": (1, "dimension"), "unfold_copy": (1, "dimension")},
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
 }
@@ -152,7 +151,10 @@ ROWS: Final[dict[str, Row]] = {
     "_trilinear": Row(gathered),
     "sum": Row(reductions.summed, "first"),
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
-    **{name: Row(over()) for name in _WHOLE_REDUCTIONS},
+    **{name: Row(over()) for name in _names("median nanmedian")},
+    "prod": Row(over(), body=norms.prod),
+    **{name: Row(over(), body=body) for name, body in norms.COUNTS.items()},
+    "linalg_vector_norm": Row(over(2, "dim"), body=norms.vector_norm),
     **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},
     **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
     "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),

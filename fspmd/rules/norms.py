@@ -1,0 +1,69 @@
+"""Vector norms, products and counts along sharded dims: each rank's own, put together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.collectives import psum
+from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, reducing, widened
+from fspmd.rules.extremes import extreme
+from fspmd.rules.moments import root
+
+
+def _power(x: Tensor, p: float) -> Tensor:
+    """``x ** p`` of absolute values; of zero with no gradient."""
+    if p in (1, 2):
+        return x if p == 1 else x * x
+    nonzero = x != 0
+    powers = x.where(nonzero, 1).pow(p)
+    return powers.where(nonzero, 0 if p >= 0 else torch.inf)
+
+
+@reducing(1)
+def vector_norm(
+    site: Site, x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """One all-reduce of one number per row forward, none backward; of infinite order as `extreme`."""
+    dims = dims_of(x, dim)
+    x = widened(x if dtype is None else x.to(dtype)).abs()
+    if math.isinf(ord):
+        found = extreme(site, x, dims, ord > 0)
+    else:
+        found = psum(_power(x, ord).sum(dims, keepdim=True), site.over(dims))
+        if ord not in (0, 1):
+            found = root(found, ord) if ord > 0 else found.pow(1 / ord)
+    return (found if keepdim else found.squeeze(dims)).to(site.results[0].dtype)
+
+
+@gathering(1)
+def prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
+    """One gather of one number per row forward, none backward."""
+    dtype = site.results[0].dtype
+    x = x.to(dtype)
+    if dtype.is_floating_point:
+        x = widened(x)
+    if dim is None:
+        return site.gathered(dims_of(x, None), x.prod())[0].prod(0).to(dtype)
+    found = site.gathered((dim % x.dim(),), x.prod(dim, keepdim))[0]
+    return found.prod(0).to(dtype)
+
+
+def _counted(how: str) -> Body:
+    """One all-reduce of one number per row: how many elements are not zero, whether any is, or all."""
+
+    def body(site: Site, x: Tensor, dim: Dim = None, keepdim: bool = False, **_: Any) -> Tensor:
+        dims = dims_of(x, dim)
+        hits = x == 0 if how == "all" else x != 0
+        count = psum(hits.sum(dims, keepdim=keepdim), site.over(dims))
+        return (count if how == "count_nonzero" else count == 0 if how == "all" else count > 0).to(
+            site.results[0].dtype
+        )
+
+    return body
+
+
+COUNTS = {name: reducing(1)(_counted(name)) for name in ("any", "all", "count_nonzero")}
