@@ -162,13 +162,14 @@ def watch_with(watch: Callable[[Any, Call], Call] | None) -> None:
 
 def watched(x: Any, call: Call) -> Call:
     """The call as who watches wants it; what is done without `apply` asks for it."""
-    return call if _watch is None else _watch(x, call)
+    watch = _watch  # another thread may end it
+    return call if watch is None else watch(x, call)
 
 
 def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
     if _watch is not None:
-        call = _watch(x, call)
+        call = watched(x, call)
     with _untracked():
         if _transforms_active() or _forward_ad._current_level >= 0:
             return _Transformable.apply(x, call)  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from fspmd.spec import TensorSpec, complain
 from fspmd.transport import transport_of
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import broadcast_prefix, leaf_paths
+from fspmd.watch import announce
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,8 @@ def scatter(whole: Tensor, route: Route) -> Tensor:
     else:
         mine = torch.empty(route.shape(route.place), dtype=dtype, device=mesh.device)
         receives = [(route.source, mine)]
+    messages = [*sends, *receives]
+    announce("scatter", mesh, mine, len(messages), sum(part.nbytes for _, part in messages))
     transport_of(mesh).transfer(sends, receives, mesh).wait()
     return mine
 
@@ -234,10 +237,12 @@ def collect(block: Tensor, route: Route) -> Tensor:
     spec, count = route.spec, route.spec.mesh.size
     if not route.at_source:
         sends = [(route.source, block.contiguous())] if route.answers(route.place) else []
+        announce("collect", spec.mesh, block, len(sends), sum(part.nbytes for _, part in sends))
         transport_of(spec.mesh).transfer(sends, [], spec.mesh).wait()
         return block.new_empty(0)
     senders = [i for i in range(count) if i != route.place and route.answers(i)]
     received = [(i, block.new_empty(route.shape(i))) for i in senders]
+    announce("collect", spec.mesh, block, len(received), sum(part.nbytes for _, part in received))
     transport_of(spec.mesh).transfer([], received, spec.mesh).wait()
     whole = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.mesh.device)
     mine = [(route.place, block)] if route.answers(route.place) else []

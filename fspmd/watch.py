@@ -97,13 +97,31 @@ class _Watched(Call):
 
     def announce(self, x: Tensor) -> None:
         if _watchers and communicates(self):
-            block = x.shards[0] if type(x) is LocalTensor else x
-            shape = tuple(block.shape)
-            backward = torch._C._current_autograd_node() is not None
+            shape = tuple((x.shards[0] if type(x) is LocalTensor else x).shape)
             cost = price_of(self, shape, x.dtype)
-            moved = Communication(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, backward, self.cause)
-            for watcher in _watchers:
-                watcher.told(moved)
+            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.cause)
+
+
+def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> None:
+    """Tell of what is no row of the pair table: messages between this rank and others, and their bytes."""
+    if _watchers and messages:
+        cost = price(kind, mesh, mesh.axis_names, x.nbytes, x.nbytes, traffic=(messages, moved))
+        _tell(kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost, trace().cause)
+
+
+def _tell(
+    kind: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    cost: Price,
+    cause: Cause,
+) -> None:
+    backward = torch._C._current_autograd_node() is not None
+    moved = Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)
+    for watcher in _watchers:
+        watcher.told(moved)
 
 
 def _watched(x: Any, call: Call) -> Call:

@@ -206,6 +206,16 @@ def test_logs_nest_and_see_all_threads() -> None:
     assert pairs._watch is None
 
 
+def test_backward_on_another_thread_keeps_the_cause() -> None:
+    x, up = put(5, 4), put(4, 8, spec=P(None, "x"))
+    with communication_log() as log:
+        y = (x @ up).sum()
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    assert [(one.kind, one.backward, one.cause.text) for one in log] == [("psum", True, "y = (x @ up).sum()")]
+
+
 def test_a_log_is_a_table() -> None:
     x = put(8, 4, spec=P("x"))
     with communication_log() as log:
@@ -237,6 +247,23 @@ def _rows(log: CommunicationLog) -> list[Any]:
 def _in_process() -> tuple[list[Any], list[Tensor]]:
     log, gradients = _step(make_mesh((4,), ("x",), device="cpu"))
     return _rows(log), gradients
+
+
+def _scattered() -> list[Any]:
+    mesh = make_mesh((4,), ("x",), device="cpu")
+    source = mesh.coordinate() == (0,)
+    with communication_log() as log:
+        whole = torch.ones(8, 2, dtype=F64, requires_grad=True) if source else None
+        device_put(whole, P("x"), mesh=mesh, src=0).sum().backward()
+    return [(one.kind, one.price.moved, one.backward, one.cause.what) for one in log]
+
+
+def test_what_one_process_hands_out_is_recorded_on_both_sides() -> None:
+    with Processes(4) as pool:
+        found = pool.run(_scattered, seconds=60)
+    for rank, rows in enumerate(found):
+        moved = 32 * (1 if rank else 3)
+        assert rows == [("scatter", moved, False, "device_put"), ("collect", moved, True, "backward()")]
 
 
 def test_processes_record_what_a_simulation_does() -> None:
