@@ -30,7 +30,12 @@ from fspmd.rules.table import ROWS
 
 #: sizes of op_db's samples: its own, which four ranks do not divide, and such as they do
 SIZES = {"uneven": {"L": 20, "M": 10, "S": 5, "XS": 3}, "even": {"L": 24, "M": 12, "S": 4, "XS": 2}}
-MESHES = {"line": ((4,), ("x",)), "grid": ((2, 2), ("x", "y"))}
+MESHES = {
+    "line": ((4,), ("x",)),
+    "grid": ((2, 2), ("x", "y")),
+    "six": ((6,), ("x",)),
+    "wide": ((2, 3), ("x", "y")),
+}
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 
 
@@ -114,18 +119,22 @@ class Wrong(Exception):
     """A number that is not what the unsharded call gives."""
 
 
-def run_op(op: Any, *, sizes: str, mesh: str, most_samples: int, most_placements: int) -> Report:
+def run_op(
+    op: Any, *, sizes: str, mesh: str, most_samples: int, most_placements: int, transport: str = "simulation"
+) -> Report:
+    """Every sample under every choice of layouts, up to the given numbers."""
     report = Report(name_of(op))
     start = time.perf_counter()
     dtype = dtype_of(op)
     shape, names = MESHES[mesh]
-    on = make_mesh(shape, names, transport="simulation")
+    on = make_mesh(shape, names, transport=transport, device="cpu")
     try:
-        for sample in samples(op, dtype, sizes, most_samples) if dtype is not None else ():
-            _run_sample(op, sample, on, most_placements, report)
+        given = list(samples(op, dtype, sizes, most_samples)) if dtype is not None else []
     except Exception as error:
-        report.status = "no samples"
+        report.status, given = "no samples", []
         report.notes.append(f"{error!r}"[:300])
+    for sample in given:
+        _run_sample(op, sample, on, most_placements, report)
     report.seconds = round(time.perf_counter() - start, 2)
     return report
 
