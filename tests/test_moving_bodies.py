@@ -78,6 +78,31 @@ CASES |= {
     "writes of rows": (_set(torch.tensor([0, -1])), ((5, 4), (4,))),
 }
 
+CASES |= {
+    "slices": (lambda x: x[1:4, ::2], ((5, 6),)),
+    "an int": (lambda x: x[-2], ((5, 6),)),
+    "an int, a slice and None": (lambda x: x[2, None, ..., 1:], ((5, 3, 4),)),
+    "select": (lambda x: x.select(1, 3), ((3, 5),)),
+    "narrow": (lambda x: x.narrow(0, 1, 3), ((5, 4),)),
+    "split": (lambda x: x.split(2), ((5, 4),)),
+    "split with sizes": (lambda x: x.split([1, 3, 4], 1), ((2, 8),)),
+    "chunk": (lambda x: x.chunk(3, 0), ((6, 4),)),
+    "diff": (lambda x: x.diff(dim=0), ((6, 4),)),
+    "flip": (lambda x: x.flip(0, 1), ((5, 4),)),
+    "roll": (lambda x: x.roll((2, -1), (0, 1)), ((5, 4),)),
+    "roll of all": (lambda x: x.roll(3), ((5, 4),)),
+    "repeat": (lambda x: x.repeat(2, 3, 1), ((5, 4),)),
+    "tile": (lambda x: x.tile(2), ((3, 5),)),
+    "pad": (lambda x: F.pad(x, (1, 2, 3, -1)), ((5, 4),)),
+    "pad with a value": (lambda x: F.pad(x, (0, 0, 1, 1), value=2.5), ((5, 4),)),
+    "cat": (lambda x, y: torch.cat([x, y]), ((5, 3), (4, 3))),
+    "cat of more": (lambda x, y: torch.cat([x, y, x], -1), ((2, 5), (2, 1))),
+    "tril": (lambda x: x.tril(-1), ((2, 5, 6),)),
+    "triu": (lambda x: x.triu(1), ((5, 5),)),
+    "unfold": (lambda x: x.unfold(0, 3, 2), ((9, 3),)),
+    "unfold of one": (lambda x: x.unfold(1, 2, 1), ((3, 3),)),
+}
+
 
 @pytest.fixture(autouse=True)
 def _bytes() -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import attention, lookups, moments, norms, reductions, softmaxes, tables, views
+from fspmd.rules import attention, joins, lookups, moments, norms, reductions, softmaxes, tables, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
@@ -82,7 +82,6 @@ _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
     **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1)},
-    **{"unfold": (1, "dimension"), "unfold_copy": (1, "dimension")},
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
 }
@@ -92,7 +91,7 @@ _BATCHED: Final = {
         _names(
             "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
             "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
-            "linalg_lu linalg_svdvals triu tril _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
+            "linalg_lu linalg_svdvals _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
             "linalg_solve_triangular"
         ),
         (2,),
@@ -164,8 +163,11 @@ ROWS: Final[dict[str, Row]] = {
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     "cumsum": Row(over(), "first"),
-    "flip": Row(over(1, "dims"), "first"),
-    "roll": Row(over(2, "dims"), "first"),
+    "flip": Row(views.flipped, "first", body=joins.flip),
+    "roll": Row(views.rolled, "first", body=joins.roll),
+    "tril": Row(views.triangle, body=joins.tril),
+    "triu": Row(views.triangle, body=joins.triu),
+    **{name: Row(views.unfolded, body=joins.unfold) for name in _names("unfold unfold_copy")},
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
     "layer_norm": Row(reductions.layer_norm, body=moments.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
@@ -178,24 +180,25 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(permuted(views.reversed_dims), "first") for name in _names("T H")},
     **{name: Row(views.reshaped, "first", blocks=views.reshape_blocks) for name in _RESHAPES},
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
-    **{name: Row(views.repeated, "first") for name in _names("repeat tile")},
+    **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1"), "first"),
-    "constant_pad_nd": Row(views.padded),
-    "getitem": Row(views.indexed, "first"),
-    "slice": Row(views.sliced, "first"),
+    "constant_pad_nd": Row(views.padded, body=joins.pad),
+    "getitem": Row(views.indexed, "first", body=joins.getitem),
+    "slice": Row(views.sliced, "first", body=joins.cut),
     "diagonal": Row(over_two((2, "dim1", 0), (3, "dim2", 1)), "first"),
     "diag_embed": Row(views.embedded_diagonal, "first"),
     "diagonal_scatter": Row(reductions.diagonal_scattered),
     "slice_scatter": Row(views.slice_scattered),
     "select_scatter": Row(views.select_scattered),
     "renorm": Row(reductions.all_but(2, "dim")),
-    **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("select unbind unbind_copy")},
-    **{name: Row(parts(1, "dim"), "first") for name in _names("narrow narrow_copy")},
-    **{name: Row(parts(2, "dim"), "first") for name in _names("split chunk tensor_split split_with_sizes")},
-    "split_with_sizes_copy": Row(parts(2, "dim"), "first"),
+    "select": Row(parts(1, "dim", gone=True), "first", body=joins.select),
+    **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("unbind unbind_copy")},
+    **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
+    **{name: Row(parts(2, "dim"), "first", body=joins.split) for name in _names("split chunk split_with_sizes")},
+    **{name: Row(parts(2, "dim"), "first") for name in _names("tensor_split split_with_sizes_copy")},
     "unsafe_chunk": Row(parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.chunk(*args, **kwargs)),
     "unsafe_split": Row(parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.split(*args, **kwargs)),
-    **{name: Row(joined(), "sum") for name in _names("cat concat concatenate")},
+    **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "convolution": Row(convolution, "product", empty=False),

@@ -13,19 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.cost import Topology
-from fspmd.rules.bodies import Bodied, Body, Site
-from fspmd.rules.windows import per_rank
-from fspmd.spec import TensorSpec
-
-
-def _still(body: Body) -> Bodied:
-    """A body that moves nothing."""
-
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
-        return 0.0
-
-    return Bodied(body, time)
+from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.windows import longer, per_rank, still
 
 
 def _here(
@@ -46,14 +35,9 @@ def _here(
     return local.where((places >= 0) & (places < size), length + 1), mine
 
 
-def _longer(x: Tensor, d: int) -> Tensor:
-    """With one row of zeros at the end."""
-    return torch.cat([x, torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))], d)
-
-
 def _filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
     """With one row of zeros at the end of a dim of the first operand, if some block has none."""
-    return _longer(x, d) if any(n == 0 for _, n in site.blocks(site.operands[0].shape[d], key)) else x
+    return longer(x, d) if any(n == 0 for _, n in site.blocks(site.operands[0].shape[d], key)) else x
 
 
 # --- taken: results are pending sums ----------------------------------------------------------------------------------
@@ -61,7 +45,7 @@ def _filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
 
 def _looked_up(site: Site, places: Tensor, table: Tensor, size: int, padding: int) -> Tensor:
     local, mine = _here(site, places, "v", size)
-    table = _longer(table, 0) if any(n == 0 for _, n in site.blocks(size, "v")) else table
+    table = longer(table, 0) if any(n == 0 for _, n in site.blocks(size, "v")) else table
     out = F.embedding(local, table)
     if -size <= padding:  # no gradient for the padding
         out = torch.where((places == padding % size)[..., None], out.detach(), out)
@@ -113,26 +97,26 @@ def setting(function: Callable[..., Tensor], *, wraps: bool = False) -> Bodied:
     def body(site: Site, x: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
         d = dim % x.dim()
         local, _ = _here(site, index, d, site.operands[0].shape[d], aside=True, wraps=wraps)
-        return function(_longer(x, d), d, local, *rest, **named).narrow(d, 0, x.shape[d])
+        return function(longer(x, d), d, local, *rest, **named).narrow(d, 0, x.shape[d])
 
-    return _still(body)
+    return still(body)
 
 
 def _index_put(
     site: Site, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: Any
 ) -> Tensor:
-    here, longer = list(indices), x
+    here, wide = list(indices), x
     cut = [d for d, places in enumerate(indices) if places is not None and site.axes.get(d)]
     for d, places in enumerate(indices):
         if places is not None and d in cut:
             here[d] = _here(site, places, d, site.operands[0].shape[d], aside=True, wraps=True)[0]
-            longer = _longer(longer, d)
-    out: Tensor = torch.ops.aten.index_put.default(longer, here, values, accumulate)
+            wide = longer(wide, d)
+    out: Tensor = torch.ops.aten.index_put.default(wide, here, values, accumulate)
     for d in cut:
         out = out.narrow(d, 0, x.shape[d])
     return out
 
 
-embedding, torch_embedding = _still(_embedding), _still(_torch_embedding)
-gather, index_select = _still(_gather), _still(_index_select)
-index, index_put = _still(_index), _still(_index_put)
+embedding, torch_embedding = still(_embedding), still(_torch_embedding)
+gather, index_select = still(_gather), still(_index_select)
+index, index_put = still(_index), still(_index_put)

@@ -135,6 +135,7 @@ def indexed(whole: Whole) -> Factors:
         index = (*index, Ellipsis)
     result: list[int | None] = []
     cut: set[int] = set()
+    taken: set[int] = set()
     at = 0
     for entry in index:
         if entry is None:
@@ -144,24 +145,21 @@ def indexed(whole: Whole) -> Factors:
             at += whole.ndim - dims
         else:
             if type(entry) is int:
-                cut.add(at)
-            elif entry == slice(None):
-                result.append(at)
+                taken.add(at)
             else:
-                cut.add(at)
-                result.append(None)
+                result.append(at)
+                if entry != slice(None):
+                    cut.add(at)
             at += 1
-    return Factors((tuple(range(whole.ndim)),), (tuple(result),), whole=frozenset(cut))
+    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=frozenset(taken), whole=frozenset(cut | taken))
 
 
 def sliced(whole: Whole) -> Factors:
     """A range of one dim, which must be whole if not all of it is taken."""
     dim = whole.argument(1, "dim", 0) % whole.ndim
-    every = range(whole.ndim)
-    if whole.results[0] == whole.shapes[0]:
-        return Factors((tuple(every),), (tuple(every),))
-    kept = tuple(None if d == dim else d for d in every)
-    return Factors((kept,), (kept,))
+    every = tuple(range(whole.ndim))
+    cut = () if whole.results[0] == whole.shapes[0] else (dim,)
+    return Factors((every,), (every,), whole=frozenset(cut))
 
 
 def slice_scattered(whole: Whole) -> Factors:
@@ -180,19 +178,49 @@ def select_scattered(whole: Whole) -> Factors:
 
 
 def repeated(whole: Whole) -> Factors:
-    """Dims that are taken once may be sharded."""
+    """Dims that are taken more than once must be whole."""
     before, after = whole.shapes[0], whole.results[0]
-    new = len(after) - len(before)
-    kept = tuple(d if before[d] == after[d + new] else None for d in range(len(before)))
-    return Factors((kept,), ((*(None,) * new, *kept),))
+    new, every = len(after) - len(before), tuple(range(len(before)))
+    grown = frozenset(d for d in every if before[d] != after[d + new])
+    return Factors((every,), ((*(None,) * new, *every),), whole=grown)
 
 
 def padded(whole: Whole) -> Factors:
-    """Dims whose size stays may be sharded."""
-    pad = whole.argument(1, "pad")
-    touched = [whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size]
-    kept = tuple(None if d in touched else d for d in range(whole.ndim))
-    return Factors((kept,), (kept,))
+    """Dims that are padded must be whole."""
+    pad, every = whole.argument(1, "pad"), tuple(range(whole.ndim))
+    return Factors((every,), (every,), whole=frozenset(whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size))
+
+
+def rolled(whole: Whole) -> Factors:
+    """Dims along which elements move on must be whole; without such all, as of one."""
+    dims = whole.argument(2, "dims")
+    every: Dims = tuple(range(whole.ndim))
+    if isinstance(dims, int) or dims:
+        return Factors((every,), (every,), whole=frozenset(whole.dims(2, "dims")))
+    return Factors(((None,) * whole.ndim,), ((None,) * whole.ndim,))
+
+
+def triangle(whole: Whole) -> Factors:
+    """The last two dims must be whole."""
+    every: Dims = tuple(range(whole.ndim))
+    return Factors((every,), (every,), whole=frozenset(every[-2:]))
+
+
+def unfolded(whole: Whole) -> Factors:
+    """The dim along which windows are taken must be whole; the windows are a dim of their own."""
+    every: Dims = tuple(range(whole.ndim))
+    if not every:
+        return Factors(((),), ((None,),))
+    dim = whole.argument(1, "dimension") % whole.ndim
+    return Factors((every,), ((*every, None),), whole=frozenset({dim}))
+
+
+def flipped(whole: Whole) -> Factors:
+    """The dims that are turned round must be whole."""
+    every: Dims = tuple(range(whole.ndim))
+    dims = whole.argument(1, "dims")
+    touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
+    return Factors((every,), (every,), whole=frozenset(touched))
 
 
 def embedded_diagonal(whole: Whole) -> Factors:
@@ -209,8 +237,10 @@ def parts(place: int, name: str, *, gone: bool = False) -> Rule:
     def rule(whole: Whole) -> Factors:
         dim = whole.argument(place, name, 0) % whole.ndim
         every = range(whole.ndim)
-        piece = tuple(d for d in every if d != dim) if gone else tuple(None if d == dim else d for d in every)
-        return Factors((tuple(every),), tuple(piece for _ in whole.results), whole=frozenset({dim}))
+        piece = tuple(d for d in every if d != dim) if gone else tuple(every)
+        one = frozenset({dim})
+        taken = one if gone else frozenset[int]()
+        return Factors((tuple(every),), (piece,) * len(whole.results), summed=taken, whole=one)
 
     return rule
 
@@ -224,8 +254,7 @@ def joined(*, new: bool = False) -> Rule:
         every = range(ndim)
         if new:
             return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, ndim)),))
-        kept = tuple(None if d == dim else d for d in every)
-        operands = tuple(kept if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch.cat skips [0]
-        return Factors(operands, (kept,))
+        operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch skips [0]
+        return Factors(operands, (tuple(every),), whole=frozenset({dim}))
 
     return rule

@@ -109,12 +109,38 @@ def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows:
         after = site.blocks(length, d)
         return fetched(site, (key, d), x, d, axes, site.blocks(size, d), lambda at: rows(block_places(after, at)))
     index = site.once((key, d), lambda: rows(torch.arange(length)).to(site.mesh.device))
-    if not size:
-        return x.sum(d, keepdim=True).expand(*x.shape[:d], length, *x.shape[d + 1 :])
-    found = x.index_select(d, index.clamp(min=0))
-    if bool((index >= 0).all()):
-        return found
-    return found.masked_fill((index < 0).view(-1, *(1,) * (x.dim() - 1 - d)), 0)
+    if not site.once((key, d, "zeros"), lambda: bool((index < 0).any())):
+        return x.index_select(d, index)
+    return longer(x, d).index_select(d, index.where(index >= 0, size))
+
+
+def longer(x: Tensor, d: int) -> Tensor:
+    """With one row of zeros at the end."""
+    return torch.cat([x, torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))], d)
+
+
+def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Tensor:
+    """One row of a dim, which has it on the rank whose block it falls into, and zeros on the others: a pending sum."""
+    axes, cut = site.axes[d], site.blocks(size, d)
+
+    def chosen(at: int) -> Tensor:
+        start, length = cut[at]
+        return torch.tensor([place - start if start <= place < start + length else length])
+
+    if any(n == 0 for _, n in cut):
+        return longer(x, d).index_select(d, per_rank(site, (key, d), axes, chosen))
+    row = x.index_select(d, per_rank(site, (key, d), axes, lambda at: chosen(at).clamp(max=cut[at][1] - 1)))
+    own = per_rank(site, (key, d, "own"), axes, lambda at: (chosen(at) == cut[at][1]).long())
+    return longer(row, d).index_select(d, own)
+
+
+def still(body: Body) -> Bodied:
+    """A body that moves nothing."""
+
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+        return 0.0
+
+    return Bodied(body, time)
 
 
 def passing(body: Body) -> Bodied:

@@ -1,0 +1,208 @@
+"""Parts, joins and shifts along sharded dims: each rank fetches the rows of its new block that it lacks.
+
+An int in place of a dim takes its row on one rank: a pending sum, and nothing moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.windows import block_places, fetched, passing, per_rank, picked, still, taken
+
+
+def _size(site: Site, d: int) -> int:
+    return site.operands[0].shape[d]
+
+
+def _from(start: int, step: int = 1) -> Any:
+    return lambda i: start + step * i
+
+
+def _cut(site: Site, x: Tensor, d: int, start: int, length: int, step: int = 1) -> Tensor:
+    """A range of a dim, sharded or not."""
+    if not site.axes.get(d):
+        return x[(slice(None),) * d + (slice(start, start + length * step, step),)]
+    return taken(site, ("cut", start, step), x, d, _size(site, d), length, _from(start, step))
+
+
+@passing
+def getitem(site: Site, x: Tensor, index: Any) -> Tensor:
+    """``x[...]`` by ints, slices, None and an ellipsis."""
+    entries = [*index] if isinstance(index, (tuple, list)) else [index]
+    if Ellipsis not in entries:
+        entries.append(Ellipsis)
+    d = 0
+    for i, entry in enumerate(entries):
+        if entry is Ellipsis:
+            d += x.dim() - sum(type(one) in (int, slice) for one in entries)
+        elif entry is not None:
+            if site.axes.get(d) and type(entry) is int:
+                x = picked(site, "at", x, d, _size(site, d), entry % _size(site, d))
+                entries[i] = 0
+            elif site.axes.get(d) and entry != slice(None):
+                places = range(*entry.indices(_size(site, d)))
+                x = _cut(site, x, d, places.start, len(places), places.step)
+                entries[i] = slice(None)
+            d += 1
+    return x[tuple(entries)]
+
+
+@passing
+def select(site: Site, x: Tensor, dim: int, index: int) -> Tensor:
+    """One row, a pending sum."""
+    d = dim % x.dim()
+    return picked(site, "at", x, d, _size(site, d), index % _size(site, d)).select(d, 0)
+
+
+@passing
+def narrow(site: Site, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A range."""
+    d = dim % x.dim()
+    return _cut(site, x, d, start % _size(site, d) if start < 0 else start, length)
+
+
+@passing
+def cut(site: Site, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    """aten's slice."""
+    d = dim % x.dim()
+    places = range(*slice(start, end, step).indices(_size(site, d)))
+    return _cut(site, x, d, places.start, len(places), step)
+
+
+@passing
+def split(site: Site, x: Tensor, _: Any, dim: int = 0) -> tuple[Tensor, ...]:
+    """Pieces one after another."""
+    d, start = dim % x.dim(), 0
+    found = []
+    for spec in site.results:
+        found.append(_cut(site, x, d, start, spec.shape[d]))
+        start += spec.shape[d]
+    return tuple(found)
+
+
+@passing
+def flip(site: Site, x: Tensor, dims: int | Sequence[int], *more: int) -> Tensor:
+    """The rows from the last to the first."""
+    over = [d % x.dim() for d in ((dims, *more) if isinstance(dims, int) else dims)]
+    for d in over:
+        if site.axes.get(d):
+            last = _size(site, d) - 1
+            x = taken(site, "flip", x, d, last + 1, last + 1, _from(last, -1))
+    return x.flip([d for d in over if not site.axes.get(d)])
+
+
+@passing
+def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int]) -> Tensor:
+    """The rows moved on, those at the end to the front."""
+    pairs = zip(*(([v] if isinstance(v, int) else v) for v in (shifts, dims)), strict=True)
+    for k, (shift, dim) in enumerate(pairs):
+        d = dim % x.dim()
+        size = _size(site, d)
+        if site.axes.get(d) and size:
+            x = taken(site, k, x, d, size, size, lambda i, size=size, shift=shift: (i - shift) % size)
+        else:
+            x = x.roll(shift, d)
+    return x
+
+
+@passing
+def repeat(site: Site, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The whole again and again."""
+    after = site.results[0].shape
+    new = len(after) - x.dim()
+    for d in range(x.dim()):
+        size = _size(site, d)
+        if site.axes.get(d) and after[new + d] != size:
+            x = taken(site, "repeat", x, d, size, after[new + d], lambda i, size=size: i % size)
+    times = [n // size if size and not site.axes.get(d) else 1 for d, (n, size) in _sizes(site, after[new:])]
+    return x.repeat(*after[:new], *times)
+
+
+def _sizes(site: Site, after: Sequence[int]) -> Any:
+    return enumerate(zip(after, site.operands[0].shape, strict=True))
+
+
+@passing
+def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    """A constant before and behind; negative: rows left out."""
+    own = list(pad)
+    for k in range(len(pad) // 2):
+        d = x.dim() - 1 - k
+        size, before, after = _size(site, d), pad[2 * k], site.results[0].shape[d]
+        if not site.axes.get(d) or not (before or pad[2 * k + 1]):
+            continue
+        own[2 * k] = own[2 * k + 1] = 0
+        rows = lambda i, before=before, size=size: (i - before).where((i >= before) & (i < before + size), -1)  # noqa: E731
+        x = taken(site, "pad", x, d, size, after, rows)
+        if value:
+            blocks = site.blocks(after, d)
+            empty = per_rank(
+                site,
+                ("empty", d),
+                site.axes[d],
+                lambda at, rows=rows, blocks=blocks: rows(block_places(blocks, at)) < 0,
+            )
+            x = x.masked_fill(empty.view(-1, *(1,) * (x.dim() - 1 - d)), value)
+    return torch.constant_pad_nd(x, own, value)
+
+
+@passing
+def cat(site: Site, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Of each operand the rows that fall into the new block."""
+    shape, found, start = site.results[0].shape, [], 0
+    d = dim % len(shape)
+    axes, blocks = site.axes[d], site.blocks(shape[d], d)
+    for k, (x, spec) in enumerate(zip(tensors, site.operands, strict=True)):
+        if x.dim() != len(shape):
+            continue
+        size = spec.shape[d]
+        before = site.blocks(size, d)
+
+        def wanted(at: int, start: int = start, size: int = size) -> Tensor:
+            places = block_places(blocks, at) - start
+            return places[(places >= 0) & (places < size)]
+
+        found.append(fetched(site, k, x, d, axes, before, wanted))
+        start += size
+    return torch.cat(found, d)
+
+
+@passing
+def unfold(site: Site, x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows, of which each rank fetches the rows from the first one's to the last one's."""
+    d = dimension % x.dim()
+    axes, blocks = site.axes[d], site.blocks(site.results[0].shape[d], d)
+
+    def wanted(at: int) -> Tensor:
+        start, length = blocks[at]
+        return torch.arange(start * step, (start + length - 1) * step + size) if length else torch.arange(0)
+
+    def windows(at: int) -> Tensor:
+        return (torch.arange(blocks[at][1])[:, None] * step + torch.arange(size)).flatten()
+
+    rows = fetched(site, "rows", x, d, axes, site.blocks(_size(site, d), d), wanted)
+    own = rows.index_select(d, per_rank(site, "windows", axes, windows))
+    return own.unflatten(d, (-1, size)).movedim(d + 1, -1)
+
+
+def triangle(beyond: Callable[[Tensor, int], Tensor]) -> Bodied:
+    """Of matrices: zeros ``beyond`` a diagonal, of which each rank knows its part."""
+
+    def body(site: Site, x: Tensor, diagonal: int = 0) -> Tensor:
+        places = []
+        for d in (x.dim() - 2, x.dim() - 1):
+            cut = site.blocks(_size(site, d), d)
+            places.append(per_rank(site, d, site.axes.get(d, ()), functools.partial(block_places, cut)))
+        return x.masked_fill(beyond(places[1] - places[0][:, None], diagonal), 0)
+
+    return still(body)
+
+
+tril = triangle(lambda behind, diagonal: behind > diagonal)
+triu = triangle(lambda behind, diagonal: behind < diagonal)
