@@ -45,7 +45,7 @@ _default = _Scope("off")
 class _Checker(Watcher):
     def before(self, x: Any, call: Call, trace: Trace) -> None:
         scope = _state.scope or _default
-        if scope.mode == "off" or not trace.dispatches or not implied(x, call):
+        if scope.mode == "off" or not trace.dispatches or not implied(x, call, trace):
             return
         if scope.mode == "raise":
             raise CommunicationError(str(report(x, call, trace)))

@@ -64,10 +64,17 @@ def followed(x: Any) -> bool:
     return False
 
 
-def implied(x: Tensor, call: Call) -> tuple[Call, ...]:
+def implied(x: Tensor, call: Call, trace: Trace) -> tuple[Call, ...]:
     """What applying a call to ``x`` communicates: the call, and its transpose if ``x`` will have a gradient."""
-    later = (call.transposed,) if followed(x) else ()
+    later = (call.transposed,) if followed(x) and _has_gradient(trace.dispatches[0]) else ()
     return tuple(one for one in (call, *later) if communicates(one))
+
+
+def _has_gradient(dispatched: FrameType) -> bool:
+    """Whether a torch function gives something that may be differentiated, as far as it is known: no booleans."""
+    results = dispatched.f_locals["plan"].results if "plan" in dispatched.f_locals else ()
+    specs = results if isinstance(results, tuple) else (results,)
+    return not specs or any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
 
 
 def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
@@ -83,10 +90,11 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     sources = operands_of(expression, cause.what, len(args)) if inner is outer else []
     if name_of(func) in _REFLECTED:
         sources.reverse()
-    operands = _operands(args, kwargs, sources, _names(trace.user))
+    operands = _operands(args, kwargs, sources, _names(trace.user), _has_gradient(inner))
     rows, needs, others = _solved(func, args, kwargs, operands)
     lines += [
-        f"  {row}" for row in rows or (f"first {_priced(one, tuple(x.shape), x.dtype)}" for one in implied(x, first))
+        f"  {row}"
+        for row in rows or (f"first {_priced(one, tuple(x.shape), x.dtype)}" for one in implied(x, first, trace))
     ]
     lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
     lines.append(f"write {_fix(needs if inner is outer else (), cause.what)}")
@@ -135,7 +143,7 @@ def _names(user: FrameType | None) -> dict[int, str]:
 
 
 def _operands(
-    args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[str], names: dict[int, str]
+    args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[str], names: dict[int, str], has_gradient: bool
 ) -> dict[Place, _Operand]:
     """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
     tree: Any = (args, kwargs)
@@ -149,7 +157,7 @@ def _operands(
                 spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype)
                 known = names.get(id(x))
                 name = known or source or f"operand {len(found) + 1}"
-                later = followed(x.local if isinstance(x, Sharded) else x)
+                later = has_gradient and followed(x.local if isinstance(x, Sharded) else x)
                 found[(i, k) if listed else i] = _Operand(name, known is not None, spec, later)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 from processes import Processes
 from simulated import F64, layouts
+from torch import Tensor
 from torch.nn import functional as F
 
 import fspmd
@@ -211,6 +213,49 @@ def test_a_cast_that_uses_share_is_told_once() -> None:
     assert len(found) == 1
 
 
+#: functions of two operands, [6, 4] and [4, 5]
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "a product": torch.matmul,
+    "a linear layer": lambda x, w: torch.relu(F.linear(x, w.T, w[0])),
+    "a comparison": lambda x, w: x[:4] > w[:, :4],
+    "a selection": lambda x, w: torch.where(x[:4] > 0, x[:4], w[:, :4]),
+    "a loss": lambda x, w: F.mse_loss(x[:4, :2], w[:, 1:3]),
+    "losses of classes": lambda x, w: F.cross_entropy(x, torch.tensor([0, 1, 2, 3, 0, 1])) + w.mean(),
+    "norms": lambda x, w: F.layer_norm(x, (4,)).sum(0) + w.softmax(0).sum(1),
+    "views": lambda x, w: x.reshape(2, 3, 4).transpose(0, 2).flatten() + w.T.reshape(20)[:1],
+    "parts": lambda x, w: torch.cat([x, w.T]).split([5, 6]),
+    "extremes": lambda x, w: (x.amax(1), w.argmax(), w.max(0).values),
+    "scans": lambda x, w: (x.cumsum(0), w.sort(1).values),
+    "sums": lambda x, w: x.sum(0) + w.sum(1) * 2,
+}
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_raises_just_where_something_is_communicated(name: str, mesh: Any) -> None:
+    """Beside what runs forward and backward, for a sample of layouts."""
+    f, pairs_of_layouts = FUNCTIONS[name], list(itertools.product(layouts(mesh, 2), repeat=2))
+    found = set()
+    for left, right in pairs_of_layouts[:: max(1, len(pairs_of_layouts) // 15)]:
+
+        def run(left: P = left, right: P = right) -> list[Tensor]:
+            out = f(put(6, 4, spec=left, mesh=mesh), put(4, 5, spec=right, mesh=mesh))
+            return [one.local for one in (out if isinstance(out, (tuple, list)) else (out,))]
+
+        with communication_log() as log:
+            outs = [one for one in run() if one.requires_grad]
+            torch.autograd.backward(outs, [torch.ones_like(one) for one in outs])
+        try:
+            with explicit():
+                run()
+            raised = False
+        except CommunicationError:
+            raised = True
+        assert raised == bool(log.implicit), f"{left} {right}\n{log}"
+        found.add(raised)
+    assert True in found
+
+
 # --- modes ----------------------------------------------------------------------------------------------------------
 
 
@@ -282,10 +327,8 @@ def _messages(mesh: Any) -> list[str]:
     x, w, b = put(6, 5, mesh=mesh), put(5, 10, spec=P(None, "x"), mesh=mesh), put(6, 5, spec=P("x"), mesh=mesh)
     calls: tuple[Callable[[], Any], ...] = (
         lambda: x @ w,
-        lambda: x * w.T[:6],
         lambda: torch.relu(b.sum(0)),
         lambda: torch.nonzero(b),
-        lambda: F.layer_norm(w, (10,)),
         lambda: b.sum().item(),
     )
     return [refusal(f) for f in calls]
@@ -298,7 +341,7 @@ def _in_process() -> list[str]:
 def test_every_process_raises_what_a_simulation_does() -> None:
     expected = _messages(LINE)
     with Processes(4) as pool:
-        assert pool.run(_in_process, seconds=60) == [expected] * 4
+        assert pool.run(_in_process, seconds=120) == [expected] * 4
 
 
 def test_values_within_are_those_without() -> None:
