@@ -18,6 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,26 @@ def local_norm(grads: Params, specs: Params) -> Tensor:
 # ---------------------------------------------------------------- training
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is trained: functions of global values, each `Sharded` over the mesh."""
+
+    mesh: fspmd.Mesh
+    loss: Callable[[Params, Batch], Any]
+    logits: Callable[[Params, Any], Any]
+    norm: Callable[[Params], Any]  # of all gradients together
+
+
+def local_job(mesh: fspmd.Mesh, specs: Params) -> Job:
+    """The functions above, each on the blocks of one rank, mapped over the mesh."""
+    return Job(
+        mesh,
+        fspmd.shard_map(local_loss, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P()),
+        fspmd.shard_map(model, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P("dp", None, "tp")),
+        fspmd.shard_map(lambda grads: local_norm(grads, specs), mesh=mesh, in_specs=(specs,), out_specs=P()),
+    )
+
+
 def learning_rate(step: int, steps: int, peak: float) -> float:
     """A warm-up, a plateau, and from 40 % on a straight line down to zero."""
     return peak * min(1.0, (step + 1) / WARMUP, (steps - step) / (0.6 * steps))
@@ -196,20 +217,17 @@ def number(x: Sharded) -> float:
     return float(fspmd.device_get(x))
 
 
-def train(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, text: Tensor, say: Callable) -> list[float]:
+def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say: Callable) -> list[float]:
     """Update the blocks of ``params`` in place; the losses of all steps."""
-    specs = param_specs(args.layers)
-    loss_fn = fspmd.shard_map(local_loss, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P())
-    loss_and_grads = fspmd.value_and_grad(loss_fn)
-    norm_fn = fspmd.shard_map(lambda grads: local_norm(grads, specs), mesh=mesh, in_specs=(specs,), out_specs=P())
+    loss_and_grads = fspmd.value_and_grad(job.loss)
     optimizer = make_optimizer(params)
     losses: list[float] = []
     start = time.perf_counter()
     batches = text_data.random_batches(text, args.batch, args.length, args.seed)
     for step in range(args.steps):
-        batch = fspmd.device_put(next(batches), P("dp"), mesh=mesh)
+        batch = fspmd.device_put(next(batches), P("dp"), mesh=job.mesh)
         loss, grads = loss_and_grads(params, batch)  # grads: a tree like params, each leaf laid out like its primal
-        scale = min(1.0, CLIP / number(norm_fn(grads)))
+        scale = min(1.0, CLIP / number(job.norm(grads)))
         for x, g in zip(optree.tree_leaves(params), optree.tree_leaves(grads), strict=True):
             x.grad = g * scale
         for group in optimizer.param_groups:
@@ -222,24 +240,20 @@ def train(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, text: Tens
 
 
 @torch.no_grad()
-def validate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, batches: list[Batch]) -> float:
-    specs = (param_specs(args.layers), P("dp"))
-    loss_fn = fspmd.shard_map(local_loss, mesh=mesh, in_specs=specs, out_specs=P())
-    losses = [number(loss_fn(params, fspmd.device_put(batch, P("dp"), mesh=mesh))) for batch in batches]
+def validate(job: Job, params: Params, batches: list[Batch]) -> float:
+    losses = [number(job.loss(params, fspmd.device_put(batch, P("dp"), mesh=job.mesh))) for batch in batches]
     return sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def generate(args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, prompt: bytes, count: int) -> list[list[int]]:
+def generate(args: argparse.Namespace, job: Job, params: Params, prompt: bytes) -> list[list[int]]:
     """One sample per rank of dp. The logits come back as a global tensor, so all processes draw the same bytes."""
-    specs = (param_specs(args.layers), P("dp"))
-    logits_fn = fspmd.shard_map(model, mesh=mesh, in_specs=specs, out_specs=P("dp", None, "tp"))
     generator = torch.Generator().manual_seed(args.seed)
-    rows = torch.tensor([list(prompt)] * mesh.shape["dp"])  # [dp, bytes so far]
-    for _ in range(count):
+    rows = torch.tensor([list(prompt)] * job.mesh.shape["dp"])  # [dp, bytes so far]
+    for _ in range(args.sample):
         window = rows[:, -args.length :]  # a causal model does not look at the padding on the right
-        padded = fspmd.device_put(F.pad(window, (0, args.length - window.shape[1])), P("dp"), mesh=mesh)
-        logits = fspmd.device_get(logits_fn(params, padded))[:, window.shape[1] - 1]  # [dp, V]
+        padded = fspmd.device_put(F.pad(window, (0, args.length - window.shape[1])), P("dp"), mesh=job.mesh)
+        logits = fspmd.device_get(job.logits(params, padded))[:, window.shape[1] - 1]  # [dp, V]
         drawn = torch.multinomial((logits.cpu().float() / TEMPERATURE).softmax(-1), 1, generator=generator)
         rows = torch.cat([rows, drawn], 1)
     return rows.tolist()
@@ -253,8 +267,8 @@ def sizes(text: str) -> tuple[int, int]:
     return int(dp), int(tp)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: list[str] | None = None, description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--mesh", type=sizes, default=(2, 4), metavar="AxB", help="ranks of dp x ranks of tp (default 2x4)"
     )
@@ -281,33 +295,36 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    mesh = fspmd.make_mesh(args.mesh, ("dp", "tp"), device=args.device)
-    here = mesh.coordinate()
-    if here is None:  # more processes than the mesh has ranks
-        return
-    first = not any(here)  # one process prints
+def run(args: argparse.Namespace, job: Job, params: Params, name: str) -> None:
+    """Train, validate, draw a sample and the loss curve."""
+    first = not any(job.mesh.coordinate() or ())  # one process prints
     say: Callable = print if first else lambda *_, **__: None
-
     train_text, held_out = text_data.load_text(args.text)
     batches = text_data.even_batches(held_out, args.batch, args.length, count=16)
     bigram = text_data.bigram_loss(train_text, batches)
-    values = init_params(args.seed, args.layers, args.width, args.heads, getattr(torch, args.dtype))
-    params = fspmd.device_put(values, param_specs(args.layers), mesh=mesh)
-    size = sum(x.numel() for x in optree.tree_leaves(values))
-    say(f"{mesh}: {size:,} parameters, {len(train_text):,} bytes to train on, {len(held_out):,} held out")
+    size = sum(x.numel() for x in optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, Sharded)))
+    say(f"{job.mesh}: {size:,} parameters, {len(train_text):,} bytes to train on, {len(held_out):,} held out")
 
-    losses = train(args, mesh, params, train_text, say)
-    validation = validate(args, mesh, params, batches)
+    losses = train(args, job, params, train_text, say)
+    validation = validate(job, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
     if args.sample:
-        for row in generate(args, mesh, params, b"    def ", args.sample):
+        for row in generate(args, job, params, b"    def "):
             say(f"--- a sample ---\n{text_data.printable(row)}")
     if first:
-        say(report.picture(args.out / "train_lm.png", losses, validation, bigram))
+        say(report.picture(args.out / f"{name}.png", losses, validation, bigram))
         if args.losses:
             Path(args.losses).write_text(json.dumps({"losses": losses, "validation": validation, "bigram": bigram}))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    mesh = fspmd.make_mesh(args.mesh, ("dp", "tp"), device=args.device)
+    if mesh.coordinate() is None:  # more processes than the mesh has ranks
+        return
+    specs = param_specs(args.layers)
+    values = init_params(args.seed, args.layers, args.width, args.heads, getattr(torch, args.dtype))
+    run(args, local_job(mesh, specs), fspmd.device_put(values, specs, mesh=mesh), "train_lm")
 
 
 if __name__ == "__main__":

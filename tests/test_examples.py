@@ -102,6 +102,30 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
     assert (tmp_path / "train_lm.png").stat().st_size > 1000
 
 
+def test_global_view_has_the_losses_of_train_lm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In simulation and on Gloo the losses that train_lm has on one rank; an nn.Transformer has the same, too."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    global_view, train_lm = (importlib.import_module(name) for name in ("global_view", "train_lm"))
+    files = {name: tmp_path / f"{name}.json" for name in ("alone", "simulated", "gloo")}
+    options = TINY | {"steps": 8, "text": EXAMPLES / "train_lm.py", "batch": 16, "out": tmp_path}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    train_lm.main([*arguments, "--mesh=1x1", f"--losses={files['alone']}"])
+    capsys.readouterr()
+    global_view.main([*arguments, "--mesh=2x4", f"--losses={files['simulated']}"])
+    here = capsys.readouterr().out
+    there = torchrun(tmp_path, EXAMPLES / "global_view.py", *arguments, "--mesh=2x2", f"--losses={files['gloo']}")
+    alone, *others = (json.loads(file.read_text()) for file in files.values())
+    assert alone["losses"][-1] < alone["losses"][0]
+    for other in others:
+        assert other["losses"] == pytest.approx(alone["losses"], rel=1e-10)
+        assert other["validation"] == pytest.approx(alone["validation"], rel=1e-10)
+    assert here.splitlines()[-1].startswith("nn.Transformer: ")
+    assert here.splitlines()[-1] == there.splitlines()[-1]
+    assert len((EXAMPLES / "global_view.py").read_text().splitlines()) <= 150
+
+
 def test_the_bigram_model_is_the_one_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     text_data = importlib.import_module("text_data")
