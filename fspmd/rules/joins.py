@@ -13,15 +13,27 @@ import torch
 from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.windows import block_places, fetched, passing, per_rank, picked, still, taken
+from fspmd.rules.windows import Places, block_places, fetched, passing, per_rank, picked, still, taken
 
 
 def _size(site: Site, d: int) -> int:
     return site.operands[0].shape[d]
 
 
-def _from(start: int, step: int = 1) -> Any:
+def _from(start: int, step: int = 1) -> Places:
     return lambda i: start + step * i
+
+
+def _rolled(shift: int, size: int, i: Tensor) -> Tensor:
+    return (i - shift) % size
+
+
+def _within(before: int, size: int, i: Tensor) -> Tensor:
+    return (i - before).where((i >= before) & (i < before + size), -1)
+
+
+def _outside(rows: Places, blocks: Sequence[tuple[int, int]], at: int) -> Tensor:
+    return rows(block_places(blocks, at)) < 0
 
 
 def _cut(site: Site, x: Tensor, d: int, start: int, length: int, step: int = 1) -> Tensor:
@@ -105,7 +117,7 @@ def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequenc
         d = dim % x.dim()
         size = _size(site, d)
         if site.axes.get(d) and size:
-            x = taken(site, k, x, d, size, size, lambda i, size=size, shift=shift: (i - shift) % size)
+            x = taken(site, k, x, d, size, size, functools.partial(_rolled, shift, size))
         else:
             x = x.roll(shift, d)
     return x
@@ -119,7 +131,7 @@ def repeat(site: Site, x: Tensor, *_: Any, **__: Any) -> Tensor:
     for d in range(x.dim()):
         size = _size(site, d)
         if site.axes.get(d) and after[new + d] != size:
-            x = taken(site, "repeat", x, d, size, after[new + d], lambda i, size=size: i % size)
+            x = taken(site, "repeat", x, d, size, after[new + d], functools.partial(_rolled, 0, size))
     times = [n // size if size and not site.axes.get(d) else 1 for d, (n, size) in _sizes(site, after[new:])]
     return x.repeat(*after[:new], *times)
 
@@ -138,16 +150,11 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
         if not site.axes.get(d) or not (before or pad[2 * k + 1]):
             continue
         own[2 * k] = own[2 * k + 1] = 0
-        rows = lambda i, before=before, size=size: (i - before).where((i >= before) & (i < before + size), -1)  # noqa: E731
+        rows = functools.partial(_within, before, size)
         x = taken(site, "pad", x, d, size, after, rows)
         if value:
-            blocks = site.blocks(after, d)
-            empty = per_rank(
-                site,
-                ("empty", d),
-                site.axes[d],
-                lambda at, rows=rows, blocks=blocks: rows(block_places(blocks, at)) < 0,
-            )
+            outside = functools.partial(_outside, rows, site.blocks(after, d))
+            empty = per_rank(site, ("empty", d), site.axes[d], outside)
             x = x.masked_fill(empty.view(-1, *(1,) * (x.dim() - 1 - d)), value)
     return torch.constant_pad_nd(x, own, value)
 
@@ -188,7 +195,8 @@ def unfold(site: Site, x: Tensor, dimension: int, size: int, step: int) -> Tenso
 
     rows = fetched(site, "rows", x, d, axes, site.blocks(_size(site, d), d), wanted)
     own = rows.index_select(d, per_rank(site, "windows", axes, windows))
-    return own.unflatten(d, (-1, size)).movedim(d + 1, -1)
+    split: Tensor = own.unflatten(d, (-1, size))  # type: ignore[no-untyped-call]
+    return split.movedim(d + 1, -1)
 
 
 def triangle(beyond: Callable[[Tensor, int], Tensor]) -> Bodied:

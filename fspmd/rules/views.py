@@ -203,7 +203,7 @@ def rolled(whole: Whole) -> Factors:
 def triangle(whole: Whole) -> Factors:
     """The last two dims must be whole."""
     every: Dims = tuple(range(whole.ndim))
-    return Factors((every,), (every,), whole=frozenset(every[-2:]))
+    return Factors((every,), (every,), whole=frozenset(range(max(0, whole.ndim - 2), whole.ndim)))
 
 
 def unfolded(whole: Whole) -> Factors:
