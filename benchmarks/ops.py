@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import fspmd
 from fspmd import P
 
 N = 16  # each dim of a block
+MEDIAN, HIGHEST = 1 / 5, 1 / 3  # of the ratios of overheads
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,16 @@ def measure() -> Table:
         rows,
         "Overheads are times above the function on plain blocks. Operands that DTensor's gradient would leave as "
         "a pending sum are `reduced` here, so that neither communicates.",
+        _summary(rows),
+    )
+
+
+def _summary(rows: list[Overhead]) -> str:
+    ratios = [row.ratio for row in rows]
+    above = [row.what for row in rows if row.ratio > HIGHEST]
+    return (
+        f"The median of {len(rows)} ratios is {statistics.median(ratios):.3f} (goal: at most {MEDIAN:.2f}), "
+        f"the highest {max(ratios):.2f} (goal: at most {HIGHEST:.2f}); above that: {', '.join(above) or 'none'}."
     )
 
 
@@ -98,7 +110,9 @@ def _row(what: str, call: Callable[..., Any], operands: list[Pair], grad: bool) 
     }
     statement = _with_gradient if grad else _without_gradient
     times = side_by_side({name: calls(statement(call, values)) for name, values in columns.items()})
-    return Overhead(f"{what}{', and gradient' if grad else ''}", times["plain"], times["ours"], times["theirs"])
+    return Overhead(
+        f"{what}{', and gradient' if grad else ''}", times["plain"], times["ours"], times["theirs"], HIGHEST
+    )
 
 
 def _without_gradient(call: Callable[..., Any], values: list[Any]) -> Callable[[], object]:

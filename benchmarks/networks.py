@@ -1,0 +1,175 @@
+"""What the layers of a model cost, forward and backward: on plain blocks by hand, on `Sharded`, and on DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bodies import Pair, World, fake_world, meshes, pair, placements
+from timing import Overhead, Table, calls, side_by_side
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import fspmd
+from fspmd import P
+
+N, HEADS, ROWS = 32, 2, 4  # width and heads of a rank, rows of a rank's batch
+
+Values = dict[str, Any]
+
+# --- an MLP of two layers, its batch sharded, its weights' gradients left as pending sums -----------------------------
+
+_MLP = {
+    "x": (P("x", None), (ROWS, N)),
+    "w1": (P(None, None, reduced={"x"}), (N, N)),
+    "b1": (P(None, reduced={"x"}), (N,)),
+    "w2": (P(None, None, reduced={"x"}), (N, N)),
+    "b2": (P(None, reduced={"x"}), (N,)),
+}
+
+
+def _mlp(v: Values) -> Any:
+    return torch.relu(v["x"] @ v["w1"] + v["b1"]) @ v["w2"] + v["b2"]
+
+
+# --- a transformer layer: batch over "x", heads and hidden columns over "y" -------------------------------------------
+
+_LAYER = {
+    "x": (P("x", None, None), (ROWS, 8, N)),
+    **{f"norm{i}": (P(), (N,)) for i in (1, 2)},
+    **{f"w{name}": (P(None, "y"), (N, N)) for name in ("q", "k", "v", "1")},
+    **{f"w{name}": (P("y", None), (N, N)) for name in ("o", "2")},
+}
+
+
+def _heads(x: Any) -> Any:
+    return x.unflatten(-1, (-1, N // HEADS)).transpose(1, 2)
+
+
+def _attention(x: Any, v: Values) -> Any:
+    q, k, value = (_heads(x @ v[name]) for name in ("wq", "wk", "wv"))
+    scores = F.softmax(q @ k.transpose(-1, -2) * (N // HEADS) ** -0.5, dim=-1)
+    return (scores @ value).transpose(1, 2).flatten(2) @ v["wo"]
+
+
+def _layer(v: Values, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> Any:
+    """``enter`` and ``leave`` stand around what is computed in columns over "y"."""
+    x = v["x"]
+    x = x + leave(_attention(enter(F.layer_norm(x, (N,), v["norm1"])), v))
+    hidden = F.gelu(enter(F.layer_norm(x, (N,), v["norm2"])) @ v["w1"])
+    return x + leave(hidden @ v["w2"])
+
+
+class _Enter(torch.autograd.Function):
+    """By hand: the gradient is summed over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        g = g.clone()
+        dist.all_reduce(g, group=ctx.group)
+        return g, None
+
+
+class _Leave(torch.autograd.Function):
+    """By hand: the value is summed over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = x.clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None
+
+
+def measure() -> Table:
+    """The MLP, and a training step of the layer: forward, backward, gradients summed over the batch, update."""
+    fake_world()
+    one, two = meshes(1), meshes(2)
+    return Table(
+        "Layers of a model, 8 ranks of the fake backend",
+        [_mlp_row(one), _layer_row(two)],
+        "Plain is the same on plain blocks; the transformer layer there has its collectives written by hand with c10d "
+        f"(an all-reduce per pending sum, one per weight). Blocks of {N} columns.",
+    )
+
+
+def _values(world: World, layout: dict[str, tuple[P, tuple[int, ...]]]) -> tuple[Values, Values, Values]:
+    pairs: dict[str, Pair] = {k: pair(world, spec, shape, grad=k != "x") for k, (spec, shape) in layout.items()}
+    plain, ours, theirs = ({k: getattr(v, name) for k, v in pairs.items()} for name in ("plain", "ours", "theirs"))
+    return plain, ours, theirs
+
+
+def _forget(values: Values) -> None:
+    for value in values.values():
+        getattr(value, "local", value).grad = None
+
+
+def _mlp_row(world: World) -> Overhead:
+    def statement(values: Values) -> Callable[[], object]:
+        out = _mlp(values)
+        one = torch.ones_like(out.detach())
+        if isinstance(out, fspmd.Sharded):
+            one = fspmd.Sharded(one.local, out.spec.dual)
+
+        def run() -> None:
+            _mlp(values).backward(one)
+            _forget(values)
+
+        return run
+
+    plain, ours, theirs = (calls(statement(values)) for values in _values(world, _MLP))
+    times = side_by_side({"plain": plain, "ours": ours, "theirs": theirs})
+    return Overhead("MLP, forward and backward", times["plain"], times["ours"], times["theirs"], 1 / 10)
+
+
+def _layer_row(world: World) -> Overhead:
+    plain, ours, theirs = _values(world, _LAYER)
+    rows, columns = (world.theirs.get_group(axis) for axis in ("x", "y"))
+    whole: Any = placements(world, P("x", None, None))
+
+    def by_hand() -> None:
+        out = _layer(plain, lambda x: _Enter.apply(x, columns), lambda x: _Leave.apply(x, columns))
+        out.square().sum().backward()
+        with torch.no_grad():
+            for name, w in plain.items():
+                if name != "x":
+                    dist.all_reduce(w.grad, group=rows)
+                    w.sub_(w.grad, alpha=1e-6)
+        _forget(plain)
+
+    def global_view() -> None:
+        out = _layer(ours, _same, lambda x: fspmd.reshard(x, P("x", None, None)))
+        fspmd.reshard(out.square().sum(), P()).backward()
+        with torch.no_grad():
+            for name, w in ours.items():
+                if name != "x":
+                    w.sub_(w.grad, alpha=1e-6)
+        _forget(ours)
+
+    def dtensor() -> None:
+        out = _layer(theirs, _same, lambda x: x.redistribute(placements=whole))
+        out.square().sum().full_tensor().backward()
+        with torch.no_grad():
+            for name, w in theirs.items():
+                if name != "x":
+                    g: DTensor = w.grad
+                    w.sub_(g.redistribute(placements=w.placements), alpha=1e-6)
+        _forget(theirs)
+
+    times = side_by_side({"plain": calls(by_hand), "ours": calls(global_view), "theirs": calls(dtensor)}, seconds=0.02)
+    return Overhead("transformer layer, training step", times["plain"], times["ours"], times["theirs"])
+
+
+def _same(x: Any) -> Any:
+    return x
