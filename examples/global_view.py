@@ -25,8 +25,8 @@ from train_lm import Batch, Job, Params, init_params, norm, parse, rotary_table,
 import fspmd
 from fspmd import ColwiseParallel, P, ParallelPlan, RowwiseParallel, Sharded, Style, VocabParallel
 
-# Around the functions named here, values [B, S, D] are cut along the sequence, dim 1. A "reduced" input is whole on every
-# rank, its gradient a sum yet to be made: what gathers the input scatters that sum, in one go.
+# Around the functions named here, values [B, S, D] are cut along the sequence, dim 1. A "reduced" input is whole on
+# every rank, its gradient a sum yet to be made: what gathers the input scatters that sum, in one go.
 STYLES: dict[str, Style] = {
     "embedding": VocabParallel(output=1),  # [V, D]
     "layers.*.wqkv": ColwiseParallel(weight=2, input="reduced", output=2),  # [3, D, H, K] -> [3, B, H, S, K], by heads
