@@ -201,11 +201,8 @@ def _by_default_dtype(plan: OpPlan, values: list[Sharded]) -> bool:
 
 
 def _is_free(func: Any) -> bool:
-    free = _free.get(func)
-    if free is None:
-        row = row_of(func)
-        free = _free[func] = row is not None and row.free
-    return free
+    row = row_of(func)
+    return row is not None and row.free
 
 
 #: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
@@ -244,9 +241,13 @@ def _part(func: Any, arg: Any, blocks: list[Any]) -> Any:
     if kind is tuple or kind is list:
         return _part_of_list(arg, kind, blocks)
     blocks.append(arg)
-    if (kind is float or kind is int) and _is_free(func):
-        return kind
-    return _hashable(arg)
+    if kind is int or kind is float:
+        free = _free.get(func)
+        if free is None:
+            free = _free[func] = _is_free(func)
+        if free:
+            return kind
+    return arg if kind in _PLAIN else _hashable(arg)
 
 
 def _part_of_list(given: Any, kind: Any, blocks: list[Any]) -> tuple[Any, ...]:

@@ -123,8 +123,8 @@ def propagate(
     for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
         if spec is not need:
             moves.append((place, tuple(step.call for step in route(spec, need, topology()).steps)))
-        if axes:
-            casts.append((place, _casts(need, axes)))
+        if calls := _casts(need, axes):
+            casts.append((place, calls))
     result = final[0] if question.single else final
     if best.by_body and row.body is not None:
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
@@ -306,7 +306,9 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: froze
 def _casts(need: TensorSpec, axes: tuple[str, ...]) -> tuple[Call, ...]:
     reduced = tuple(axis for axis in axes if axis in need.partition.reduced)
     others = tuple(axis for axis in axes if axis not in reduced)
-    rows = (("reduced_to_varying", reduced), ("invariant_to_varying", others))
+    rows = [("invariant_to_varying", others)]
+    if need.mesh.transport == "simulation":  # elsewhere the blocks are apart, and nothing is left to do, backward too
+        rows.insert(0, ("reduced_to_varying", reduced))
     return tuple(call(name, need.mesh, over) for name, over in rows if over)
 
 
