@@ -70,6 +70,11 @@ CASES: dict[str, Case] = {
         lambda x: (x + 0, (x > 0).any(0), (x < 0.9).all(1), (x > 0).any(), _tied(x).count_nonzero(0)),
         ((4, 5),),
     ),
+    "cumsum": (lambda x: x.cumsum(0), ((5, 4),)),
+    "cumprod": (lambda x: _tied(x).cumprod(1), ((4, 5),)),
+    "cummax": (lambda x: _tied(x).cummax(1), ((3, 7),)),
+    "cummin": (lambda x: _tied(x).cummin(0), ((5, 4),)),
+    "logcumsumexp": (lambda x: x.logcumsumexp(-1), ((4, 6),)),
     "logsumexp": (lambda x: torch.logsumexp(x, -1), ((4, 5),)),
     "logsumexp of all": (lambda x: torch.logsumexp(x, (0, 1), keepdim=True), ((6, 5),)),
 }

@@ -14,7 +14,7 @@ from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, padded
 _NOWHERE = torch.iinfo(torch.int64).max
 
 
-def _limit(dtype: torch.dtype, greatest: bool) -> float:
+def limit(dtype: torch.dtype, greatest: bool) -> float:
     """Less than, or more than, any element of a dtype."""
     if dtype is torch.bool:
         return not greatest
@@ -36,7 +36,7 @@ def extreme(site: Site, x: Tensor, dims: tuple[int, ...], greatest: bool) -> Ten
     take = torch.amax if greatest else torch.amin
     own = x.detach()
     for d in dims:
-        own = padded(site, own, d, _limit(x.dtype, greatest))
+        own = padded(site, own, d, limit(x.dtype, greatest))
     own = take(own, dims, keepdim=True)
     if not x.is_floating_point():
         return take(site.gathered(dims, own)[0], 0)
@@ -85,7 +85,7 @@ def _places(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tensor]:
     """The first extreme along a dim, which is kept, and its place in the whole."""
     take: Callable[..., Any] = torch.max if greatest else torch.min
-    whole = padded(site, x, d, _limit(x.dtype, greatest))
+    whole = padded(site, x, d, limit(x.dtype, greatest))
     top, at = take(whole, d, keepdim=True)
     at = torch.where(at < x.size(d), at + site.offset(site.operands[0].shape[d], d), _NOWHERE)
     tops, places = site.gathered((d,), top, at)
@@ -133,8 +133,8 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
     size = site.operands[0].shape[d]
     shape = list(x.shape)
     shape[d] = k
-    limit = _limit(x.dtype, largest)
-    values, at = torch.topk(torch.cat([x, x.new_full(shape, limit)], d), k, d, largest)
+    least = limit(x.dtype, largest)
+    values, at = torch.topk(torch.cat([x, x.new_full(shape, least)], d), k, d, largest)
     at = torch.where(at < x.size(d), at + site.offset(size, d), _NOWHERE)
     values, at = (
         one.flatten(0, 1).movedim(0, d) for one in site.gathered((d,), values.movedim(d, 0), at.movedim(d, 0))

@@ -10,15 +10,16 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import attention, joins, lookups, moments, norms, reductions, softmaxes, tables, views
+from fspmd.rules import attention, halos, joins, lookups, moments, norms, reductions, softmaxes, tables, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
-from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.views import joined, parts, permuted
+from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
+from fspmd.rules.scans import SCANS
 from fspmd.rules.whole import Rule, notation
 
 
@@ -78,7 +79,6 @@ _SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
-    **dict.fromkeys(_names("cumprod cummax cummin logcumsumexp"), (1, "dim")),
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
     **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1)},
@@ -104,10 +104,10 @@ _BATCHED: Final = {
         "linalg_ldl_solve": (2, 1, 2),
     },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
-    **dict.fromkeys(_names("avg_pool1d max_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d"), (1,)),
+    **dict.fromkeys(_names("max_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d"), (1,)),
     **dict.fromkeys(
         _names(
-            "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
+            "_adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
             "max_pool2d_with_indices_backward reflection_pad2d replication_pad2d upsample_nearest2d "
             "upsample_bilinear2d upsample_bicubic2d "
             "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
@@ -116,7 +116,7 @@ _BATCHED: Final = {
     ),
     **dict.fromkeys(
         _names(
-            "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d "
+            "_adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d "
             "upsample_nearest3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d"
         ),
         (3,),
@@ -162,7 +162,8 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over(kept=True), body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")},
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
-    "cumsum": Row(over(), "first"),
+    **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
+    "cumsum": Row(over(kept=True), "first", body=SCANS["cumsum"]),
     "flip": Row(views.flipped, "first", body=joins.flip),
     "roll": Row(views.rolled, "first", body=joins.roll),
     "tril": Row(views.triangle, body=joins.tril),
@@ -201,7 +202,9 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
-    "convolution": Row(convolution, "product", empty=False),
+    "convolution": Row(convolution, "product", empty=False, body=halos.convolution),
+    **{f"avg_pool{n}d": Row(halos.pooled(n), empty=False, body=halos.avg_pool(n)) for n in (1, 2, 3)},
+    **{f"max_pool{n}d_with_indices": Row(halos.pooled(n, dilated=True), body=halos.max_pool(n)) for n in (2, 3)},
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather, body=tables.gather),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
