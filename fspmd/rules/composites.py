@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
+from fspmd.rules.multihead import multi_head_attention
+
 
 def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """``options`` only bear on how a whole loss is computed in parts."""
@@ -118,6 +120,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     torch.batch_norm: _torch_batch_norm,
     "group_norm": _group_norm,
     F.instance_norm: _instance_norm,
+    F.multi_head_attention_forward: multi_head_attention,
     torch.instance_norm: _torch_instance_norm,
     "dist": _dist,
     "linear_cross_entropy": _unchunked,

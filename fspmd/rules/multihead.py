@@ -1,0 +1,133 @@
+"""Multi-head attention in terms of functions whose batch and heads are dims of their own.
+
+Torch flattens samples and heads into one dim; then no head may be sharded, nor a batch beside a sequence flattened with
+it. Here queries, keys and values are [B, H, S, K] throughout: batch and heads stay where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+def multi_head_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Any, Any]:
+    """``F.multi_head_attention_forward``: query [L, B, E], key and value [S, B, ...] -> [L, B, E], weights or None."""
+    if unbatched := query.dim() == 2:
+        lifted = {id(x): x.unsqueeze(1) for x in (query, key, value)}
+        query, key, value = lifted[id(query)], lifted[id(key)], lifted[id(value)]
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    _check(query, key, value, embed_dim_to_check, num_heads, bias_k, bias_v, is_causal and attn_mask is None)
+    if is_causal and key_padding_mask is None and not need_weights:
+        attn_mask = None  # what is_causal says
+    else:
+        is_causal = False  # the mask says it
+    if use_separate_proj_weight:
+        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+        biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    else:
+        q, k, v = _projected(query, key, value, in_proj_weight, in_proj_bias)
+    if bias_k is not None:
+        k, v = (torch.cat([x, bias.expand(1, x.shape[1], -1)]) for x, bias in ((k, bias_k), (v, bias_v)))
+    q = _heads(q, num_heads)
+    k = _heads(k, num_heads) if static_k is None else static_k.unflatten(0, (-1, num_heads))
+    v = _heads(v, num_heads) if static_v is None else static_v.unflatten(0, (-1, num_heads))
+    if add_zero_attn:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    mask = _mask(attn_mask, key_padding_mask, q, k.shape[2])
+    attended, shares = _attended(q, k, v, mask, dropout_p if training else 0.0, is_causal, need_weights)
+    out = F.linear(attended.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
+    if shares is not None and average_attn_weights:
+        shares = shares.mean(1)
+    return (out.squeeze(1), None if shares is None else shares.squeeze(0)) if unbatched else (out, shares)
+
+
+def _check(query: Any, key: Any, value: Any, width: int, heads: int, bias_k: Any, bias_v: Any, no_mask: bool) -> None:
+    """What else would give a number, though torch gives none."""
+    if query.dim() != 3 or key.dim() != 3 or value.dim() != 3 or key.shape[:2] != value.shape[:2]:
+        raise RuntimeError(f"expected query, key and value [S, B, E], got {query!r}, {key!r}, {value!r}")
+    if query.shape[2] != width or width % heads:
+        raise RuntimeError(f"expected queries of width {width}, a multiple of {heads} heads, got {query!r}")
+    if (bias_k is None) != (bias_v is None):
+        raise RuntimeError("bias_k and bias_v go together")
+    if no_mask:
+        raise RuntimeError("is_causal is a hint about attn_mask; give that, too")
+
+
+def _projected(query: Any, key: Any, value: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
+    """By one weight [3 E, E]: of one input at once, of others by its parts."""
+    if query is key and key is value:
+        q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+        return q, k, v
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))
+    return q, k, v
+
+
+def _heads(x: Any, heads: int) -> Any:
+    """[S, B, H K] -> [B, H, S, K]."""
+    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
+
+def _mask(mask: Any, padding: Any, q: Any, keys: int) -> Any:
+    """What is added to scores [B, H, L, S]: ``mask`` [L, S] or [B H, L, S], and ``padding`` [B, S]."""
+    found = None
+    for given, shaped in ((mask, _over_heads), (padding, _over_queries)):
+        if given is None:
+            continue
+        added = given.to(q.dtype)
+        added = shaped(added.masked_fill(given, -math.inf) if given.dtype == torch.bool else added, q)
+        added = F.pad(added, (0, keys - added.shape[-1]))
+        found = added if found is None else found + added
+    return found
+
+
+def _over_heads(mask: Any, q: Any) -> Any:
+    return mask if mask.dim() == 2 else mask.unflatten(0, tuple(q.shape[:2]))
+
+
+def _over_queries(padding: Any, q: Any) -> Any:
+    return padding[:, None, None]
+
+
+def _attended(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, need_weights: bool
+) -> tuple[Any, Any]:
+    """The values that each query finds, [B, H, L, K], and how much of each, [B, H, L, S]."""
+    if not need_weights and not dropout_p:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal), None
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout_p)
+    return shares @ v, shares if need_weights else None
