@@ -2,6 +2,7 @@
 
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.broadcast import broadcast, pad_to_blocks, unpad
+from fspmd.clipping import clip_by_global_norm, global_norm
 from fspmd.collectives import (
     Handle,
     all_gather,
@@ -120,6 +121,7 @@ __all__ = [
     "axis_size",
     "broadcast",
     "checkpoint",
+    "clip_by_global_norm",
     "communication_log",
     "current_mesh",
     "device_get",
@@ -133,6 +135,7 @@ __all__ = [
     "from_local",
     "full",
     "functional_call",
+    "global_norm",
     "grad",
     "init_sharded",
     "jvp",

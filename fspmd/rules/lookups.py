@@ -43,7 +43,7 @@ def gather(whole: Whole) -> Factors:
     taken: Dims = tuple(len(x) if d == dim else d if size == x[d] else None for d, size in enumerate(index))
     place = len(x)
     along: Dims = tuple(place if d == dim else f for d, f in enumerate(taken))
-    operand: Dims = tuple(d if d in taken else None for d in range(len(x)))
+    operand: Dims = tuple(d if d in taken or d == dim else None for d in range(len(x)))
     return Factors((operand, along), (along,), summed=frozenset({dim}), whole=frozenset({dim}))
 
 

@@ -1,0 +1,125 @@
+"""Calls whose results others get wrong on sharded values, values and gradients beside unsharded torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import check_case
+from torch import Tensor
+from torch.nn import functional as F
+
+import fspmd
+from fspmd import P, communication_log, device_put, make_mesh
+from fspmd.cost import Link, Topology, set_topology, topology
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+GRID = make_mesh((2, 3), ("x", "y"), transport="simulation")
+EVEN, UNEVEN = (8, 12), (5, 7)
+
+
+def _bce(x: Any, y: Any) -> Any:
+    return F.binary_cross_entropy(x.sigmoid(), y.detach().sigmoid())
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "huber": F.huber_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "bce": _bce,
+    "bce with logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.detach().sigmoid()),
+    "cross entropy of probabilities": lambda x, y: F.cross_entropy(x, y.softmax(1), label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("shape", [EVEN, UNEVEN])
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+@pytest.mark.parametrize("name", LOSSES)
+def test_mean_losses(name: str, mesh: fspmd.Mesh, shape: tuple[int, int]) -> None:
+    loss = LOSSES[name]
+    check_case(name, (lambda x, y: loss(x, y) + 0 * y.sum(), (shape, shape)), mesh, 12)
+
+
+def _classes(rows: int, classes: int) -> Tensor:
+    found = torch.arange(rows) * 3 % classes
+    found[1] = -100  # ignored
+    return found
+
+
+@pytest.mark.parametrize("shape", [EVEN, UNEVEN])
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy(mesh: fspmd.Mesh, shape: tuple[int, int], reduction: str, smoothing: float) -> None:
+    target = _classes(*shape)
+    weight = torch.linspace(0.5, 1.5, shape[1], dtype=torch.float64)
+
+    def loss(x: Any) -> Any:
+        return F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing)
+
+    check_case("cross_entropy", (loss, (shape,)), mesh, 12)
+
+
+@pytest.mark.parametrize("shape", [EVEN, UNEVEN])
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+@pytest.mark.parametrize("order", [0.5, 1, 2, 3, math.inf])
+def test_norms(mesh: fspmd.Mesh, shape: tuple[int, int], order: float) -> None:
+    def norms(x: Any) -> Any:
+        return torch.linalg.vector_norm(x, order), torch.linalg.vector_norm(x, order, 0), x.norm(order, 1)
+
+    check_case("norm", (norms, (shape,)), mesh, 12)
+
+
+@pytest.fixture
+def _bytes() -> Iterator[None]:
+    """Messages are free and bytes are dear, as between blocks of real size."""
+    before = topology()
+    set_topology(Topology(Link(0.0, 1e3), Link(0.0, 1e3), launch=0.0))
+    fspmd.propagation_cache_clear()
+    yield
+    set_topology(before)
+    fspmd.propagation_cache_clear()
+
+
+@pytest.mark.usefixtures("_bytes")
+def test_cross_entropy_gathers_no_classes() -> None:
+    x = device_put(torch.randn(5, 300), P(None, "x"), mesh=LINE).requires_grad_()
+    with communication_log() as log:
+        F.cross_entropy(x, torch.tensor([3, 299, -100, 0, 77])).backward()
+    assert 0 < log.moved <= 5 * 8 * 5
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_clip_by_global_norm_over_mixed_meshes(order: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 3), (7,), (3, 5), (4, 4), (2, 0), (6,))
+    plain = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    square = make_mesh((2, 2), ("x", "y"), transport="simulation")
+    specs = (P("x"), P(("y", "x")), P(None, "x"), P("x", "y"), P(), P(unreduced={"x"}))
+    meshes = (square, square, LINE, square, LINE, LINE)
+    given = [device_put(x, spec, mesh=mesh) for x, spec, mesh in zip(plain, specs, meshes, strict=True)]
+    want = torch.linalg.vector_norm(torch.cat([x.flatten() for x in plain]), order)
+    for limit in (1.0, 1e3):
+        clipped, norm = fspmd.clip_by_global_norm(given, limit, order)
+        torch.testing.assert_close(norm, want, rtol=1e-12, atol=0.0)
+        for x, before, y in zip(clipped, given, plain, strict=True):
+            assert x.spec == before.spec
+            scale = min(1.0, limit / (float(want) + 1e-6))
+            torch.testing.assert_close(fspmd.device_get(x), y * scale, rtol=1e-12, atol=1e-15)
+
+
+def test_global_norm_sums_alike_layouts_at_once() -> None:
+    leaves = [device_put(torch.randn(5, 3), P("x"), mesh=LINE) for _ in range(6)]
+    with communication_log() as log:
+        fspmd.global_norm(leaves)
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(("tree", "order"), [(["a"], 2.0), ([torch.ones(3)], 0.0)])
+def test_global_norm_refuses(tree: Any, order: float) -> None:
+    with pytest.raises(fspmd.ArgumentError, match="global_norm got"):
+        fspmd.global_norm(tree, order)
