@@ -198,7 +198,8 @@ def names(text: str) -> frozenset[str]:
 DRAWS = names(
     "cauchy exponential geometric log_normal normal.in_place normal normal.number_mean uniform bernoulli multinomial "
     "randn_like rand_like randint_like nn.functional.rrelu nn.functional.dropout nn.functional.dropout2d "
-    "nn.functional.dropout3d nn.functional.alpha_dropout nn.functional.feature_alpha_dropout"
+    "nn.functional.dropout3d nn.functional.alpha_dropout nn.functional.feature_alpha_dropout "
+    "nn.functional.multi_head_attention_forward"
 )
 #: ops that are refused, and why
 REFUSED = {
