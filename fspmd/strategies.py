@@ -150,6 +150,8 @@ def _strategy(
         casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
     outs = tuple(_result(dims, factors, choices, axes_of) for dims in factors.results)
     by_body = sharded & factors.whole if body is not None else set[int]()
+    if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
+        return None  # of pending sums a body knows those of all its operands, not a product's
     if not _aligned(factors, axes_of, [*operands, *results], empty, by_body):
         return None
     moving = 0.0

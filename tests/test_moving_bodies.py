@@ -103,6 +103,28 @@ CASES |= {
     "unfold of one": (lambda x: x.unfold(1, 2, 1), ((3, 3),)),
 }
 
+CASES |= {
+    "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding=1), ((2, 3, 9), (4, 3, 3), (4,))),
+    "conv1d, stride": (lambda x, w: F.conv1d(x, w, stride=2, padding=2, dilation=2), ((1, 2, 11), (2, 2, 3))),
+    "conv1d, groups": (lambda x, w, b: F.conv1d(x, w, b, groups=2), ((2, 4, 6), (4, 2, 4), (4,))),
+    "conv2d, channels and space": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(1, 2)),
+        ((2, 4, 5, 6), (4, 4, 3, 3), (4,)),
+    ),
+    "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), ((1, 2, 5), (2, 3, 3))),
+    "conv3d": (lambda x, w: F.conv3d(x, w, padding=1), ((1, 2, 4, 3, 3), (2, 2, 3, 2, 1))),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), ((2, 2, 9),)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, (3, 2), (2, 1)), ((1, 2, 9, 6),)),
+    "avg_pool2d, padded": (lambda x: F.avg_pool2d(x, (3, 2), 2, (1, 0)), ((1, 2, 9, 6),)),
+    "max_pool1d": (lambda x: F.max_pool1d(x, 3, 2), ((2, 2, 9),)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2, return_indices=True), ((1, 2, 8, 9),)),
+    "max_pool2d, padded": (
+        lambda x: F.max_pool2d(x, 3, (1, 2), (0, 1), (2, 1), return_indices=True),
+        ((2, 8, 9),),
+    ),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2, 1), ((1, 1, 4, 3, 5),)),
+}
+
 
 @pytest.fixture(autouse=True)
 def _bytes() -> Iterator[None]:

@@ -34,9 +34,11 @@ def convolution(whole: Whole) -> Factors:
     """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``."""
     window = " ".join("1" for _ in whole.shapes[0][2:])
     kernel = "i o" if whole.args[6] else "o i"
+    space = window if whole.args[6] else " ".join(f"[{d}]" for d in range(2, whole.ndim))
     if whole.args[8] != 1:  # groups
-        return match(parse(f"n 1 {window}, 1 1 {window}, 1 -> n 1 {window}"), whole.shapes)
-    found = match(parse(f"n i {window}, {kernel} {window}, o -> n o {window}"), whole.shapes)
+        found = match(parse(f"n 1 {space}, 1 1 {window}, 1 -> n 1 {space}"), whole.shapes)
+    else:
+        found = match(parse(f"n i {space}, {kernel} {window}, o -> n o {space}"), whole.shapes)
     return replace(found, added=frozenset({2}))
 
 

@@ -195,7 +195,7 @@ def unfold(site: Site, x: Tensor, dimension: int, size: int, step: int) -> Tenso
 
     rows = fetched(site, "rows", x, d, axes, site.blocks(_size(site, d), d), wanted)
     own = rows.index_select(d, per_rank(site, "windows", axes, windows))
-    split: Tensor = own.unflatten(d, (-1, size))  # type: ignore[no-untyped-call]
+    split: Tensor = own.unflatten(d, (-1, size))
     return split.movedim(d + 1, -1)
 
 

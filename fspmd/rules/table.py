@@ -204,7 +204,10 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "convolution": Row(convolution, "product", empty=False, body=halos.convolution),
     **{f"avg_pool{n}d": Row(halos.pooled(n), empty=False, body=halos.avg_pool(n)) for n in (1, 2, 3)},
-    **{f"max_pool{n}d_with_indices": Row(halos.pooled(n, dilated=True), body=halos.max_pool(n)) for n in (2, 3)},
+    **{
+        f"max_pool{n}d_with_indices": Row(halos.pooled(n, dilated=True), empty=False, body=halos.max_pool(n))
+        for n in (2, 3)
+    },
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather, body=tables.gather),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},

@@ -211,7 +211,10 @@ def unfolded(whole: Whole) -> Factors:
     every: Dims = tuple(range(whole.ndim))
     if not every:
         return Factors(((),), ((None,),))
-    dim = whole.argument(1, "dimension") % whole.ndim
+    dim = whole.argument(1, "dimension")
+    if not isinstance(dim, int):
+        return NO_RULE  # of another function of that name
+    dim %= whole.ndim
     return Factors((every,), ((*every, None),), whole=frozenset({dim}))
 
 
