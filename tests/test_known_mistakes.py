@@ -123,3 +123,22 @@ def test_global_norm_sums_alike_layouts_at_once() -> None:
 def test_global_norm_refuses(tree: Any, order: float) -> None:
     with pytest.raises(fspmd.ArgumentError, match="global_norm got"):
         fspmd.global_norm(tree, order)
+
+
+#: where a call lies such that others compute another number, or refuse
+SPACES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "conv of sharded channels and space": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
+        ((2, 4, 7, 6), (4, 4, 3, 3), (4,)),
+    ),
+    "conv of groups": (lambda x, w, b: F.conv1d(x, w, b, groups=2, padding=1), ((2, 4, 8), (4, 2, 3), (4,))),
+    "dims merged over boundaries": (lambda x: x.reshape(10, 3), ((2, 5, 3),)),
+    "a dim split over boundaries": (lambda x: x.view(2, 3, 5), ((6, 5),)),
+    "dims regrouped": (lambda x: x.reshape(4, 9), ((6, 6),)),
+}
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+@pytest.mark.parametrize("name", SPACES)
+def test_spaces(name: str, mesh: fspmd.Mesh) -> None:
+    check_case(name, SPACES[name], mesh, 40)

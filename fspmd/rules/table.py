@@ -196,9 +196,13 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
     **{name: Row(parts(2, "dim"), "first", body=joins.split) for name in _names("split chunk split_with_sizes")},
-    **{name: Row(parts(2, "dim"), "first") for name in _names("tensor_split split_with_sizes_copy")},
-    "unsafe_chunk": Row(parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.chunk(*args, **kwargs)),
-    "unsafe_split": Row(parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.split(*args, **kwargs)),
+    "split_with_sizes_copy": Row(parts(2, "dim"), "first", body=joins.split),
+    "unsafe_chunk": Row(
+        parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.chunk(*args, **kwargs), body=joins.split
+    ),
+    "unsafe_split": Row(
+        parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.split(*args, **kwargs), body=joins.split
+    ),
     **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
