@@ -16,8 +16,8 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 def test_programs_print_what_the_readme_shows() -> None:
     scope: dict[str, Any] = {}
     pairs = re.findall(r"```python\n(.*?)```\s+```\n(.*?)```", README, re.DOTALL)
-    assert len(pairs) == 3
-    assert len(pairs[0][0].strip().splitlines()) <= 15
+    assert len(pairs) == 4
+    assert all(len(program.strip().splitlines()) <= 15 for program, _ in pairs)
     for program, shown in pairs:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
