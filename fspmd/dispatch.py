@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from math import isnan
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
-import optree
 import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.copies import refuse_copy
-from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
-from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
-from fspmd.mesh import Mesh
+from fspmd.errors import ArgumentError
 from fspmd.messages import described
-from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, apply
-from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, propagate, refuse_rule, shown
-from fspmd.redistribute import redistribute
-from fspmd.rules import composite_of, handler_of, is_ragged, row_of, writes
-from fspmd.sharded import Sharded, above, is_sharded
-from fspmd.spec import P, TensorSpec
+from fspmd.planning import plan_call, sharded_values
+from fspmd.propagate import OpPlan, Place, shown
+from fspmd.rules import row_of
+from fspmd.sharded import Sharded, above
+from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -65,9 +59,9 @@ class _Cache:
 
     def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         """Of a call that the cache does not have."""
-        plan = _miss(func, args, kwargs)
+        plan = plan_call(func, args, kwargs)
         self.misses += 1
-        if not _by_default_dtype(plan, _values(args, kwargs)):
+        if not _by_default_dtype(plan, sharded_values(args, kwargs)):
             _plans[key] = plan
             self.shrink()
         return plan
@@ -264,114 +258,9 @@ def _part_of_list(given: Any, kind: Any, blocks: list[Any]) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _miss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    values = _values(args, kwargs)
-    mesh = values[0].spec.mesh
-    for x in values:
-        if x.spec.mesh != mesh:
-            raise MeshError(
-                f"{shown(func)} got values on two meshes, {mesh!r} and {x.spec.mesh!r}; move one with device_put"
-            )
-    if any(type(one) is LocalTensor for one in tensors_of(args, kwargs)):
-        raise ArgumentError(
-            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
-            "computed); pass the Sharded itself, or a global tensor"
-        )
-    specs = [x.spec for x in values]
-    if kwargs.get("out") is not None:
-        refuse_rule(func, specs)
-    if (handler := handler_of(func)) is not None:
-        return as_whole(lambda args, kwargs: handler(*args, **kwargs))
-    if is_ragged(func, len(tensors_of(args, kwargs))):
-        return as_whole(functools.partial(_gathered, func))
-    if (composite := composite_of(func, kwargs)) is not None:
-        return as_whole(lambda args, kwargs: composite(*args, **kwargs))
-    operands, all_found = _operands(args, kwargs, mesh)
-    plan = propagate(func, args, kwargs, operands) if all_found else None
-    if plan is not None:
-        return plan
-    try:
-        if writes(func):
-            return as_whole(functools.partial(_write, func, written(func, args, kwargs)))
-        graph = decompose(func, args, kwargs)
-    except WritesOperand:
-        refuse_rule(func, specs)
-    except NotTraceable:
-        if writes(func):
-            refuse_rule(func, specs)
-        return as_whole(functools.partial(_gathered, func))
-    except FspmdError:
-        raise
-    except NotImplementedError:  # no kernel for fake tensors
-        refuse_rule(func, specs)
-    except Exception as error:
-        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
-    if graph is None:
-        refuse_rule(func, specs)
-    return as_whole(functools.partial(_composed, func, graph))
-
-
-def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function without a rule, by what it is made of."""
-    try:
-        return graph.run(dispatch, tensors_of(args, kwargs))
-    except NoRuleError as error:
-        refuse_rule(func, [x.spec for x in _values(args, kwargs)], error)
-
-
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tuple[list[tuple[Place, TensorSpec]], bool]:
-    """The tensors among the arguments and in lists there, and whether that is all of them."""
-    found: list[tuple[Place, TensorSpec]] = []
-    for i, arg in enumerate((*args, *kwargs.values())):
-        listed = isinstance(arg, (list, tuple))
-        for k, one in enumerate(arg if listed else (arg,)):
-            if isinstance(one, (Tensor, Sharded)):
-                spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
-                found.append(((i, k) if listed else i, spec))
-    return found, len(found) == len(tensors_of(args, kwargs))
-
-
-def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
-    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
-    x: Sharded = args[0]
-    refuse_copy(x.local, shown(func))
-    new = _composed(func, graph, args, kwargs)
-    if (new.shape, new.dtype) != (x.shape, x.dtype):
-        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
-    x.local.copy_(redistribute(new.local, new.spec, x.spec))
-    return x
-
-
-def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call on global tensors: what it gives, or its shape, depends on values."""
-    mesh = _values(args, kwargs)[0].spec.mesh
-
-    def gathered(x: Any) -> Any:
-        if not isinstance(x, Sharded):
-            return x
-        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
-
-    def wrapped(x: Any) -> Any:
-        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
-
-    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    try:
-        out = func(*whole[0], **whole[1])
-    except Exception as error:
-        given = ", ".join(f"Sharded {x.spec!r}" for x in _values(args, kwargs))
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
-    return optree.tree_map(wrapped, out, none_is_leaf=True)
-
-
-def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
-    tree: Any = (args, kwargs)
-    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]
-
-
 def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     assert state.body is not None
-    x = _values(args, kwargs)[0]
+    x = sharded_values(args, kwargs)[0]
     raise ArgumentError(
         f"{shown(func)} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
         "an argument, with its spec in in_specs, instead of closing over it"

@@ -1,0 +1,136 @@
+"""What a call on `Sharded` values comes to, decided where the cache has no answer.
+
+A handler, a gather, a composite, a rule, or the graph of what the function is made of: the first that applies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fspmd.copies import refuse_copy
+from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
+from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
+from fspmd.mesh import Mesh
+from fspmd.op_kinds import name_of
+from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, propagate, refuse_rule, shown
+from fspmd.redistribute import redistribute
+from fspmd.rules import composite_of, handler_of, is_ragged, writes
+from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_tensor import LocalTensor
+
+
+def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """Decide how a call with `Sharded` values runs.
+
+    Raises:
+        ArgumentError: there is no way to run it, or it fails on the global tensors too.
+        MeshError: the values lie on several meshes.
+    """
+    values = sharded_values(args, kwargs)
+    mesh = values[0].spec.mesh
+    for x in values:
+        if x.spec.mesh != mesh:
+            raise MeshError(
+                f"{shown(func)} got values on two meshes, {mesh!r} and {x.spec.mesh!r}; move one with device_put"
+            )
+    if any(type(one) is LocalTensor for one in tensors_of(args, kwargs)):
+        raise ArgumentError(
+            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
+            "computed); pass the Sharded itself, or a global tensor"
+        )
+    specs = [x.spec for x in values]
+    if kwargs.get("out") is not None:
+        refuse_rule(func, specs)
+    if (handler := handler_of(func)) is not None:
+        return as_whole(lambda args, kwargs: handler(*args, **kwargs))
+    if is_ragged(func, len(tensors_of(args, kwargs))):
+        return as_whole(functools.partial(_gathered, func))
+    if (composite := composite_of(func, kwargs)) is not None:
+        return as_whole(lambda args, kwargs: composite(*args, **kwargs))
+    operands, all_found = _operands(args, kwargs, mesh)
+    plan = propagate(func, args, kwargs, operands) if all_found else None
+    if plan is not None:
+        return plan
+    try:
+        if writes(func):
+            return as_whole(functools.partial(_write, func, written(func, args, kwargs)))
+        graph = decompose(func, args, kwargs)
+    except WritesOperand:
+        refuse_rule(func, specs)
+    except NotTraceable:
+        if writes(func):
+            refuse_rule(func, specs)
+        return as_whole(functools.partial(_gathered, func))
+    except FspmdError:
+        raise
+    except NotImplementedError:  # no kernel for fake tensors
+        refuse_rule(func, specs)
+    except Exception as error:
+        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    if graph is None:
+        refuse_rule(func, specs)
+    return as_whole(functools.partial(_composed, func, graph))
+
+
+def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function without a rule, by what it is made of."""
+    try:
+        return graph.run(above.dispatch, tensors_of(args, kwargs))
+    except NoRuleError as error:
+        refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tuple[list[tuple[Place, TensorSpec]], bool]:
+    """The tensors among the arguments and in lists there, and whether that is all of them."""
+    found: list[tuple[Place, TensorSpec]] = []
+    for i, arg in enumerate((*args, *kwargs.values())):
+        listed = isinstance(arg, (list, tuple))
+        for k, one in enumerate(arg if listed else (arg,)):
+            if isinstance(one, (Tensor, Sharded)):
+                spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
+                found.append(((i, k) if listed else i, spec))
+    return found, len(found) == len(tensors_of(args, kwargs))
+
+
+def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
+    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
+    x: Sharded = args[0]
+    refuse_copy(x.local, shown(func))
+    new = _composed(func, graph, args, kwargs)
+    if (new.shape, new.dtype) != (x.shape, x.dtype):
+        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
+    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    return x
+
+
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call on global tensors: what it gives, or its shape, depends on values."""
+    mesh = sharded_values(args, kwargs)[0].spec.mesh
+
+    def gathered(x: Any) -> Any:
+        if not isinstance(x, Sharded):
+            return x
+        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
+
+    def wrapped(x: Any) -> Any:
+        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
+
+    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    try:
+        out = func(*whole[0], **whole[1])
+    except Exception as error:
+        given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    return optree.tree_map(wrapped, out, none_is_leaf=True)
+
+
+def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """All `Sharded` values of a call, however deep."""
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]
