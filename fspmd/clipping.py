@@ -53,7 +53,8 @@ def global_norm(tree: Any, order: float = 2.0) -> Tensor:
 
 
 def _everywhere(x: Any) -> Tensor:
-    return device_get(x) if isinstance(x, Sharded) else x
+    found: Tensor = device_get(x) if isinstance(x, Sharded) else x
+    return found
 
 
 def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple[Any, Tensor]:

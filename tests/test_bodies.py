@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import Case, check_case
+from dispatch_cases import Case, check_case, outputs_of
 from processes import Processes
 from torch.nn import functional as F
 
@@ -99,6 +99,44 @@ def _with_free_bodies() -> dict[str, Row]:
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_values_and_gradients(mesh: Mesh, name: str) -> None:
     check_case(name, CASES[name], mesh, 60)
+
+
+_DTYPES: dict[str, tuple[torch.dtype, Any]] = {
+    "softmax of halves": (torch.bfloat16, lambda x: x.softmax(0)),
+    "log_softmax asked for floats": (torch.float16, lambda x: F.log_softmax(x, 0, dtype=torch.float32)),
+    "var of halves": (torch.float16, lambda x: x.var(0)),
+    "layer_norm of halves": (torch.bfloat16, lambda x: F.layer_norm(x.mT, (x.shape[0],))),
+    "norm of halves": (torch.bfloat16, lambda x: torch.linalg.vector_norm(x, 2, 0)),
+    "norm in floats": (torch.float16, lambda x: torch.linalg.vector_norm(x, 3, 0, dtype=torch.float32)),
+    "cumsum of halves": (torch.bfloat16, lambda x: x.cumsum(0)),
+    "amax of halves": (torch.bfloat16, lambda x: x.amax(0)),
+    "extremes of ints": (torch.int32, lambda x: (*x.aminmax(dim=0), *x.max(0), x.argmin(), x.amax(), x.topk(3, 0)[0])),
+    "sums of ints": (
+        torch.int32,
+        lambda x: (x.cumsum(0), x.prod(0), x.cumprod(0), *x.cummax(0), x.any(0), x.logsumexp(0)),
+    ),
+    "bools": (torch.bool, lambda x: (x.amax(0), x.any(), x.all(0), x.count_nonzero(0), x.cumsum(0), x.prod(0))),
+    "complex": (torch.complex64, lambda x: (x.var(0), x.std(), x.norm(dim=0), x.cumsum(0), x.prod(0))),
+}
+
+
+@pytest.mark.parametrize("name", _DTYPES)
+def test_dtypes(name: str) -> None:
+    """Results have torch's dtype; of halves they are as good as torch's, whose sums are floats."""
+    dtype, f = _DTYPES[name]
+    plain = (torch.linspace(-2.0, 2.0, 58).reshape(29, 2) * 1.7).to(dtype)
+    given = fspmd.device_put(plain, fspmd.P("x"), mesh=LINE)
+    for found, want in zip(outputs_of(f(given)), outputs_of(f(plain)), strict=True):
+        assert (found.dtype, found.shape) == (want.dtype, tuple(want.shape))
+        torch.testing.assert_close(fspmd.device_get(found), want)
+
+
+def test_nan_is_the_extreme() -> None:
+    plain = torch.tensor([1.0, math.nan, 3.0, 3.0, math.nan, -math.inf, 2.0])
+    x = fspmd.device_put(plain, fspmd.P("x"), mesh=LINE)
+    for f in (torch.amax, torch.amin, torch.argmax, torch.argmin, lambda x: x.max(0), lambda x: x.cummin(0)):
+        for found, want in zip(outputs_of(f(x)), outputs_of(f(plain)), strict=True):
+            torch.testing.assert_close(fspmd.device_get(found), want, equal_nan=True)
 
 
 def _on_processes(sizes: tuple[int, ...]) -> None:

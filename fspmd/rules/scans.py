@@ -39,7 +39,7 @@ def _scan(
 
 
 def _extreme_scan(greatest: bool) -> Body:
-    """Of ``cummax`` and ``cummin``: the last of equal ones, and the first nan, with its place in the whole."""
+    """Of ``cummax`` and ``cummin``: the last of equal ones, or the last nan, with its place in the whole."""
     scan = torch.cummax if greatest else torch.cummin
     kind = getattr(torch.return_types, "cummax" if greatest else "cummin")
 
@@ -58,7 +58,6 @@ def _extreme_scan(greatest: bool) -> Body:
         top, place = _before(site, d, top, least), _before(site, d, place.gather(0, rank), 0)
         values, at = values.narrow(d, 1, n), at.narrow(d, 1, n)
         own = values.isnan() | (values >= top if greatest else values <= top)
-        own = own & ~top.isnan()
         return kind([torch.where(own, values, top), torch.where(own, at, place)])
 
     return body
