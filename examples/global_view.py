@@ -5,7 +5,8 @@
 
 Below, the model of train_lm.py is written as for one device. `STYLES` says how its parameters lie over tp, and how
 values lie before and after the functions that use them; in between nothing moves. So it makes the collectives that
-train_lm.py writes out, and has its losses. Then an nn.Transformer, as torch has it, is trained on the same mesh.
+train_lm.py writes out (but for the logits of 256 bytes, which one gather brings quicker than three sums), and has its
+losses. Then an nn.Transformer, as torch has it, is trained on the same mesh.
 
     B  windows in a batch    S  bytes in a window    V  the vocabulary: 256 bytes
     D  width of the model    F  width of the MLP     H  heads, each of width K = D / H
@@ -73,12 +74,6 @@ def cross_entropy(logits: Sharded, targets: Sharded) -> Sharded:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def global_norm(grads: Params) -> Sharded:
-    """Of all gradients together; their sums stay pending until the root, which is one all-reduce of a number."""
-    leaves = optree.tree_leaves(grads, is_leaf=lambda x: isinstance(x, Sharded))
-    return torch.stack([g.square().sum() for g in leaves]).sum().sqrt()
-
-
 def global_job(mesh: fspmd.Mesh, plan: ParallelPlan) -> Job:
     """Trained, validated and sampled by the code of train_lm.py."""
 
@@ -86,7 +81,7 @@ def global_job(mesh: fspmd.Mesh, plan: ParallelPlan) -> Job:
         tokens, targets = batch
         return cross_entropy(model(plan, params, tokens), targets)
 
-    return Job(mesh, loss, lambda params, tokens: model(plan, params, tokens), global_norm)
+    return Job(mesh, loss, lambda params, tokens: model(plan, params, tokens), fspmd.global_norm)
 
 
 # ---------------------------------------------------------------- a module of torch, as it is
