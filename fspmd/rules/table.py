@@ -11,16 +11,17 @@ from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
 from fspmd.rules import attention, halos, joins, lookups, moments, norms, reductions, softmaxes, tables, views
+from fspmd.operators import OPERATORS
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
-from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
 from fspmd.rules.scans import SCANS
 from fspmd.rules.whole import Rule, notation
+from fspmd.rules.views import joined, parts, permuted
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,20 +226,13 @@ ROWS: Final[dict[str, Row]] = {
 }
 #: of functions that share a name with another
 _OWN: Final[dict[Any, Row]] = {F.embedding: Row(lookups.embedding, body=tables.embedding)}
-#: operators, and those with the operands the other way round
-_OPERATORS: Final = {
-    **{name: name for name in _names("add sub mul matmul pow neg pos abs eq ne lt le gt ge radd rsub rmul rdiv rpow")},
-    **{"truediv": "div", "rtruediv": "rdiv", "floordiv": "floor_divide", "rfloordiv": "floor_divide"},
-    **{"mod": "remainder", "rmod": "remainder", "invert": "bitwise_not", "getitem": "getitem"},
-    **{r + name: f"bitwise_{name}" for r in ("", "r") for name in _names("and or xor")},
-}
 
 
 def row_of(func: Any) -> Row | None:
     """The row of a torch function, a method or a property; None where there is none."""
     name = name_of(func)
     if name.startswith("__"):
-        name = _OPERATORS.get(name.strip("_"), "")
+        name = OPERATORS.get(name.strip("_"), ("", ""))[1]
     if writes(func):
         row = _WRITES.get(name) or ROWS.get(name.removesuffix("_"))
         return row if row is not None and row.rule is elementwise else None
