@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fspmd.copies import as_copies, refuse_copy
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.op_kinds import name_of
+from fspmd.operators import OPERATORS
 from fspmd.pairs import Call, call
 from fspmd.routes import route
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
@@ -330,16 +331,8 @@ def shown(func: Any) -> str:
     """The call as a message names it."""
     name = name_of(func)
     if name.startswith("__"):
-        return _OPERATORS.get(name.strip("_"), f"{name}()")
+        return OPERATORS.get(name.strip("_"), (f"{name}()",))[0]
     return f".{name.removeprefix('get ')}" if name.startswith("get ") else f"{name}()"
-
-
-_OPERATORS: Final = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "matmul": "@", "pow": "**", "mod": "%"},
-    **{"radd": "+", "rsub": "-", "rmul": "*", "rdiv": "/", "rfloordiv": "//", "rmatmul": "@", "rpow": "**"},
-    **{"neg": "-", "abs": "abs()", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
-    **{"getitem": "x[...]", "setitem": "x[...] =", "array": "numpy"},
-}
 
 
 class NoRuleError(ArgumentError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
+from fspmd.operators import BINARY, REFLECTED, UNARY
 from fspmd.spec import TensorSpec
 from fspmd.transport import Options, transport_of
 from fspmd.transport.local_tensor import LocalTensor
@@ -225,11 +226,6 @@ for _name in (
 ):
     setattr(Sharded, _name, _of_local(_name))
 
-_OPERATORS = (
-    *("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod", "and", "or", "xor", "lshift", "rshift"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmatmul", "rpow", "rmod", "rand", "ror", "rxor"),
-    *("lt", "le", "gt", "ge", "eq", "ne"),
-)
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
 
 _own = set(dir(Sharded))
@@ -238,9 +234,9 @@ for _name in dir(Tensor):
         setattr(Sharded, _name, _method(getattr(Tensor, _name)))
 for _name in _VIEWS:
     setattr(Sharded, _name, _getter(getattr(Tensor, _name).__get__))
-for _name in _OPERATORS:
+for _name in (*BINARY, *REFLECTED):
     setattr(Sharded, f"__{_name}__", _binary(getattr(Tensor, f"__{_name}__")))
-for _name in ("neg", "pos", "abs", "invert"):
+for _name in UNARY:
     setattr(Sharded, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
 Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
-from fspmd.rules import attention, halos, joins, lookups, moments, norms, reductions, softmaxes, tables, views
 from fspmd.operators import OPERATORS
+from fspmd.rules import attention, halos, joins, lookups, moments, norms, reductions, softmaxes, tables, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
@@ -20,8 +21,8 @@ from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
 from fspmd.rules.scans import SCANS
-from fspmd.rules.whole import Rule, notation
 from fspmd.rules.views import joined, parts, permuted
+from fspmd.rules.whole import Rule, notation
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,9 @@ _OWN: Final[dict[Any, Row]] = {F.embedding: Row(lookups.embedding, body=tables.e
 
 
 def row_of(func: Any) -> Row | None:
-    """The row of a torch function, a method or a property; None where there is none."""
+    """The row of a torch function, a method or a property; None where there is none, and for what is not torch's."""
+    if not _is_torch(func):
+        return None
     name = name_of(func)
     if name.startswith("__"):
         name = OPERATORS.get(name.strip("_"), ("", ""))[1]
@@ -239,9 +242,16 @@ def row_of(func: Any) -> Row | None:
     return _OWN.get(func) or ROWS.get(name)
 
 
+def _is_torch(func: Any) -> bool:
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
+        return name.startswith(("aten::", "prims::"))
+    return not isinstance(func, FunctionType) or func.__module__.startswith("torch")
+
+
 def composite_of(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """The function in terms of others, where it has no row: of torch's Python functions, not of ops of a graph."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
         return None
     name = name_of(func)
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
