@@ -106,7 +106,10 @@ def _combinations(
 
 
 def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
-    """What an axis can do, the preferred first: only what some operand already does, or nothing."""
+    """What an axis can do, the preferred first: what some operand already does, or nothing.
+
+    Where it shards a dim that must be whole, another dim is a way, too.
+    """
     found: list[Choice] = []
     if any(axis in spec.partition.reduced for spec in operands):
         found.append("R" * len(operands))
@@ -119,11 +122,21 @@ def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[Tensor
                 found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
     for dims, spec in zip(factors.operands, operands, strict=True):
         for factor, entry in zip(dims, spec.partition, strict=True):
-            if factor is None or factor in found or (factor in factors.whole and not bodied):
+            if axis not in entry_axes(entry):
                 continue
-            if axis in entry_axes(entry):
+            if factor is None or (factor in factors.whole and not bodied):
+                found += [free for free in _free(axis, factors, operands) if free not in found]
+            elif factor not in found:
                 found.append(factor)
     return [*found, "I" * len(operands)]
+
+
+def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:
+    """The factors that an axis may shard instead of one that must be whole: an exchange moves less than a gather."""
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for factor, size in zip(dims, spec.shape, strict=True):
+            if factor is not None and factor not in factors.whole and size >= spec.mesh.shape[axis]:
+                yield factor
 
 
 def _strategy(
