@@ -68,10 +68,9 @@ _CASTS: Final = _names(
     "conj _conj _conj_physical _neg_view resolve_conj resolve_neg real imag alias_copy type_as"
 )
 _GATHERED: Final = _names(
-    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc "
-    "_pdist_forward "
-    "segment_reduce embedding_bag new_empty_strided _ctc_loss nonzero_static hash_tensor max_unpool2d "
-    "max_unpool3d fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
+    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc _pdist_forward segment_reduce "
+    "native_group_norm embedding_bag new_empty_strided _ctc_loss nonzero_static hash_tensor max_unpool2d max_unpool3d "
+    "fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
 )
 _RESHAPES: Final = _names(
     "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
