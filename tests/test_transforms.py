@@ -14,7 +14,7 @@ import optree
 import pytest
 import torch
 from processes import Processes
-from simulated import MESH
+from simulated import MESH, layouts
 from torch import Tensor, func
 from transform_programs import (
     F64,
@@ -281,3 +281,23 @@ def test_a_cast_made_within_a_transform_ends_with_it() -> None:
     f = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     whole = [func.grad(lambda w, x=x: nested(lambda w: (x @ w).sin(), func, w).sum())(ws) for x in X[:4]]
     close(f(X[:4]), torch.stack(whole))
+
+
+@pytest.mark.parametrize("mesh", [MESH, make_mesh((2, 3), ("x", "y"), transport="simulation")], ids=repr)
+def test_a_loss_that_is_reduced_has_the_gradient_of_one_loss(mesh: Mesh) -> None:
+    """Weights that are reduced make a loss that is: its cotangent counts once, not once per rank."""
+    x, w = torch.randn(8, 3, dtype=F64), torch.randn(6, 3, dtype=F64)
+
+    def loss(w: Any, x: Any) -> Any:
+        return torch.tanh(x @ w.T).pow(2).mean()
+
+    gradient, tangent = func.jvp(func.grad(lambda w: loss(w, x)), (w,), (x[:6],))
+    for spec in layouts(mesh, 2):
+        leaf, laid = device_put(w, spec, mesh=mesh).requires_grad_(), device_put(x, P("x"), mesh=mesh)
+        loss(leaf, laid).backward()
+        assert leaf.grad is not None
+        close(leaf.grad, gradient)
+        along = device_put(x[:6], spec, mesh=mesh)
+        for given in (laid, device_put(x, P(), mesh=mesh)):
+            close(fspmd.grad(loss)(leaf, given), gradient)
+            close(fspmd.jvp(fspmd.grad(lambda w, x=given: loss(w, x)), (leaf.detach(),), (along,))[1], tangent)

@@ -11,6 +11,7 @@ from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
+from fspmd.pairs import apply, call
 from fspmd.redistribute import to_blocks
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec, describe
@@ -86,10 +87,14 @@ def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequenc
 def scalar_of(out: Any, what: str) -> Tensor:
     """A real scalar that is equal on all ranks: what can be differentiated without a cotangent.
 
-    Of a pending sum, which functions of global values compute, its terms: their cotangent is that of the sum.
+    Of a pending sum, which functions of global values compute, its terms: their cotangent is that of the sum. Of a
+    reduced value an equal one that is invariant, whose cotangent is no pending sum.
     """
-    if isinstance(out, Sharded) and out.spec.partition.unreduced:
-        out = Sharded(out.local, out.spec.with_partition(P(*out.spec.partition)))
+    if isinstance(out, Sharded) and (out.spec.partition.unreduced or out.spec.partition.reduced):
+        local, mesh, reduced = out.local, out.spec.mesh, out.spec.partition.reduced
+        if axes := tuple(axis for axis in mesh.axis_names if axis in reduced):
+            local = apply(local, call("reduced_to_invariant", mesh, axes))
+        out = Sharded(local, out.spec.with_partition(P(*out.spec.partition)))
     x = local_of(out)
     if not isinstance(x, Tensor) or x.ndim or not differentiable(x) or x.is_complex():
         given = show_leaf(out) if isinstance(x, Tensor) else described(out)
@@ -97,11 +102,6 @@ def scalar_of(out: Any, what: str) -> Tensor:
         raise ArgumentError(
             f"{what} needs a real scalar, a 0-d floating-point tensor, but the result is {given}; reduce it with "
             f".sum() or .mean(){more}"
-        )
-    if isinstance(out, Sharded) and (axes := out.spec.partition.mentioned):
-        raise VarianceError(
-            f"{what} needs a scalar that is equal on all ranks, but the result is {out!r}; psum it over "
-            f"{quoted(sorted(axes))} in the function, and write P() in its out_specs"
         )
     if state.tracker is not None and (reduced := get_variance(x).reduced):
         axis = as_axis_name(sorted(reduced))

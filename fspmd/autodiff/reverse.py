@@ -33,7 +33,7 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.closures import INNER, depends_on_others
 from fspmd.errors import TreeError
-from fspmd.sharded import is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance
 
@@ -216,7 +216,9 @@ def _value_and_grad(
 
 
 def _like_ones(out: Any) -> Any:
-    return gradient_like(out, _seed(local_of(out)))
+    if isinstance(out, Sharded):
+        return torch.ones((), dtype=out.dtype, device=out.device)
+    return gradient_like(out, _seed(out))
 
 
 def _seed(loss: Tensor) -> Tensor:
