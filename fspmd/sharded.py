@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -135,11 +136,13 @@ class Sharded:
     def __iter__(self) -> Any:
         return iter(above.dispatch(Tensor.unbind, (self,), {}))
 
+    __array_priority__ = 1000  # so that NumPy leaves ``number * x`` to Sharded, as it does to a tensor
+
     def __array__(self, *args: Any, **options: Any) -> Any:
         return above.dispatch(Tensor.__array__, (self,), {})
 
     def __index__(self) -> int:
-        return int(self.item())
+        return int(operator.index(self.item()))
 
     def __bool__(self) -> bool:
         return bool(self.item())
@@ -203,10 +206,10 @@ def _getter(func: Any) -> Any:
 
 
 def _binary(func: Any) -> Any:
-    def operator(self: Sharded, other: Any) -> Any:
+    def method(self: Sharded, other: Any) -> Any:
         return above.dispatch(func, (self, other), {})
 
-    return operator
+    return method
 
 
 def _of_local(name: str) -> Any:
@@ -236,6 +239,9 @@ for _name in _VIEWS:
     setattr(Sharded, _name, _getter(getattr(Tensor, _name).__get__))
 for _name in (*BINARY, *REFLECTED):
     setattr(Sharded, f"__{_name}__", _binary(getattr(Tensor, f"__{_name}__")))
+for _name, (_, _function) in BINARY.items():
+    if hasattr(Tensor, f"__i{_name}__"):  # x += y writes into x, which other names may hold
+        setattr(Sharded, f"__i{_name}__", _binary(getattr(Tensor, f"{_function}_")))
 for _name in UNARY:
     setattr(Sharded, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
 Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dispatch_cases import Case, check_case, check_lies_as_told, placements, values
@@ -197,6 +199,34 @@ def test_a_write_into_what_should_be_a_view_is_never_lost(write: Callable[[Any],
         write(plain)
         whole = device_get(x)
         assert (whole == plain).all() or whole.std() > 0.01
+
+
+@pytest.mark.parametrize("mesh", [LINE, WIDE], ids=repr)
+@pytest.mark.parametrize("sign", ["+", "-", "*", "/"])
+def test_an_augmented_assignment_writes_into_what_other_names_hold(mesh: Mesh, sign: str) -> None:
+    f = getattr(operator, {"+": "iadd", "-": "isub", "*": "imul", "/": "itruediv"}[sign])
+
+    def augmented(x: Any, y: Any) -> Any:
+        x = x * 1
+        alias = x
+        x = f(x, y)
+        return alias * 1, x
+
+    for second in ((5, 6), (6,), ()):
+        check_case(f"{sign}=", (augmented, ((5, 6), second)), mesh, 20)
+
+
+def test_numbers_of_numpy_leave_operators_to_sharded() -> None:
+    x = device_put(torch.ones(5, 6, dtype=F64), P("x"), mesh=LINE).requires_grad_()
+    for y in (np.sqrt(2.0) * x, np.float64(2) + x, np.int64(2) - x, np.float32(2) / x):
+        assert isinstance(y, Sharded)
+        assert (y.spec, y.requires_grad) == (x.spec, True)
+
+
+def test_only_an_integer_is_an_index() -> None:
+    assert [1, 2][device_put(torch.tensor([1]), P("x"), mesh=LINE)] == 2
+    with pytest.raises(TypeError, match="interpreted as an integer"):
+        range(device_put(torch.tensor(1.0), P(), mesh=LINE))  # type: ignore[call-overload]
 
 
 def test_rounding_is_not_linear() -> None:
