@@ -45,9 +45,14 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         )
     specs = [x.spec for x in values]
     if kwargs.get("out") is not None:
-        refuse_rule(func, specs)
+        raise ArgumentError(
+            f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
+            "y.copy_(result)"
+        )
     if (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
+    if kwargs.get("inplace") is True and isinstance(args[0], Sharded):
+        return as_whole(functools.partial(_in_place, func))
     if is_ragged(func, len(tensors_of(args, kwargs))):
         return as_whole(functools.partial(_gathered, func))
     if (composite := composite_of(func, kwargs)) is not None:
@@ -105,6 +110,15 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
     new = _composed(func, graph, args, kwargs)
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
+    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    return x
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
+    """An activation with ``inplace=True``; of a copy of its operand, since backward may need what the write ends."""
+    x: Sharded = args[0]
+    refuse_copy(x.local, shown(func))
+    new: Sharded = above.dispatch(func, (x.clone(), *args[1:]), {**kwargs, "inplace": False})
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
 

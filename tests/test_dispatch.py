@@ -216,6 +216,28 @@ def test_an_augmented_assignment_writes_into_what_other_names_hold(mesh: Mesh, s
         check_case(f"{sign}=", (augmented, ((5, 6), second)), mesh, 20)
 
 
+ACTIVATIONS = "relu elu leaky_relu selu celu hardtanh relu6 silu mish hardswish hardsigmoid threshold"
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS.split())
+def test_an_activation_in_place(name: str) -> None:
+    given = {"threshold": (0.1, 2.0)}.get(name, ())
+
+    def in_place(x: Any) -> Any:
+        x = x * 1
+        y = getattr(F, name)(x, *given, inplace=True)
+        return x * 2, y
+
+    check_case(name, (in_place, ((5, 6),)), WIDE, 20)
+
+
+def test_out_is_refused() -> None:
+    x = device_put(torch.ones(5, 6), P("x"), mesh=LINE)
+    for call in (lambda: torch.add(x, 1, out=x), lambda: torch.add(torch.ones(5, 6), 1, out=x)):
+        with pytest.raises(ArgumentError, match="got out= and a Sharded"):
+            call()
+
+
 def test_numbers_of_numpy_leave_operators_to_sharded() -> None:
     x = device_put(torch.ones(5, 6, dtype=F64), P("x"), mesh=LINE).requires_grad_()
     for y in (np.sqrt(2.0) * x, np.float64(2) + x, np.int64(2) - x, np.float32(2) / x):
@@ -258,8 +280,6 @@ def test_dtypes_follow_autocast_and_the_default() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: F.relu(x, inplace=True),
-        lambda x: F.relu(x, True),
         lambda x: torch.add(x, 1, out=x.local),
         lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0),
         lambda x: x.view(torch.int32),
