@@ -7,6 +7,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.bodied import as_local_call
-from fspmd.copies import as_copies, refuse_copy
+from fspmd.copies import as_copies, handed_on, refuse_copy
+from fspmd.cost import moves as kernel_moves
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.op_kinds import name_of
@@ -84,7 +86,11 @@ def ask(
     if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
         return None
     specs = [spec for _, spec in ordered]
-    out = _on_one_element(func, args, kwargs, ordered) if row.rule is elementwise and not writes(func) else None
+    out = None
+    if row.rule is elementwise and not writes(func):
+        out = _on_one_element(func, args, kwargs, ordered)
+    elif row.kept:
+        out = _like_first(args, kwargs, specs)
     if out is None:
         out = _on_meta(func, args, kwargs, ordered)
     outs = (out,) if isinstance(out, Tensor) else out
@@ -93,7 +99,10 @@ def ask(
     results = [TensorSpec(specs[0].mesh, P(), tuple(one.shape), one.dtype) for one in outs]
     shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
     plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
-    factors = row.rule(Whole(shapes, plain, kwargs, after))
+    try:
+        factors = row.rule(Whole(shapes, plain, kwargs, after))
+    except IndexError as error:  # no such dim
+        _refuse_global(func, specs, error)
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
     if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
@@ -133,7 +142,7 @@ def propagate(
         places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
         body = as_local_call(row.body.body, shown(func), site, places, final)
         if question.views:
-            body = functools.partial(_copying, body, shown(func))
+            body = functools.partial(_copying, body, shown(func), False)
         return OpPlan(result, bool(moves), tuple(moves), (), body, by_name)
     local: Callable[..., Any] = func
     if row.local is not None:
@@ -142,16 +151,18 @@ def propagate(
         whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
         local = functools.partial(_of_first, whole)
     if mesh.transport == "simulation" and not all(spec.even for spec in (*final, *best.operands)):
-        local = functools.partial(_rank_by_rank, local, not written)
+        local = functools.partial(_rank_by_rank, local, not written, question.views)
     if written:
         local = functools.partial(_unless_copy, local, shown(func))
     elif question.views and moves:
-        local = functools.partial(_copying, local, shown(func))
+        steps = [step for _, found in moves for step in found]
+        own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in steps)
+        local = functools.partial(_copying, local, shown(func), own)
     return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, by_name, written)
 
 
-def _copying(local: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return as_copies(local(*args, **kwargs), name)
+def _copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
+    return as_copies(local(*args, **kwargs), name, own)
 
 
 def _unless_copy(local: Callable[..., Any], name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,6 +201,17 @@ def _on_one_element(
     return out.new_empty(shape, device="meta")
 
 
+def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Tensor | None:
+    """The result of a function that keeps shape and dtype, or None where its arguments may say otherwise."""
+    first = specs[0]
+    alike = first.dtype.is_floating_point and all(spec.dtype is first.dtype for spec in specs)
+    if not alike or torch._C._is_any_autocast_enabled():
+        return None
+    if any(isinstance(arg, torch.dtype) or arg is True for arg in (*args, *kwargs.values())):
+        return None
+    return torch.empty(first.shape, dtype=first.dtype, device="meta")
+
+
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
     found = []
     for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):
@@ -218,8 +240,7 @@ def _on_meta(
     ):  # the shape of the result depends on values
         return None
     except Exception as error:
-        given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+        _refuse_global(func, [spec for _, spec in operands], error)
 
 
 def _empty_on(device: str) -> Callable[[TensorSpec], Tensor]:
@@ -322,9 +343,10 @@ def _refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
     )
 
 
-def _rank_by_rank(func: Any, pure: bool, *args: Any, **kwargs: Any) -> Any:
+def _rank_by_rank(func: Any, pure: bool, views: bool, *args: Any, **kwargs: Any) -> Any:
     """What torch does in backward often needs the sizes of an uneven block as plain numbers."""
-    return call_uneven(func, args, kwargs, None, pure=pure)
+    out = call_uneven(func, args, kwargs, None, pure=pure)
+    return handed_on(out, args[0]) if views else out
 
 
 def shown(func: Any) -> str:
@@ -333,6 +355,11 @@ def shown(func: Any) -> str:
     if name.startswith("__"):
         return OPERATORS.get(name.strip("_"), (f"{name}()",))[0]
     return f".{name.removeprefix('get ')}" if name.startswith("get ") else f"{name}()"
+
+
+def _refuse_global(func: Any, specs: Sequence[TensorSpec], error: Exception) -> NoReturn:
+    given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
+    raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
 
 
 class NoRuleError(ArgumentError):

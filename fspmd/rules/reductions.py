@@ -10,7 +10,7 @@ import torch
 
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.factors import Dims, Factors, Shape
-from fspmd.rules.whole import Rule, Whole
+from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 
 def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:
@@ -67,7 +67,10 @@ def over_two(first: tuple[int, str, int], second: tuple[int, str, int]) -> Rule:
 
 def layer_norm(whole: Whole) -> Factors:
     """Of x, and a weight and a bias of the normalised dims."""
-    normalised = len(whole.argument(1, "normalized_shape"))
+    shape = tuple(whole.argument(1, "normalized_shape"))
+    normalised = len(shape)
+    if any(own[-normalised:] != shape for own in whole.shapes) or not shape:
+        return NO_RULE
     dims = tuple(range(whole.ndim))
     inner = dims[whole.ndim - normalised :]
     outer = dims[: whole.ndim - normalised]

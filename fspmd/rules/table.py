@@ -34,6 +34,7 @@ class Row:
     free: bool = False  # Python numbers among the arguments do not bear on layouts
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
     empty: bool = True  # torch takes empty blocks
+    kept: bool = False  # the result has the shape of the first operand, and its dtype where all operands have one
     body: Bodied | None = None  # what runs where a dim that must be whole is sharded
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
 
@@ -159,8 +160,10 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
     "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),
     **{name: Row(over(*where), empty="fft" not in name) for name, where in _ALONG.items()},
-    **{name: Row(over(kept=True), body=softmaxes.softmax) for name in _names("softmax _softmax")},
-    **{name: Row(over(kept=True), body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")},
+    **{name: Row(over(kept=True), kept=True, body=softmaxes.softmax) for name in _names("softmax _softmax")},
+    **{
+        name: Row(over(kept=True), kept=True, body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")
+    },
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
@@ -171,9 +174,9 @@ ROWS: Final[dict[str, Row]] = {
     "triu": Row(views.triangle, body=joins.triu),
     **{name: Row(views.unfolded, body=joins.unfold) for name in _names("unfold unfold_copy")},
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
-    "layer_norm": Row(reductions.layer_norm, body=moments.layer_norm),
+    "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
-    "rms_norm": Row(reductions.layer_norm, body=moments.rms_norm),
+    "rms_norm": Row(reductions.layer_norm, kept=True, body=moments.rms_norm),
     "embedding": Row(lookups.torch_embedding, body=tables.torch_embedding),
     **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},

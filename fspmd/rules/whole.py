@@ -37,7 +37,10 @@ class Whole:
             given = [d for d in self.args[place:] if type(d) is int] if one_by_one else [given]
         if not given:
             return tuple(range(self.ndim))
-        return tuple(d % self.ndim if self.ndim else 0 for d in given)
+        n = max(1, self.ndim)
+        if wrong := [d for d in given if not -n <= d < n]:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {wrong[0]})")
+        return tuple(d % n for d in given)
 
 
 Rule = Callable[[Whole], Factors]
