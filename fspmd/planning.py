@@ -118,7 +118,8 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     """An activation with ``inplace=True``; of a copy of its operand, since backward may need what the write ends."""
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
-    new: Sharded = above.dispatch(func, (x.clone(), *args[1:]), {**kwargs, "inplace": False})
+    copy = above.dispatch(Tensor.clone, (x,), {})
+    new: Sharded = above.dispatch(func, (copy, *args[1:]), {**kwargs, "inplace": False})
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
 

@@ -185,6 +185,11 @@ def test_writes_into_a_sharded(mesh: Mesh) -> None:
         lambda x: x.view(-1).zero_(),
         lambda x: x.select(0, 1).add_(1),
         lambda x: x.T[:, 1].copy_(torch.ones(6)),
+        lambda x: x[1:][::2].t()[0].fill_(3.0),
+        lambda x: x.flatten()[3:8].fill_(3.0),
+        lambda x: x.unflatten(1, (2, 3))[:, 1].t()[0].fill_(3.0),
+        lambda x: x[:1].expand(3, 6)[0].fill_(3.0),
+        lambda x: x.unfold(0, 2, 2)[1].t()[0].fill_(3.0),
     ],
 )
 def test_a_write_into_what_should_be_a_view_is_never_lost(write: Callable[[Any], Any]) -> None:
