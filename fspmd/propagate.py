@@ -131,9 +131,11 @@ def propagate(
     moves: list[tuple[Place, tuple[Call, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
     for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
+        gathered: frozenset[str] = frozenset()
         if spec is not need:
-            moves.append((place, tuple(step.call for step in route(spec, need, topology()).steps)))
-        if calls := _casts(need, axes):
+            taken, gathered = _scattering_backward([step.call for step in route(spec, need, topology()).steps], axes)
+            moves.append((place, taken))
+        if calls := _casts(need, axes, gathered):
             casts.append((place, calls))
     result = final[0] if question.single else final
     if best.by_body and row.body is not None:
@@ -155,8 +157,8 @@ def propagate(
     if written:
         local = functools.partial(_unless_copy, local, shown(func))
     elif question.views and moves:
-        steps = [step for _, found in moves for step in found]
-        own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in steps)
+        taken = [step for _, found in moves for step in found]
+        own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
         local = functools.partial(_copying, local, shown(func), own)
     return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, by_name, written)
 
@@ -325,8 +327,20 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: froze
     return all(factor is None or factor in free or sizes.setdefault(factor, size) == size for factor, size in pairs)
 
 
-def _casts(need: TensorSpec, axes: tuple[str, ...]) -> tuple[Call, ...]:
-    reduced = tuple(axis for axis in axes if axis in need.partition.reduced)
+def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple[tuple[Call, ...], frozenset[str]]:
+    """Gathers of what is then cast to varying: to reduced, so backward is a reduce-scatter and not twice as much."""
+    found, axes = list(steps), set[str]()
+    for i, step in reversed(list(enumerate(steps))):
+        if step.pair.name != "all_gather_invariant" or not set(step.axes) <= set(casts):
+            break
+        found[i] = call("all_gather_reduced", step.mesh, step.axes, step.options)
+        axes.update(step.axes)
+    return tuple(found), frozenset(axes)
+
+
+def _casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str]) -> tuple[Call, ...]:
+    """To varying, over axes of which some were just ``gathered``, to reduced."""
+    reduced = tuple(axis for axis in axes if axis in need.partition.reduced | gathered)
     others = tuple(axis for axis in axes if axis not in reduced)
     rows = [("invariant_to_varying", others)]
     if need.mesh.transport == "simulation":  # elsewhere the blocks are apart, and nothing is left to do, backward too

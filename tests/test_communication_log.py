@@ -92,6 +92,19 @@ def test_a_batch_parallel_loss_sums_each_parameter_once() -> None:
     torch.testing.assert_close(device_get(gradient), whole.grad)
 
 
+def test_a_weight_gathered_for_a_batch_scatters_its_gradient() -> None:
+    for rows in (32, 30):
+        x, w = put(rows, 4, spec=P("x"), grad=False), put(4, 2, spec=P("x"))
+        with communication_log() as log:
+            (x @ w).sum().backward()
+        assert [(one.kind, one.price.moved) for one in log] == [
+            ("all_gather_reduced", 48),
+            ("psum_scatter_unreduced", 48),
+        ]
+        assert w.grad is not None
+        torch.testing.assert_close(device_get(w.grad), device_get(x).sum(0)[:, None].expand(4, 2))
+
+
 def test_bytes_are_those_of_a_ring() -> None:
     x = put(8, 4, spec=P("x"))
     with communication_log() as log:
@@ -229,13 +242,15 @@ def test_a_log_is_a_table() -> None:
 
 def _step(mesh: Any) -> tuple[CommunicationLog, list[Tensor]]:
     x, up, down = put(6, 5, mesh=mesh), put(5, 10, spec=P(None, "x"), mesh=mesh), put(10, 5, spec=P("x"), mesh=mesh)
+    rows, across = put(32, 4, spec=P("x"), mesh=mesh), put(4, 3, spec=P("x"), mesh=mesh)
     with communication_log() as log:
+        (rows @ across).square().sum().backward()
         y = reshard(torch.relu(x @ up) @ down, P("x"))
         y = F.layer_norm(reshard(y, P(None, "x")), (5,))
         y.square().sum().backward()
         body = shard_map(lambda a: psum(a * a, "x"), mesh=mesh, in_specs=P(None, "x"), out_specs=P())
         body(device_put(torch.ones(3, 8), P(), mesh=mesh))
-    return log, [device_get(one.grad) for one in (x, up, down) if one.grad is not None]
+    return log, [device_get(one.grad) for one in (x, up, down, rows, across) if one.grad is not None]
 
 
 def _rows(log: CommunicationLog) -> list[Any]:
