@@ -44,7 +44,8 @@ from fspmd.cost import Link, Topology, set_topology
 
 _PATH = Path(__file__).parent.parent / "tests" / "opinfo" / "sweep.py"
 _FOUND = importlib.util.spec_from_file_location("sweep", _PATH)
-assert _FOUND is not None and _FOUND.loader is not None
+assert _FOUND is not None
+assert _FOUND.loader is not None
 sweep = importlib.util.module_from_spec(_FOUND)
 sys.modules["sweep"] = sweep
 _FOUND.loader.exec_module(sweep)

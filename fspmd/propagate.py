@@ -133,8 +133,8 @@ def propagate(
     for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
         gathered: frozenset[str] = frozenset()
         if spec is not need:
-            taken, gathered = _scattering_backward([step.call for step in route(spec, need, topology()).steps], axes)
-            moves.append((place, taken))
+            way, gathered = _scattering_backward([step.call for step in route(spec, need, topology()).steps], axes)
+            moves.append((place, way))
         if calls := _casts(need, axes, gathered):
             casts.append((place, calls))
     result = final[0] if question.single else final

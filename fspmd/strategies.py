@@ -21,8 +21,9 @@ from fspmd.spec import P, TensorSpec, blocks, entry_axes
 Choice = int | str
 
 
-#: µs that a sharded body takes to communicate: of the operands' layouts, and the axes over which it does
-BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology], float]
+#: µs that a sharded body takes to communicate: of the operands' layouts, the axes over which it does, and the dims of
+#: the first operand that must otherwise be whole
+BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
 
 
 _ROUNDING = 1e-6  # µs
@@ -173,7 +174,8 @@ def _strategy(
             return None
     if body is not None and by_body:
         axes = tuple(axis for factor in by_body for axis in axes_of[factor])
-        moving += body(needs, axes, topology)
+        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
+        moving += body(needs, axes, topology, whole)
         casts = [()] * len(casts)  # it casts what it must
     settling = 0.0
     if moving <= limit + _ROUNDING:

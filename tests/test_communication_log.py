@@ -105,6 +105,14 @@ def test_a_weight_gathered_for_a_batch_scatters_its_gradient() -> None:
         torch.testing.assert_close(device_get(w.grad), device_get(x).sum(0)[:, None].expand(4, 2))
 
 
+def test_the_greatest_of_all_gathers_no_rows() -> None:
+    x = put(64, 8, 8, spec=P("x"), grad=False)
+    for function in (torch.max, torch.amax, torch.aminmax):
+        with communication_log() as log:
+            function(x)
+        assert log.moved <= 3 * 3 * 8 * 2
+
+
 def test_bytes_are_those_of_a_ring() -> None:
     x = put(8, 4, spec=P("x"))
     with communication_log() as log:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fspmd.collectives import all_gather, axis_index
 from fspmd.cost import Topology, price
-from fspmd.spec import TensorSpec, blocks, entry_axes
+from fspmd.spec import TensorSpec, blocks
 
 Body = Callable[..., Any]
 Dim = int | Sequence[int] | None
@@ -69,7 +69,7 @@ class Bodied:
     """A body, and the µs it takes to communicate."""
 
     body: Body
-    time: Callable[[Sequence[TensorSpec], tuple[str, ...], Topology], float]
+    time: Callable[[Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
 
 
 def dims_of(x: Tensor, dim: Dim) -> tuple[int, ...]:
@@ -90,19 +90,19 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _row_bytes(first: TensorSpec, axes: tuple[str, ...]) -> int:
-    """The bytes of one number for each row of a block along the dims that the axes shard."""
+def _row_bytes(first: TensorSpec, whole: frozenset[int]) -> int:
+    """The bytes of one number for each row of a block along the dims that must otherwise be whole."""
     size = first.dtype.itemsize
-    for length, entry in zip(first.block_shape, first.partition, strict=True):
-        size *= 1 if set(axes).intersection(entry_axes(entry)) else length
+    for dim, length in enumerate(first.block_shape):
+        size *= 1 if dim in whole else length
     return size
 
 
 def reducing(rounds: int) -> Callable[[Body], Bodied]:
     """A body that all-reduces so many numbers for each row of its first operand's block along the sharded dims."""
 
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
-        size = _row_bytes(specs[0], axes)
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, whole: frozenset[int]) -> float:
+        size = _row_bytes(specs[0], whole)
         return rounds * price("reduce", specs[0].mesh, axes, size, size, topology).time
 
     return lambda body: Bodied(body, time)
@@ -111,8 +111,8 @@ def reducing(rounds: int) -> Callable[[Body], Bodied]:
 def gathering(numbers: int) -> Callable[[Body], Bodied]:
     """A body that gathers so many numbers for each such row from each rank, in one round."""
 
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
-        size = numbers * _row_bytes(specs[0], axes)
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, whole: frozenset[int]) -> float:
+        size = numbers * _row_bytes(specs[0], whole)
         mesh = specs[0].mesh
         return price("gather", mesh, axes, size, size * mesh.axis_size(axes), topology).time
 

@@ -137,7 +137,7 @@ def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Te
 def still(body: Body) -> Bodied:
     """A body that moves nothing."""
 
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, _: frozenset[int]) -> float:
         return 0.0
 
     return Bodied(body, time)
@@ -146,7 +146,7 @@ def still(body: Body) -> Bodied:
 def passing(body: Body) -> Bodied:
     """A body that receives at most a block of each operand that is sharded along the dims in question."""
 
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, _: frozenset[int]) -> float:
         found = 0.0
         for spec in specs:
             own = tuple(a for a in axes if any(a in entry_axes(entry) for entry in spec.partition))
