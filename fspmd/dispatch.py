@@ -131,8 +131,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.needs_redistribute:
         if plan.whole is not None:
             return plan.whole(args, kwargs)
-        _move_operands(plan, blocks)
-    casts = _cast_operands(plan, blocks) if plan.casts else None
+        casts = _move_operands(plan, blocks)
+    else:
+        casts = None
+    if plan.casts:
+        casts = [*(casts or ()), *_cast_operands(plan, blocks)]
     if not kwargs:
         out = plan.local(*blocks)
     elif plan.by_name:
@@ -163,12 +166,19 @@ def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
     return type(out)(found)
 
 
-def _move_operands(plan: OpPlan, blocks: list[Any]) -> None:
+def _move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
+    """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
+    found = []
     for place, steps in plan.moves:
         x = _at(blocks, place)
         for step in steps:
-            x = apply(x, step)
+            if step.pair.name == "slice" and x.requires_grad and _grad_enabled():
+                x = _cast(x, step)
+                found.append(x)
+            else:
+                x = apply(x, step)
         _set(blocks, place, x)
+    return found
 
 
 def _at(blocks: list[Any], place: Place) -> Any:

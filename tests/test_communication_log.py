@@ -105,6 +105,17 @@ def test_a_weight_gathered_for_a_batch_scatters_its_gradient() -> None:
         torch.testing.assert_close(device_get(w.grad), device_get(x).sum(0)[:, None].expand(4, 2))
 
 
+def test_uses_beside_shards_of_a_whole_value_share_one_gather_in_backward() -> None:
+    x, near, far = put(8, 4), put(8, 4, spec=P("x"), grad=False), put(8, 4, spec=P("x"), grad=False)
+    with communication_log() as log:
+        F.triplet_margin_loss(x, near, far + 1).backward()
+    assert [(one.kind, one.shape) for one in log.backward] == [("all_gather_invariant", (2, 4))]
+    whole = device_get(x).detach().requires_grad_()
+    F.triplet_margin_loss(whole, device_get(near), device_get(far) + 1).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(device_get(x.grad), whole.grad)
+
+
 def test_the_greatest_of_all_gathers_no_rows() -> None:
     x = put(64, 8, 8, spec=P("x"), grad=False)
     for function in (torch.max, torch.amax, torch.aminmax):
