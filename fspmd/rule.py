@@ -115,7 +115,7 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """
     mesh = make_mesh((2,), ("x",), transport="simulation", device="cpu")
     operands = _operands(mesh, args, kwargs)
-    question = ask(func, args, kwargs, operands)
+    question = ask(func, args, kwargs, operands) if operands else None
     if question is None:
         given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
         raise ArgumentError(f"{shown(func)} of {given or 'no tensors'} has no rule; write one with fspmd.rule")

@@ -31,7 +31,7 @@ class Sharded:
     >>> x
     Sharded f32[8@x, 4] on mesh(x=4)
     >>> x.shape, x.spec.partition
-    ((8, 4), P('x', None))
+    (torch.Size([8, 4]), P('x', None))
     """
 
     __slots__ = ("__weakref__", "local", "spec")
@@ -49,9 +49,9 @@ class Sharded:
         self.spec = spec
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         """The global shape."""
-        return self.spec.shape
+        return torch.Size(self.spec.shape)
 
     @property
     def ndim(self) -> int:
@@ -106,6 +106,15 @@ class Sharded:
         spec = self.spec.dual
         return Sharded(held_as(self.local.grad, spec), spec)
 
+    @grad.setter
+    def grad(self, value: Sharded | None) -> None:
+        if value is not None and (not is_sharded(value) or value.spec is not self.spec.dual):
+            raise ArgumentError(
+                f"x.grad = y got {described(value)} for the gradient of {self!r}; it takes None, or a Sharded that "
+                f"lies as {self.spec.dual!r}"
+            )
+        self.local.grad = None if value is None else value.local
+
     def backward(self, gradient: Tensor | Sharded | None = None) -> None:
         """Gradients for the leaves this value was computed from; ``gradient`` lies as self, or is global and plain.
 
@@ -145,6 +154,11 @@ class Sharded:
         return int(operator.index(self.item()))
 
     def __bool__(self) -> bool:
+        if self.numel() != 1:
+            raise ArgumentError(
+                f"{self!r} was used as a condition (if, while, and, or, not); one that has more or fewer elements than "
+                "one is ambiguous: write x.any() or x.all()"
+            )
         return bool(self.item())
 
     def __int__(self) -> int:
@@ -207,7 +221,7 @@ def _getter(func: Any) -> Any:
 
 def _binary(func: Any) -> Any:
     def method(self: Sharded, other: Any) -> Any:
-        return above.dispatch(func, (self, other), {})
+        return NotImplemented if other is None else above.dispatch(func, (self, other), {})
 
     return method
 

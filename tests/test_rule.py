@@ -110,6 +110,8 @@ def test_explanations() -> None:
     ("arguments", "message"),
     [
         ((torch.mm, "m k, k n"), r"the rule 'm k, k n' has no '->'"),
+        ((torch.neg, "[m -> m"), r"has '\[m'; a dim is a name"),
+        ((torch.neg, "m -> n"), r"a result with 'n', which no operand has"),
         ((3, "m -> m"), r"rule got the int 3 for func"),
         ((torch.mm, None), r"rule got None for pattern"),
     ],

@@ -7,9 +7,10 @@ whole; ``...`` stands for leading dims that broadcast.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from fspmd.errors import ArgumentError
 
@@ -47,7 +48,20 @@ def parse(text: str) -> Pattern:
     sides = [tuple(tuple(part.split()) for part in side.split(",")) for side in (before, after)]
     if not arrow:
         raise ArgumentError(f"the rule {text!r} has no '->'; write operands, '->', results: 'm k, k n -> m n'")
+    for name in (name for side in sides for names in side for name in names):
+        if name not in ("...", "1") and not _NAME.fullmatch(name):
+            raise ArgumentError(
+                f"the rule {text!r} has {name!r}; a dim is a name, [name] where it must be whole, 1 or ..."
+            )
+    known = {name.strip("[]") for names in sides[0] for name in names}
+    if unknown := [name for names in sides[1] for name in names if name.strip("[]") not in {*known, "1", "..."}]:
+        raise ArgumentError(
+            f"the rule {text!r} has a result with {unknown[0]!r}, which no operand has; write 1 for a dim of its own"
+        )
     return Pattern(text, *sides)
+
+
+_NAME: Final = re.compile(r"[\w.]+|\[[\w.]+\]")
 
 
 def match(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:

@@ -289,8 +289,8 @@ def sharded_on_two_meshes(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_as_a_branch(m: Setting) -> None:
-    """item() of Sharded bool[4@x] on mesh(x=4) fails on the global tensors: a Tensor with 4 elements cannot \
-    be converted to Scalar
+    """Sharded bool[4@x] on mesh(x=4) was used as a condition (if, while, and, or, not); one that has more or fewer \
+    elements than one is ambiguous: write x.any() or x.all()
     """
     if device_put(torch.ones(4), P("x"), mesh=m.line) > 0:
         pass
