@@ -141,7 +141,7 @@ def test_leaves_that_autograd_follows() -> None:
 
 def test_the_mesh_that_was_set() -> None:
     with set_mesh(LINE):
-        assert fspmd.ones(4, spec=P("x")).spec.mesh is LINE
+        assert fspmd.ones(4, spec=P("x")).spec.mesh == LINE
 
 
 @pytest.mark.parametrize(
