@@ -190,6 +190,7 @@ class Sharded:
 
 class _Above:
     backward: Callable[[Sharded, Tensor | Sharded | None], None]
+    gradients: Callable[..., Any]
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 

@@ -256,6 +256,25 @@ def test_only_an_integer_is_an_index() -> None:
         range(device_put(torch.tensor(1.0), P(), mesh=LINE))  # type: ignore[call-overload]
 
 
+def test_autograd_grad() -> None:
+    """torch.autograd.grad of Sharded values, twice, in the layout of each operand."""
+    plain = [x.requires_grad_() for x in values(((5, 6), (6,)))]
+    first = torch.autograd.grad((plain[0] * plain[1] ** 3).sum(), plain, create_graph=True)
+    (second,) = torch.autograd.grad(first[1].sum(), plain[1])
+    for specs in placements(GRID, ((5, 6), (6,)), 40):
+        x, w = (device_put(x.detach(), s, mesh=GRID).requires_grad_() for x, s in zip(plain, specs, strict=True))
+        found = torch.autograd.grad((x * w**3).sum(), [x, w], create_graph=True)
+        for leaf, grad, expected in zip((x, w), found, first, strict=True):
+            assert grad.spec is leaf.spec.dual
+            torch.testing.assert_close(device_get(grad), expected, rtol=1e-11, atol=1e-11)
+        (again,) = torch.autograd.grad(found[1].sum(), w)
+        torch.testing.assert_close(device_get(again), second, rtol=1e-11, atol=1e-11)
+        (weighted,) = torch.autograd.grad(x * w, x, grad_outputs=torch.ones(5, 6, dtype=F64))
+        torch.testing.assert_close(device_get(weighted), plain[1].detach().expand(5, 6))
+    with pytest.raises(ArgumentError, match=r"torch.autograd.grad\(\) of .*does not require grad"):
+        torch.autograd.grad(x.detach().sum(), x)
+
+
 def test_rounding_is_not_linear() -> None:
     x = device_put(torch.full((4,), 1.5), P(unreduced={"x"}), mesh=LINE)
     half = Sharded(x.local, x.spec) + x  # 3, pending

@@ -11,6 +11,7 @@ from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.likes import LIKES, Handler
+from fspmd.sharded import above
 
 HANDLERS: Final[dict[str, Handler]] = {**LIKES, **DRAWS, **DROPOUTS}
 
@@ -19,6 +20,8 @@ def handler_of(func: Any) -> Handler | None:
     """What runs in place of a torch function when it is called with `Sharded` values; None where a rule decides."""
     if getattr(func, "__module__", None) == "torch.nn.init":
         return functools.partial(_as_written, func)
+    if func is torch.autograd.grad:
+        return above.gradients
     return HANDLERS.get(name_of(func))
 
 
