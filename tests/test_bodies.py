@@ -143,7 +143,7 @@ def _on_processes(sizes: tuple[int, ...]) -> None:
     ROWS.update(_with_free_bodies())
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
     for name, case in CASES.items():
-        check_case(name, case, mesh, 3)
+        check_case(name, case, mesh, 2)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])

@@ -34,7 +34,7 @@ def _on_processes(names: list[str], mesh: str) -> list[str]:
 
 @pytest.mark.parametrize(("count", "meshes"), [(4, ("line", "grid")), (6, ("six", "wide"))])
 def test_on_processes(count: int, meshes: tuple[str, str]) -> None:
-    chosen = [name for name in ops() if name not in REFUSED][count * 3 :: 29]
+    chosen = [name for name in ops() if name not in REFUSED][count * 3 :: 47]
     with Processes(count) as pool:
         for i, mesh in enumerate(meshes):
             for failures in pool.run(_on_processes, chosen[i::2], mesh, seconds=120):
