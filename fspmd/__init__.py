@@ -1,5 +1,10 @@
 """JAX-style functional SPMD for PyTorch."""
 
+import gc as _gc
+
+_collects = _gc.isenabled()
+_gc.disable()  # until the end of this file: a collection walks all that torch has made, a third of this import
+
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.broadcast import broadcast, pad_to_blocks, unpad
 from fspmd.clipping import clip_by_global_norm, global_norm
@@ -76,6 +81,9 @@ from fspmd.styles import (
     VocabParallel,
 )
 from fspmd.watch import Communication
+
+if _collects:
+    _gc.enable()
 
 __all__ = [
     "ETHERNET",
