@@ -34,7 +34,17 @@ from fspmd.type_rules import (
     tensors_of,
 )
 from fspmd.uneven import call_uneven, call_with_numbers, hold_alike, hold_each, numbers_frame, numbers_to_tensors
-from fspmd.variance import ATTRIBUTE, BORROWED, INVARIANT, Variance, get_variance, inherited, join, set_variance
+from fspmd.variance import (
+    ATTRIBUTE,
+    BORROWED,
+    INVARIANT,
+    Variance,
+    get_variance,
+    inherited,
+    join,
+    set_variance,
+    storage_of,
+)
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _is_dead = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009 (made under a transform that has ended)
@@ -184,7 +194,7 @@ class Tracker(BodyMode):
         """``x`` aliases a value of the type ``source``; writing into it, or into a view of it, is refused."""
         setattr(x, BORROWED, True)
         if not self.simulated:  # simulated values know it themselves
-            self.borrowed[x.untyped_storage()._cdata] = x, source
+            self.borrowed[storage_of(x)] = x, source
 
     def cast_all(self, values: Iterable[Any], to: Variance) -> tuple[Any, ...]:
         """Every tensor among the values, in lists and tuples too, cast to one type; lists without tensors stay."""

@@ -14,7 +14,7 @@ from fspmd.op_kinds import Op, written_operands
 from fspmd.spec import describe
 from fspmd.transport.frame import Frame
 from fspmd.uneven import differentiated
-from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, join, show
+from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, join, show, storage_of
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
@@ -105,7 +105,7 @@ def check_writes(
         have = get_variance(target)
         if missing := result.varying - have.varying:
             raise VarianceError(written_in_place(op.shown, show_value(target), missing, op.instead))
-        known = borrowed.get(target.untyped_storage()._cdata) if borrowed else None
+        known = borrowed.get(storage_of(target)) if borrowed else None
         if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
             raise VarianceError(WRITTEN_CAST.format(op.shown))
 

@@ -105,6 +105,20 @@ def inherited(x: Tensor) -> Variance:
     return INVARIANT
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """What ``torch.func`` transforms wrap; a tensor that none wraps is itself."""
+    while _wrapped(x):
+        x = _unwrap(x)
+    return x
+
+
+def storage_of(x: Tensor) -> int:
+    """The number of the storage that a tensor's values lie in, also within ``torch.func`` transforms."""
+    with torch._C.DisableTorchFunction():
+        found: int = unwrapped(x).untyped_storage()._cdata
+    return found
+
+
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
     """Keep the type on the tensor, and on what it wraps, so that it outlives a ``torch.func`` transform."""
     if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None:

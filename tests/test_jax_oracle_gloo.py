@@ -52,9 +52,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Processes]]:
         yield request.param, processes
 
 
-@pytest.mark.parametrize("part", range(0, PARTS, 1 if FULL else PARTS // 2))
-def test_same_answers_on_processes(pool: tuple[int, Processes], part: int) -> None:
+@pytest.mark.parametrize("part", [*range(0, PARTS, 1 if FULL else PARTS // 2), "pcast"])
+def test_same_answers_on_processes(pool: tuple[int, Processes], part: int | str) -> None:
+    """A part of the programs by number, or those whose names contain a word."""
     size, processes = pool
-    names = [name for name in oracle.PROGRAMS if ranks(name) == size][part::PARTS]
+    names = [name for name in oracle.PROGRAMS if ranks(name) == size]
+    names = [name for name in names if part in name] if isinstance(part, str) else names[part::PARTS]
     found = processes.run(failures, names, seconds=300)
     assert not any(found), "\n".join(line for one in found for line in one)

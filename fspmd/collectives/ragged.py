@@ -23,7 +23,7 @@ from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
 from fspmd.transport.randomness import outside_transforms
 from fspmd.transport.rows import Routes, landing_mask, plan_route
 from fspmd.transport.simulation import shapes_of
-from fspmd.variance import INVARIANT, Variance, join, set_variance, show
+from fspmd.variance import INVARIANT, Variance, join, set_variance, show, unwrapped
 
 _NAMES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
@@ -183,14 +183,14 @@ def _plan(
     """Which rows go where, on this rank or on all simulated ones, and which rows of the result arrive."""
     mesh, transport = body.mesh, body.transport
     with outside_transforms():
-        starts, sizes, targets, receiving = (_unwrapped(value).to(torch.int64) for value in numbers)
+        starts, sizes, targets, receiving = (unwrapped(value).detach().to(torch.int64) for value in numbers)
         told, told_to = torch.stack([targets, sizes]), Options(dim=1, concat_dim=1, index_groups=o.index_groups)
         incoming = transport.exchange(told, mesh, axes, told_to).wait()
         held: Frame | None = None
         columns: list[list[Tensor]] = [[x] for x in (starts, sizes, targets, receiving, incoming)]
         lengths = [[operand.shape[0]], [output.shape[0]]]
         if mesh.transport == "simulation":
-            values = (*(column[0] for column in columns), _unwrapped(operand), _unwrapped(output))
+            values = (*(column[0] for column in columns), unwrapped(operand).detach(), unwrapped(output).detach())
             held = functools.reduce(union, (frame_of(x, mesh) for x in values), frame(mesh, axes))
             columns = [shards_of(x, held) for (x,) in columns]
             lengths = [[shape[0] for shape in shapes_of(x, held)] for x in (operand, output)]
@@ -204,13 +204,6 @@ def _plan(
             raise ShapeError(complaint)
         masks = [landing_mask(route) for route in routes]
         return Routes(tuple(routes), held), local_tensor(masks, held) if held is not None else masks[0]
-
-
-def _unwrapped(x: Tensor) -> Tensor:
-    """The values a ``torch.func`` transform wraps."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.detach()
 
 
 def _complaint(
