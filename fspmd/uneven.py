@@ -20,6 +20,7 @@ from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.local_tensor import LocalTensor, call_per_rank, common_frame, shards_of
 from fspmd.transport.randomness import outside_transforms, per_rank_generators
 from fspmd.unbind import bind, unbind
+from fspmd.variance import storage_of, unwrapped
 
 _SYMBOLS = frozenset(SYMBOLS)
 _unwrap = torch._C._functorch.get_unwrapped
@@ -109,8 +110,10 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
     try:
         return func(*copies[0], **copies[1])
-    except ShapeError:
-        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
+    except (ShapeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "symbolic" not in str(error):
+            raise
+        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented  # torch itself needs plain sizes
         if out is NotImplemented:
             raise
         return out
@@ -118,7 +121,7 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
 
 def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The operands of a call that writes into values it makes of some of them: all held apart where one is."""
-    held = common_frame(map(_inner, _tensors((*args, *kwargs.values()))), None)
+    held = common_frame(map(unwrapped, _tensors((*args, *kwargs.values()))), None)
     if held is None:
         return args, kwargs
     apart = call("apart", held.mesh, held.axes)
@@ -143,15 +146,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _inner(x: Tensor) -> Tensor:
-    while _wrapped(x):
-        x = _unwrap(x)
-    return x
-
-
 def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call on each rank's plain blocks; NotImplemented where a result is a view, which would lose its base."""
-    held = common_frame(map(_inner, _tensors((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
+    held = common_frame(map(unwrapped, _tensors((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
     assert held is not None  # called with an uneven block or number among the arguments
     columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
     results = []
@@ -165,7 +162,7 @@ def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
     if isinstance(value, Tensor):
-        if type(_inner(value)) is not LocalTensor:
+        if type(unwrapped(value)) is not LocalTensor:
             if not differentiated(value, forward=True):
                 return (value,) * held.volume
             value = apply(value, call("apart", held.mesh, held.axes))  # each rank's gradient is its own
@@ -181,7 +178,7 @@ def _storages(values: Iterable[Any]) -> set[int]:
     found: set[int] = set()
     for value in values:
         if isinstance(value, Tensor):
-            found.add(_inner(value).untyped_storage()._cdata)
+            found.add(storage_of(value))
         elif isinstance(value, (list, tuple)):
             found |= _storages(value)
     return found
@@ -202,7 +199,7 @@ def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
     """Every tensor among the values, in lists and tuples too, with a copy for each rank of the axes of ``apart``."""
     for value in values:
         if isinstance(value, Tensor):
-            inner = _inner(value)
+            inner = unwrapped(value)
             have = inner.frame.axes if type(inner) is LocalTensor else ()
             yield value if set(apart.axes).issubset(have) else apply(value, apart)
         elif type(value) is list or type(value) is tuple:
@@ -215,7 +212,7 @@ def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | No
     """The common frame of the uneven blocks among the values, or None."""
     for value in values:
         if isinstance(value, Tensor):
-            inner = _inner(value)
+            inner = unwrapped(value)
             if type(inner) is LocalTensor and inner.uneven:
                 held = inner.frame if held is None else union(held, inner.frame)
         elif type(value) is list or type(value) is tuple:
