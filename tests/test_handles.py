@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, make_mesh, shard_map
-from fspmd.transport.process_group import gather_integers
+from fspmd.transport.groups import gather_integers
 
 F64 = torch.float64
 LATE = datetime.timedelta(seconds=20)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, make_mesh, shard_map
-from fspmd.transport.process_group import gather_integers, group_of
+from fspmd.transport.groups import gather_integers, group_of
 
 F64 = torch.float64
 SIZE = 7  # on four ranks 2, 2, 2, 1

@@ -464,7 +464,7 @@ import torch
 from fspmd import P, make_mesh, psum, shard_map
 mesh = make_mesh((1, 1), ("x", "y"))
 kept = shard_map(lambda x: psum(x, ("x", "y")), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())(torch.ones(4))
-from fspmd.transport.process_group import gather_integers, group_of
+from fspmd.transport.groups import gather_integers, group_of
 from fspmd.transport.call import Options
 print(gather_integers([3], mesh), group_of(mesh, ("x",), Options()).size)
 import torch.distributed.nn.functional  # as torch.func.grad does: its default arguments hold the default group

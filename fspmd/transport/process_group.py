@@ -1,8 +1,4 @@
-"""Collectives on c10d process groups: NCCL and Gloo, straight into one flat tensor.
-
-c10d ranks a group in the order of global ranks. Where the mesh orders a group otherwise, blocks are put in order on
-this side, so that equal rank sets share one group.
-"""
+"""Collectives on c10d process groups: NCCL and Gloo, straight into one flat tensor."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from fspmd.errors import ShapeError
 from fspmd.mesh import Mesh
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
+from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, traffic
 
@@ -30,27 +27,6 @@ _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, 
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _ROW = 66  # dtype, rank, and up to 64 dims
-
-
-class Group:
-    """One process group as the mesh orders it."""
-
-    __slots__ = ("back", "index", "order", "pg", "sequence", "size")
-
-    def __init__(self, mesh: Mesh, ranks: tuple[int, ...]) -> None:
-        ordered = sorted(ranks)
-        self.pg: Any = world.process_group(tuple(ordered))
-        self.size = len(ranks)
-        self.index = ranks.index(world.rank())  # our position in the mesh's order
-        self.order: list[int] | None = None  # mesh position -> c10d rank; None where they agree
-        self.back: list[int] | None = None  # c10d rank -> mesh position
-        if ordered != list(ranks):
-            self.order = [ordered.index(rank) for rank in ranks]
-            self.back = [ranks.index(rank) for rank in ordered]
-
-    def peer(self, position: int) -> int:
-        """The c10d rank of a mesh position."""
-        return position if self.order is None else self.order[position]
 
 
 def _reduce_options(op: str) -> Any:
@@ -64,48 +40,9 @@ _SCATTER_SUM = c10d.ReduceScatterOptions()
 _SCATTER_SUM.reduceOp = _OPS["sum"]
 
 
-@functools.lru_cache(maxsize=1024)
-def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, default: Any) -> Group:
-    ranks = mesh.group_ranks(axes)
-    if index_groups is not None:
-        mine = ranks.index(world.rank())
-        ranks = tuple(ranks[i] for chosen in index_groups if mine in chosen for i in chosen)
-    return Group(mesh, ranks)
-
-
-world.let_go_with_groups(_group.cache_clear)
-
-
-def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
-    """This rank's group along the axes, made when first used."""
-    return _group(mesh, axes, o.index_groups, c10d.GroupMember.WORLD)
-
-
-def _in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
-    group = group_of(mesh, axes, Options())
-    if group.order is not None:
-        raise ShapeError(
-            f"{what} over {axes} of {mesh!r}: the mesh orders these ranks otherwise than the process group does, so "
-            f"blocks would have to be copied into place; use {what[:-5]}, or a mesh with ascending ranks"
-        )
-    return group
-
-
 def _layout(row: Sequence[int]) -> Layout | None:
     kind, ndim, *shape = row
     return None if kind < 0 else (_DTYPES[kind], tuple(shape[:ndim]))
-
-
-def gather_integers(mine: list[int], mesh: Mesh) -> list[list[int]]:
-    """The integers of every rank, in row-major order of mesh coordinates; as many from each."""
-    group = group_of(mesh, mesh.axis_names, Options())
-    sent = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
-    if group.size == 1:
-        return [mine]
-    received = sent.new_empty((group.size * len(mine),))
-    group.pg._allgather_base(received, sent).wait()
-    rows: list[list[int]] = received.view(group.size, -1).tolist()
-    return rows if group.order is None else [rows[i] for i in group.order]
 
 
 class ProcessGroupTransport(Transport):
@@ -172,14 +109,14 @@ class ProcessGroupTransport(Transport):
         return Pending(out, works, finish)
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
-        group = _in_c10d_order(mesh, axes, "all_gather_into")
+        group = in_c10d_order(mesh, axes, "all_gather_into")
         if group.size == 1:
             return Pending(out.view(-1).copy_(x.view(-1)))
         received, sent = _movable(out.view(-1))[0], _movable(x.view(-1))[0]
         return Pending(out, (group.pg._allgather_base(received, sent),) if out.numel() else ())
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
-        group = _in_c10d_order(mesh, axes, "psum_scatter_into")
+        group = in_c10d_order(mesh, axes, "psum_scatter_into")
         if group.size == 1:
             return Pending(out.view(-1).copy_(x.view(-1)))
         check_adds(x.dtype, "psum_scatter_into")

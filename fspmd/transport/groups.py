@@ -1,0 +1,79 @@
+"""Process groups as a mesh orders them, made when first used.
+
+c10d ranks a group in the order of global ranks. Where the mesh orders a group otherwise, blocks are put in order on
+this side, so that equal rank sets share one group.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from fspmd import world
+from fspmd.errors import ShapeError
+from fspmd.mesh import Mesh
+from fspmd.transport.call import Options, Sizes
+
+
+class Group:
+    """One process group as the mesh orders it."""
+
+    __slots__ = ("back", "index", "order", "pg", "size")
+
+    def __init__(self, mesh: Mesh, ranks: tuple[int, ...]) -> None:
+        ordered = sorted(ranks)
+        self.pg: Any = world.process_group(tuple(ordered))
+        self.size = len(ranks)
+        self.index = ranks.index(world.rank())  # our position in the mesh's order
+        self.order: list[int] | None = None  # mesh position -> c10d rank; None where they agree
+        self.back: list[int] | None = None  # c10d rank -> mesh position
+        if ordered != list(ranks):
+            self.order = [ordered.index(rank) for rank in ranks]
+            self.back = [ranks.index(rank) for rank in ordered]
+
+    def peer(self, position: int) -> int:
+        """The c10d rank of a mesh position."""
+        return position if self.order is None else self.order[position]
+
+
+@functools.lru_cache(maxsize=1024)
+def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, default: Any) -> Group:
+    ranks = mesh.group_ranks(axes)
+    if index_groups is not None:
+        mine = ranks.index(world.rank())
+        ranks = tuple(ranks[i] for chosen in index_groups if mine in chosen for i in chosen)
+    return Group(mesh, ranks)
+
+
+world.let_go_with_groups(_group.cache_clear)
+
+
+def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
+    """This rank's group along the axes, made when first used."""
+    return _group(mesh, axes, o.index_groups, c10d.GroupMember.WORLD)
+
+
+def in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
+    """The group where its blocks need no reordering; else `ShapeError` for what writes in place."""
+    group = group_of(mesh, axes, Options())
+    if group.order is not None:
+        raise ShapeError(
+            f"{what} over {axes} of {mesh!r}: the mesh orders these ranks otherwise than the process group does, so "
+            f"blocks would have to be copied into place; use {what[:-5]}, or a mesh with ascending ranks"
+        )
+    return group
+
+
+def gather_integers(mine: list[int], mesh: Mesh) -> list[list[int]]:
+    """The integers of every rank, in row-major order of mesh coordinates; as many from each."""
+    group = group_of(mesh, mesh.axis_names, Options())
+    sent = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
+    if group.size == 1:
+        return [mine]
+    received = sent.new_empty((group.size * len(mine),))
+    group.pg._allgather_base(received, sent).wait()
+    rows: list[list[int]] = received.view(group.size, -1).tolist()
+    return rows if group.order is None else [rows[i] for i in group.order]
