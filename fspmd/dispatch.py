@@ -8,6 +8,7 @@ from math import isnan
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
+import optree
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from fspmd.pairs import Call, apply
 from fspmd.planning import plan_call, sharded_values
 from fspmd.propagate import OpPlan, Place, shown
 from fspmd.rules import row_of
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -123,7 +124,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for arg in kwargs.values():
             key.append(_part(func, arg, blocks))
     cached = tuple(key)
-    plan = _plans.get(cached)
+    try:
+        plan = _plans.get(cached)
+    except TypeError:  # an argument has no hash
+        return _with_arrays(func, args, kwargs)
     if plan is None:
         plan = _cache.plan(cached, func, args, kwargs)
     else:
@@ -266,6 +270,21 @@ def _part_of_list(given: Any, kind: Any, blocks: list[Any]) -> tuple[Any, ...]:
             held.append(one)
     blocks.append(held if sharded else given)
     return tuple(key)
+
+
+def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with NumPy arrays as tensors: global values, as plain tensors are."""
+    tree: Any = (args, kwargs)
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    try:
+        found = [torch.as_tensor(x) if type(x).__name__ == "ndarray" else x for x in leaves]
+    except TypeError as error:
+        raise ArgumentError(f"{shown(func)} got an array that is no tensor: {error}") from error
+    if all(new is old for new, old in zip(found, leaves, strict=True)):
+        given = " and ".join(repr(x) if is_sharded(x) else described(x) for x in (*args, *kwargs.values()))
+        raise ArgumentError(f"{shown(func)} got {given}; give it tensors and numbers")
+    args, kwargs = treedef.unflatten(found)
+    return dispatch(func, args, kwargs)
 
 
 def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -6,9 +6,11 @@ A handler, a gather, a composite, a rule, or the graph of what the function is m
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
@@ -16,7 +18,8 @@ from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tenso
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
 from fspmd.mesh import Mesh
 from fspmd.op_kinds import name_of
-from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, propagate, refuse_rule, shown
+from fspmd.operators import BINARY, REFLECTED
+from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, parameters, propagate, refuse_rule, shown
 from fspmd.redistribute import redistribute
 from fspmd.rules import composite_of, handler_of, is_ragged, writes
 from fspmd.sharded import Sharded, above, is_sharded
@@ -49,9 +52,11 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
             "y.copy_(result)"
         )
+    if _is_not_defined(func, args):
+        return as_whole(lambda args, kwargs: NotImplemented)
     if (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
-    if kwargs.get("inplace") is True and isinstance(args[0], Sharded):
+    if args and isinstance(args[0], Sharded) and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
     if is_ragged(func, len(tensors_of(args, kwargs))):
         return as_whole(functools.partial(_gathered, func))
@@ -81,6 +86,15 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     if graph is None:
         refuse_rule(func, specs)
     return as_whole(functools.partial(_composed, func, graph))
+
+
+def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a tensor leaves an operator to its other operand: ``x == "a"`` is False, ``x + "a"`` fails."""
+    if len(args) != 2 or isinstance(args[1], (Sharded, Tensor, int, float, complex)):
+        return False
+    name = name_of(func)
+    operator = name.startswith("__") and name.strip("_") in (*BINARY, *REFLECTED)
+    return operator and getattr(torch.empty((), device="meta"), name)(args[1]) is NotImplemented
 
 
 def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,8 +128,16 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
     return x
 
 
+def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an activation is told to write into its operand, by keyword or by what stands last."""
+    if "inplace" in kwargs or not isinstance(func, FunctionType):
+        return kwargs.get("inplace") is True
+    return args[-1] is True and parameters(func)[len(args) - 1 :] == ["inplace"]
+
+
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
     """An activation with ``inplace=True``; of a copy of its operand, since backward may need what the write ends."""
+    args = args if "inplace" in kwargs else args[:-1]
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
     copy = above.dispatch(Tensor.clone, (x,), {})

@@ -279,7 +279,7 @@ def _by_signature(
     named = [operand for operand in operands if place_of(operand) >= positional]
     if len(named) < 2:
         return operands
-    order = _parameters(func)
+    order = parameters(func)
     if not all(names[place_of(operand) - positional] in order for operand in named):
         return None
     named.sort(key=lambda operand: order.index(names[place_of(operand) - positional]))
@@ -287,7 +287,7 @@ def _by_signature(
 
 
 @functools.cache
-def _parameters(func: Any) -> list[str]:
+def parameters(func: Any) -> list[str]:
     """The names of a function's parameters; torch's own in C are known by their schemas."""
     if isinstance(func, torch._ops.OpOverload):
         return [argument.name for argument in func._schema.arguments]

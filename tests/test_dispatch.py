@@ -40,6 +40,7 @@ CASES: dict[str, Case] = {
     "where": (lambda x, y: torch.where(x > y, x, y), ((5, 6), (6,))),
     "clamp": (lambda x: x.clamp(min=-0.5), ((1, 6),)),
     "neg": (lambda x: -x, ((5, 6),)),
+    "bools": (lambda x: (x + True) * torch.where((x > 0) & True, x, False) - (True & (x > 0.5)) * x, ((5, 6),)),
     "matmul": (lambda x, y: x @ y, ((5, 6), (6, 7))),
     "matmul, batched": (lambda x, y: x @ y, ((2, 5, 3), (2, 3, 4))),
     "matmul, broadcast": (lambda x, y: x @ y, ((3, 1, 2, 5), (4, 5, 3))),
@@ -233,7 +234,13 @@ def test_an_activation_in_place(name: str) -> None:
         y = getattr(F, name)(x, *given, inplace=True)
         return x * 2, y
 
+    def in_order(x: Any) -> Any:
+        x = x * 1
+        defaults = {"elu": (1.0,), "leaky_relu": (0.01,), "celu": (1.0,), "hardtanh": (-1.0, 1.0)}
+        return x * 2, getattr(F, name)(x, *given, *defaults.get(name, ()), True)
+
     check_case(name, (in_place, ((5, 6),)), WIDE, 20)
+    check_case(name, (in_order, ((5, 6),)), LINE, 4)
 
 
 def test_out_is_refused() -> None:
@@ -248,6 +255,45 @@ def test_numbers_of_numpy_leave_operators_to_sharded() -> None:
     for y in (np.sqrt(2.0) * x, np.float64(2) + x, np.int64(2) - x, np.float32(2) / x):
         assert isinstance(y, Sharded)
         assert (y.spec, y.requires_grad) == (x.spec, True)
+
+
+ARRAY = np.arange(30.0).reshape(5, 6)
+ARRAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, a: x + a,
+    "from the left": lambda x, a: a - x if isinstance(x, Sharded) else -(x - a),
+    "matmul": lambda x, a: x @ a.T,
+    "index": lambda x, a: x[np.array([0, 4])],
+    "mask": lambda x, a: x[a > 3],
+    "compare": lambda x, a: (x > a) * x,
+    "into": lambda x, a: (x * 1).add_(a),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_numpy_are_global_values(name: str) -> None:
+    def f(x: Any) -> Any:
+        return ARRAYS[name](x, ARRAY if isinstance(x, Sharded) else torch.from_numpy(ARRAY))
+
+    check_case(name, (f, ((5, 6),)), LINE, 20)
+
+
+def test_an_array_that_is_no_tensor() -> None:
+    x = device_put(torch.ones(2), P("x"), mesh=LINE)
+    with pytest.raises(ArgumentError, match=r"^\+ got an array that is no tensor: can't convert"):
+        x + np.array(["a", "b"])
+    with pytest.raises(ArgumentError, match=r"^\+ got Sharded .* and the set \{1\}; give it tensors and numbers"):
+        x + {1}
+
+
+def test_an_operator_with_what_is_no_tensor_is_as_python_has_it() -> None:
+    class Other:
+        def __radd__(self, x: Sharded) -> str:
+            return "other"
+
+    x: Any = device_put(torch.ones(2), P("x"), mesh=LINE)
+    assert (x == "mean", x != "mean", x + Other()) == (False, True, "other")
+    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \+: 'Sharded' and 'list'"):
+        x + [1]
 
 
 def test_only_an_integer_is_an_index() -> None:

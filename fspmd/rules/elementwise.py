@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.whole import NO_RULE, Rule, Whole
+from fspmd.rules.whole import Rule, Whole
 
 _PATTERNS: Final = {
     (n, results): parse(", ".join(["..."] * n) + " -> " + ", ".join(["..."] * results))
@@ -16,9 +16,7 @@ _PATTERNS: Final = {
 
 
 def elementwise(whole: Whole) -> Factors:
-    """Any number of operands; no rule for ``inplace=True`` of an activation."""
-    if whole.kwargs.get("inplace") or any(arg is True for arg in whole.args):
-        return NO_RULE
+    """Any number of operands."""
     return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
 
 
