@@ -63,7 +63,7 @@ from fspmd.measure import measure_topology
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules import functional_call
 from fspmd.parallel import ParallelPlan, parallelize
-from fspmd.placement import device_get, device_put, from_callback, from_local
+from fspmd.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.rank_map import rank_map
 from fspmd.reshard import Explanation, explain, reshard, with_spec
 from fspmd.rule import explain_rule, rule
@@ -176,6 +176,7 @@ __all__ = [
     "rank_map",
     "reshard",
     "rule",
+    "scatter",
     "set_default",
     "set_mesh",
     "set_topology",

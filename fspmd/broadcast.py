@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from math import prod
 from typing import Any, TypeVar
 
@@ -13,11 +12,12 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.mesh import Mesh
 from fspmd.messages import described
+from fspmd.pairs import apply, call
 from fspmd.placement import the_mesh
-from fspmd.scatter import position_of
 from fspmd.sharded import Sharded
+from fspmd.sources import source_of
 from fspmd.spec import P, complain, describe, entry_axes
-from fspmd.transport import Options, transport_of
+from fspmd.transport import Options
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import leaf_paths, tree_text
 
@@ -25,49 +25,57 @@ T = TypeVar("T", Tensor, Sharded)
 
 
 def broadcast(tree: Any, *, src: int, mesh: Mesh | None = None) -> Any:
-    """The tensors of global rank ``src`` on every rank of a mesh, as new plain tensors; no gradient goes through.
+    """The tensors of the global rank ``src`` on every rank of a mesh, as new plain tensors.
 
     Every rank passes a tree of the same structure, shapes and dtypes, which are compared before data moves. Where the
-    other ranks have no tensors, or each needs its blocks only, write ``device_put(tree, specs, src=src)``.
+    other ranks have no tensors, or each needs its blocks only, write `scatter`.
 
-    Communication: the structure from ``src``, one all-reduce of a number, then a broadcast per tensor.
+    Communication: what there is to know of the tree, one all-reduce of a number, then a broadcast per tensor. Backward
+    none: outside of bodies the gradient of a plain tensor is equal on all ranks, so ``src`` has it, the others zeros.
 
     Raises:
         ShapeError: on all ranks alike, naming the first rank whose tree differs, and the leaf.
-        ArgumentError, MeshError: a leaf is no plain tensor; ``src`` is no rank of the mesh.
+        ArgumentError, MeshError: on all ranks alike: a leaf of ``src`` is no plain tensor; ``src`` is no rank of the
+            mesh.
 
     >>> from fspmd import make_mesh
     >>> broadcast({"w": torch.ones(2)}, src=3, mesh=make_mesh((4,), ("x",)))
     {'w': tensor([1., 1.])}
     """
     mesh = the_mesh(mesh, "broadcast")
-    root = position_of(mesh, src, "broadcast")
+    source = source_of(src, mesh, "broadcast")
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    labels, transport = leaf_paths(tree, "tree"), transport_of(mesh)
+    labels = leaf_paths(tree, "tree")
     mine = [tree_text(treedef), *map(_metadata, labels, leaves)]
-    if mesh.transport != "simulation":
-        theirs = pickle.loads(transport.tell(pickle.dumps(mine), mesh, root))
-        rank = mesh.rank_at(mesh.coordinate() or ())
-        differs = next((pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]), None)
-        complaint = f"rank {rank} passes {differs[0]}, but rank {src} {differs[1]}" if differs else ""
-        if found := transport.agree(complaint, mesh):
-            raise ShapeError(f"broadcast: {found}; pass trees of one structure, shapes and dtypes on all ranks")
-    for label, leaf in zip(labels, leaves, strict=True):
-        if not isinstance(leaf, Tensor) or type(leaf) is LocalTensor:
-            raise ArgumentError(
-                f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "
-                "reshard moves a Sharded"
-            )
+    theirs, follows = source.tell(lambda: (mine, [_follows(*leaf) for leaf in zip(labels, leaves, strict=True)]))
+    source.agree(
+        lambda: next((source.against(*pair) for pair in zip(mine, theirs, strict=False) if len({*pair}) > 1), "")
+    )
     if mesh.transport == "simulation":
-        return treedef.unflatten(leaf.detach().clone() for leaf in leaves)
-    options = Options(root=root)
+        return treedef.unflatten(leaf.to(mesh.device, copy=True) for leaf in leaves)
+    begin = call("broadcast_invariant", mesh, mesh.axis_names, Options(root=source.position))
     return treedef.unflatten(
-        transport.broadcast(leaf.detach().to(mesh.device), mesh, mesh.axis_names, options).wait() for leaf in leaves
+        apply(_following(leaf, follow).to(mesh.device), begin) for leaf, follow in zip(leaves, follows, strict=True)
     )
 
 
 def _metadata(label: str, leaf: Any) -> str:
     return f"{label} as {describe(leaf.dtype, leaf.shape) if type(leaf) is Tensor else described(leaf)}"
+
+
+def _follows(label: str, leaf: Any) -> bool:
+    """Whether gradients come back to a leaf."""
+    if not isinstance(leaf, Tensor) or type(leaf) is LocalTensor:
+        raise ArgumentError(
+            f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "
+            "reshard moves a Sharded"
+        )
+    return leaf.requires_grad and torch.is_grad_enabled()
+
+
+def _following(leaf: Tensor, follow: bool) -> Tensor:
+    """The leaf with the graph that the source's has: backward is alike on all ranks."""
+    return leaf if leaf.requires_grad and follow else leaf.detach().requires_grad_(follow)
 
 
 def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:

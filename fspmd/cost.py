@@ -105,6 +105,7 @@ _FORMULAS: Final[dict[str, Callable[[int, int, int], tuple[int, float]]]] = {
 _KERNELS: Final = {
     **{name: name for name in _FORMULAS},
     **{"gather_once": "gather", "reduce_once": "reduce", "mean": "reduce", "reduce_to_root": "reduce"},
+    "broadcast_once": "broadcast",
 }
 _VIEWS: Final = frozenset({"alias", "apart", "pick", "slice"})  # kernels that read and write nothing
 

@@ -40,7 +40,7 @@ PAIRS: Final[dict[str, Pair]] = {
         ("psum_to_reduced", "U", "R", "reduce_once", "psum_to_reduced", "[+A] [+B] => A+B"),
         ("reduced_to_varying", "R", "V", "apart", "varying_to_unreduced", "A => [A] [A]"),
         ("varying_to_unreduced", "V", "U", "alias", "reduced_to_varying", "[A] [B] => [+A] [+B]"),
-        ("invariant_to_unreduced", "I", "U", "at_first", "reduced_to_invariant", "A => [+A] [+0]"),
+        ("invariant_to_unreduced", "I", "U", "at_root", "reduced_to_invariant", "A => [+A] [+0]"),
         ("reduced_to_invariant", "R", "I", "pick", "invariant_to_unreduced", "A => A"),
         ("all_gather", "V", "V", "gather", "psum_scatter", "[A] [B] => [A,B] [A,B]"),
         ("psum_scatter", "V", "V", "reduce_scatter", "all_gather", "[A0,A1] [B0,B1] => [A0+B0] [A1+B1]"),
@@ -69,6 +69,8 @@ PAIRS: Final[dict[str, Pair]] = {
         ("reblock", "V", "V", "reblock", "reblock", "[a,b] [c,d] => [a] [b,c,d], any blocks to any others"),
         ("pbroadcast", "V", "V", "broadcast", "psum_to_root", "[A] [B] => [A] [A]"),
         ("psum_to_root", "V", "V", "reduce_to_root", "pbroadcast", "[A] [B] => [A+B] [0]"),
+        ("broadcast_invariant", "V", "I", "broadcast_once", "invariant_to_root", "[A] [B] => A"),
+        ("invariant_to_root", "I", "V", "at_root", "broadcast_invariant", "A => [A] [0]"),
         # a simulated value equal on all ranks, from here on one copy per rank
         ("apart", "V", "V", "apart", "identity", "[A] [A] => [A] [A]"),
         ("identity", "V", "V", "alias", "identity", "[A] [B] => [A] [B]"),

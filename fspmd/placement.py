@@ -15,8 +15,9 @@ from fspmd.exit import spec_of_blocks
 from fspmd.mesh import Mesh, current_mesh
 from fspmd.messages import described
 from fspmd.redistribute import from_blocks, redistribute, to_blocks
-from fspmd.scatter import check_leaves, scatter_from, sends_from
+from fspmd.scatter import check_leaves, description, scatter_from
 from fspmd.sharded import Sharded, is_sharded
+from fspmd.sources import source_of
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
@@ -56,8 +57,8 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
     """Lay a pytree of tensors out on a mesh.
 
     ``specs`` is a pytree prefix of ``tree``. Without ``src`` every process holds the global tensors and keeps its
-    blocks: nothing moves. With ``src`` only that global rank holds them (the others pass None) and sends each rank
-    its block. A `Sharded` leaf is redistributed. Backward gathers the gradient (with ``src``: sends it back).
+    blocks: nothing moves. With ``src`` only that global rank holds them: see `scatter`. A `Sharded` leaf is
+    redistributed. Backward gathers the gradient.
 
     Raises:
         SpecError, TreeError, MeshError: naming every leaf that fails.
@@ -72,11 +73,43 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
             "tensors are cut, the mesh on which devices they lie"
         )
     mesh = the_mesh(mesh, "device_put")
-    if src is not None and sends_from(src, tree, mesh):
-        return scatter_from(tree, specs, mesh, src)
+    if src is not None:
+        return _put_from(tree, specs, mesh, src, "device_put")
+    return _put_tree(tree, specs, mesh, "device_put")
+
+
+def scatter(tree: Any, specs: Any, *, src: int, mesh: Mesh | None = None) -> Any:
+    """Lay out on a mesh what the global rank ``src`` alone holds: each rank is sent its own blocks, and no more.
+
+    The other ranks pass None, or a tree of the same structure, of which nothing is taken; all ranks pass ``specs``, a
+    pytree prefix of the tree. Structure, shapes, dtypes and layouts are compared before data moves.
+
+    Communication: what there is to know of the tree, one all-reduce of a number, then each block from ``src`` to its
+    rank. Backward the gradient's blocks go to ``src``, which alone has a gradient.
+
+    Raises:
+        SpecError, TreeError, ArgumentError, MeshError: on all ranks alike, naming every leaf of ``src`` that fails.
+        ShapeError: on all ranks alike, naming the first rank that differs, and where.
+
+    >>> from fspmd import make_mesh
+    >>> scatter({"w": torch.zeros(5, 3)}, P("x"), src=1, mesh=make_mesh((2,), ("x",)))
+    {'w': Sharded f32[5@x, 3] on mesh(x=2)}
+    """
+    return _put_from(tree, specs, the_mesh(mesh, "scatter"), src, "scatter")
+
+
+def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
+    source = source_of(src, mesh, what)
+    if mesh.transport != "simulation":
+        return scatter_from(tree, specs, source)
+    description(tree, specs, source)  # for its checks: the one process has all that ranks hold
+    return _put_tree(tree, specs, mesh, what)
+
+
+def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), "device_put")
+    partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), what)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)

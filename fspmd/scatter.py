@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import operator
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, FspmdError, MeshError, SpecError, TreeError
+from fspmd.errors import ArgumentError, SpecError, TreeError
 from fspmd.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.spec import TensorSpec, complain
+from fspmd.sources import Source
+from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_of
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import broadcast_prefix, leaf_paths
+from fspmd.trees import broadcast_prefix, leaf_paths, tree_text
 from fspmd.watch import announce
 
 
@@ -57,19 +57,17 @@ class Route:
 
     def holds(self, position: int) -> bool:
         """False where an unreduced value's pending sum has zero: everywhere but at the first rank."""
-        return self._first(position, self.spec.partition.unreduced)
+        return not any(self._along(position, self.spec.partition.unreduced))
 
     def answers(self, position: int) -> bool:
-        """Whether the position's gradient is wanted: of equal ones the first, of a pending sum every term."""
+        """Whether the position's gradient is wanted: of equal ones the source's own, of a pending sum every term."""
         partition = self.spec.partition
-        return self._first(position, frozenset(self.spec.mesh.axis_names) - partition.axes - partition.reduced)
+        equal = frozenset(self.spec.mesh.axis_names) - partition.axes - partition.reduced
+        return self._along(position, equal) == self._along(self.source, equal)
 
-    def _first(self, position: int, axes: frozenset[str]) -> bool:
-        return all(
-            index == 0
-            for axis, index in zip(self.spec.mesh.axis_names, self.coordinate(position), strict=True)
-            if axis in axes
-        )
+    def _along(self, position: int, axes: frozenset[str]) -> tuple[int, ...]:
+        at = zip(self.spec.mesh.axis_names, self.coordinate(position), strict=True)
+        return tuple(index for axis, index in at if axis in axes)
 
 
 def check_leaves(
@@ -103,111 +101,108 @@ def _as_tensor(leaf: Any) -> str:
     return "give it None in specs to leave it as it is"
 
 
-def sends_from(src: Any, tree: Any, mesh: Mesh) -> bool:
-    """Whether blocks must be sent from the global rank ``src``: in a simulation the tensors are cut.
+class Row(NamedTuple):
+    """What the other ranks hear of one leaf."""
+
+    label: str
+    partition: P | None
+    value: Any = None  # of a leaf that stays as it is
+    shape: tuple[int, ...] | None = None  # of a tensor that is sent
+    dtype: torch.dtype = torch.float32
+    follow: bool = False  # gradients come back
+
+    def differs(self, leaf: Any, partition: P | None, source: Source) -> str:
+        """How the spec that a rank gives and its own leaf, if it is a tensor, differ from what the source has."""
+        if self._layout(partition, source.mesh) != self._layout(self.partition, source.mesh):
+            return source.against(f"the spec {partition!r} for {self.label}", f"{self.partition!r}")
+        if self.shape is None or not isinstance(leaf, (Tensor, Sharded)):
+            return ""
+        mine, theirs = described(leaf), describe(self.dtype, self.shape)
+        if isinstance(leaf, Tensor):
+            mine = describe(leaf.dtype, leaf.shape)
+        return "" if mine == theirs else source.against(f"{self.label} as {mine}", f"as {theirs}")
+
+    def _layout(self, partition: P | None, mesh: Mesh) -> Any:
+        if partition is None or self.shape is None or complain(partition, mesh, len(self.shape)):
+            return partition
+        return TensorSpec(mesh, partition, self.shape, self.dtype)
+
+
+def scatter_from(tree: Any, specs: Any, source: Source) -> Any:
+    """Blocks of what the source alone holds; the other ranks pass None, or a tree of the same structure.
+
+    The structure, shapes, dtypes and specs are told and compared, then each rank is sent its own blocks: no rank but
+    the source ever holds a whole tensor. Backward sends the blocks' gradients back.
 
     Raises:
-        MeshError, ArgumentError: ``src`` is no rank of the mesh, or holds no tensors.
+        SpecError, TreeError, ArgumentError: of the tree and specs that the source passed, on all ranks alike.
+        ShapeError: of those that another rank passed, on all ranks alike, naming it.
     """
-    position_of(mesh, src, "device_put")
-    if mesh.transport == "simulation":
-        _check_held(tree, src)
-        return False
-    return True
+    treedef, rows = source.tell(lambda: description(tree, specs, source))
+    source.agree(lambda: _difference(tree, specs, treedef, rows, source))
+    leaves = _flat(tree)[0] if source.here else [None] * len(rows)
+    return treedef.unflatten([_place(row, leaf, source) for row, leaf in zip(rows, leaves, strict=True)])
 
 
-def scatter_from(tree: Any, specs: Any, mesh: Mesh, src: int) -> Any:
-    """`device_put` of what the global rank ``src`` alone holds; the trees that other ranks pass are not looked at.
-
-    The structure, shapes and dtypes are broadcast, then each rank is sent its own blocks: no rank but ``src`` ever
-    holds a whole tensor. Backward sends the blocks' gradients back to ``src``.
-
-    Raises:
-        SpecError, TreeError, ArgumentError: of the tree and specs that ``src`` passed, on all ranks alike.
-    """
-    position = position_of(mesh, src, "device_put")
-    here = mesh.coordinate()
-    assert here is not None  # device_put is for members
-    place = _row_major(mesh, here)
-    leaves: list[Any] = []
-    message = b""
-    if place == position:
-        try:
-            leaves, content = _describe(tree, specs, mesh, src)
-        except FspmdError as error:
-            content = error
-        message = pickle.dumps(content)
-    told = pickle.loads(transport_of(mesh).tell(message, mesh, position))
-    if isinstance(told, FspmdError):
-        raise told
-    treedef, rows = told
-    placed = [
-        _place(row, leaves[i] if place == position else None, mesh, position, place) for i, row in enumerate(rows)
-    ]
-    return treedef.unflatten(placed)
+def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return leaves, treedef
 
 
-def position_of(mesh: Mesh, src: Any, what: str) -> int:
-    """The place of a global rank on the mesh, row-major; raises `MeshError` where it has none."""
-    try:
-        rank = operator.index(src)
-    except TypeError:
-        raise ArgumentError(f"{what} got src={src!r} of type {type(src).__name__}; expected a global rank") from None
-    at = mesh.coordinate(rank) if rank >= 0 else None
-    if at is None:
-        raise MeshError(f"{what} got src={rank}, which is no rank of {mesh!r}: its ranks are {mesh.ranks!r}")
-    return _row_major(mesh, at)
-
-
-def _row_major(mesh: Mesh, at: tuple[int, ...]) -> int:
-    position = 0
-    for index, size in zip(at, mesh.shape.values(), strict=True):
-        position = position * size + index
-    return position
-
-
-def _check_held(tree: Any, src: int) -> None:
+def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpec, list[Row]]:
+    """All that the other ranks need to know of the leaves, on the source."""
+    what, mesh = source.what, source.mesh
     if tree is None:
         raise ArgumentError(
-            f"device_put got src={src} and the tree None on that rank; rank {src} passes the tensors, the others None"
+            f"{what} got src={source.rank} and the tree None on that rank; rank {source.rank} passes the tensors, the "
+            "others None"
         )
-
-
-def _describe(tree: Any, specs: Any, mesh: Mesh, src: int) -> tuple[list[Any], Any]:
-    """The leaves on the source, and all that the other ranks need to know of them."""
-    _check_held(tree, src)
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    partitions = broadcast_prefix(specs, tree, "specs", "tree", "device_put: specs does not match the tree")
+    leaves, treedef = _flat(tree)
+    partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     if any(isinstance(leaf, Sharded) for leaf in leaves):
-        raise ArgumentError(f"device_put got src={src} and a Sharded, which all ranks hold already; leave out src")
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), "device_put")
-    rows: list[Any] = []
-    for leaf, partition in zip(leaves, partitions, strict=True):
-        if leaf is None or partition is None:
-            rows.append(("static", leaf))
-        else:
-            follow = leaf.requires_grad and torch.is_grad_enabled()
-            rows.append(("tensor", partition, tuple(leaf.shape), leaf.dtype, follow))
-    content = (treedef, rows)
+        raise ArgumentError(
+            f"{what} got src={source.rank} and a Sharded, which all ranks hold already; write reshard(tree, specs)"
+        )
+    labels = leaf_paths(tree, "tree", is_sharded)
+    check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what)
+    rows = [
+        Row(label, partition, leaf)
+        if leaf is None or partition is None
+        else Row(label, partition, None, tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled())
+        for label, leaf, partition in zip(labels, leaves, partitions, strict=True)
+    ]
     try:
-        pickle.loads(pickle.dumps(content))
+        pickle.loads(pickle.dumps((treedef, rows)))
     except Exception as error:
         raise TreeError(
-            f"device_put with src={src} tells the other ranks the structure of the tree and its static leaves, which "
-            f"cannot be pickled: {error}; use containers and static leaves that can"
+            f"{what} with src={source.rank} tells the other ranks the structure of the tree and its static leaves, "
+            f"which cannot be pickled: {error}; use containers and static leaves that can"
         ) from None
-    return leaves, content
+    return treedef, rows
 
 
-def _place(row: Any, leaf: Any, mesh: Mesh, position: int, place: int) -> Any:
-    if row[0] == "static":
-        return row[1] if leaf is None else leaf
-    _, partition, shape, dtype, follow = row
-    spec = TensorSpec(mesh, partition, shape, dtype)
-    route = Route(spec, position, place, leaf.device if isinstance(leaf, Tensor) else mesh.device)
-    whole = leaf if isinstance(leaf, Tensor) else torch.empty(0, dtype=dtype, device=mesh.device)
-    if not isinstance(leaf, Tensor):
-        whole.requires_grad_(follow)
+def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[Row], source: Source) -> str:
+    """What this rank passes that does not fit, in words."""
+    leaves: list[Any] = [None] * len(rows)
+    if tree is not None:
+        leaves, mine = _flat(tree)
+        if mine != treedef:
+            return source.against(tree_text(mine), tree_text(treedef))
+    skeleton = treedef.unflatten(range(len(rows)))
+    partitions = broadcast_prefix(specs, skeleton, "specs", "tree", "specs that do not match the tree")
+    found = (row.differs(*pair, source) for row, *pair in zip(rows, leaves, partitions, strict=True))
+    return next(filter(None, found), "")
+
+
+def _place(row: Row, leaf: Any, source: Source) -> Any:
+    if row.shape is None or row.partition is None:
+        return row.value if leaf is None else leaf
+    mesh = source.mesh
+    spec = TensorSpec(mesh, row.partition, row.shape, row.dtype)
+    route = Route(spec, source.position, source.place, leaf.device if isinstance(leaf, Tensor) else mesh.device)
+    whole = leaf
+    if leaf is None:
+        whole = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.follow)
     return Sharded(_Scatter.apply(whole, route), spec)
 
 

@@ -125,8 +125,8 @@ def first(b: Blocks, o: Options) -> Blocks:
     return [b[0]] * len(b)
 
 
-def at_first(b: Blocks, o: Options) -> Blocks:
-    return [b[0], *map(torch.zeros_like, b[1:])]
+def at_root(b: Blocks, o: Options) -> Blocks:
+    return [x if i == o.root else torch.zeros_like(x) for i, x in enumerate(b)]
 
 
 def scaled(b: Blocks, o: Options) -> Blocks:
@@ -145,7 +145,7 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "psum_to_reduced": reduce,
     "reduced_to_varying": same,
     "varying_to_unreduced": same,
-    "invariant_to_unreduced": at_first,
+    "invariant_to_unreduced": at_root,
     "reduced_to_invariant": same,
     "all_gather": gather,
     "psum_scatter": reduce_scatter,
@@ -159,6 +159,8 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "reblock": reblock,
     "pbroadcast": broadcast,
     "psum_to_root": reduce_to_root,
+    "broadcast_invariant": broadcast,
+    "invariant_to_root": at_root,
     "apart": same,
     "identity": same,
     "psum_varying": reduce,

@@ -31,7 +31,7 @@ class Options:
     concat_sizes: Sizes | None = None
     perm: tuple[tuple[int, int], ...] = ()  # permute: (source, destination)
     index_groups: tuple[Sizes, ...] | None = None
-    root: int = 0  # broadcast: the position whose value is everybody's
+    root: int = 0  # broadcast, at_root: the position whose value is everybody's, or that alone has one
     routes: Routes | None = None  # ragged: which rows go where
     move: Reblock | None = None  # reblock: from which layout to which
     factor: float = 1.0  # scale: what the cotangent is multiplied with
@@ -98,6 +98,10 @@ class Transport:
         """``[A] [B] [C] => [A] [A] [A]``: the block of position ``root``."""
         raise NotImplementedError
 
+    def broadcast_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """The same, of a type that tells that all ranks have it: a simulation holds it once."""
+        return self.broadcast(x, mesh, axes, o)
+
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A] [B] [C] => [A+B+C] [0] [0]``."""
         raise NotImplementedError
@@ -127,8 +131,8 @@ class Transport:
         """The same value under another type; moves nothing."""
         raise NotImplementedError
 
-    def at_first(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``A`` on every rank ``=> [A] [0] [0]``: the terms of a pending sum; moves nothing."""
+    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``A`` on every rank ``=> [A] [0] [0]``: the terms of a pending sum, or of a gradient; moves nothing."""
         raise NotImplementedError
 
     def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:

@@ -310,8 +310,8 @@ class ProcessGroupTransport(Transport):
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
 
-    def at_first(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.clone() if group_of(mesh, axes, Options()).index == 0 else torch.zeros_like(x))
+    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else torch.zeros_like(x))
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))

@@ -152,6 +152,10 @@ class SimulationTransport(Transport):
         held, _, shards, table = _groups(x, mesh, axes, o)
         return _one_per_rank([shards[group[o.root]].clone() for group in table], held, table)
 
+    def broadcast_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        _, rest, shards, table = _groups(x, mesh, axes, o)
+        return Pending(local_tensor([shards[group[o.root]].clone() for group in table], rest))
+
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         held, _, shards, table = _groups(x, mesh, axes, o)
         results = [torch.zeros_like(shard) for shard in shards]
@@ -179,10 +183,10 @@ class SimulationTransport(Transport):
         wide = expand(x, frame(mesh, axes))
         return Pending(LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide)
 
-    def at_first(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         wide = expand(x, frame(mesh, axes))
-        firsts = {group[0] for group in groups(wide.frame, axes)[1]}
-        shards = [shard.clone() if i in firsts else torch.zeros_like(shard) for i, shard in enumerate(wide.shards)]
+        roots = {group[o.root] for group in groups(wide.frame, axes)[1]}
+        shards = [shard.clone() if i in roots else torch.zeros_like(shard) for i, shard in enumerate(wide.shards)]
         return Pending(local_tensor(shards, wide.frame))
 
     def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
