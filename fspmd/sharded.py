@@ -64,8 +64,17 @@ class Sharded:
         return self.spec.dtype
 
     def size(self, dim: int | None = None) -> Any:
-        """The global shape, or one of its sizes."""
-        return torch.Size(self.spec.shape) if dim is None else self.spec.shape[dim]
+        """The global shape, or one of its sizes.
+
+        Raises:
+            ShapeError: there is no such dim.
+        """
+        if dim is None:
+            return torch.Size(self.spec.shape)
+        try:
+            return self.spec.shape[dim]
+        except IndexError:
+            raise ShapeError(f"size({dim}) of {self!r}, whose dims are {-self.ndim} to {self.ndim - 1}") from None
 
     def dim(self) -> int:
         """Number of dims."""
@@ -115,26 +124,88 @@ class Sharded:
             )
         self.local.grad = None if value is None else value.local
 
-    def backward(self, gradient: Tensor | Sharded | None = None) -> None:
+    @grad.deleter
+    def grad(self) -> None:
+        self.local.grad = None
+
+    def backward(
+        self,
+        gradient: Tensor | Sharded | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
         """Gradients for the leaves this value was computed from; ``gradient`` lies as self, or is global and plain.
+
+        ``retain_graph``, ``create_graph`` and ``inputs`` are torch's.
 
         Raises:
             ArgumentError, VarianceError: no ``gradient``, and self is no scalar equal on all ranks.
             TreeError: a ``gradient`` of another shape, dtype or layout.
         """
-        above.backward(self, gradient)
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        above.backward(self, gradient, what="backward()", **options)
+
+    def register_hook(self, hook: Callable[[Sharded], Sharded | Tensor | None]) -> Any:
+        """Call ``hook`` with the gradient, laid out as `grad` is; what it returns is the gradient from there on.
+
+        Raises:
+            ArgumentError: self does not require grad, or the hook is no function.
+            TreeError: in backward, of a gradient that does not fit.
+        """
+        return above.on_gradient(self, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Sharded], None]) -> Any:
+        """Call ``hook`` with self whenever backward has added to `grad`; self is a leaf."""
+        return self.local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    def retain_grad(self) -> None:
+        """Keep in `grad` the gradient of a value that is no leaf, too."""
+        self.local.retain_grad()
+
+    @property
+    def data(self) -> Sharded:
+        """`detach`: the same memory, not followed by autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> NoReturn:
+        raise ArgumentError(
+            f"x.data = y was set on {self!r}, whose block stays the same memory; write into it: "
+            "with torch.no_grad(): x.copy_(y)"
+        )
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
         return Sharded(self.local.detach(), self.spec)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> NoReturn:
+        raise ArgumentError(
+            f"torch.nn.Parameter got {self!r}; parameters that are Sharded stand in a dict beside their module: "
+            "x.requires_grad_(), and functional_call(module, params, ...)"
+        )
 
     def __repr__(self) -> str:
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
 
     def __len__(self) -> int:
         if not self.spec.shape:
-            raise TypeError("len() of a 0-d tensor")
+            raise ShardedTypeError(
+                f"len() of {self!r}, which has no dims; torch.tensor and torch.as_tensor, which ask for it, take no "
+                "Sharded: write device_get(x), or torch.stack of several"
+            )
         return self.spec.shape[0]
+
+    def __contains__(self, element: Any) -> bool:
+        return bool((self == element).any())
+
+    def __reversed__(self) -> Any:
+        return above.dispatch(Tensor.flip, (self, 0), {}) if self.spec.shape else self
 
     def __getitem__(self, index: Any) -> Any:
         return above.dispatch(Tensor.__getitem__, (self, index), {})
@@ -174,6 +245,9 @@ class Sharded:
     def __float__(self) -> float:
         return float(self.item())
 
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
     def item(self) -> Any:
         """The number of a tensor of one element, on every rank: gathered, or its pending sum settled, where need be."""
         return above.dispatch(Tensor.item, (self,), {}) if self.spec.partition.mentioned else self.local.item()
@@ -189,8 +263,9 @@ class Sharded:
 
 
 class _Above:
-    backward: Callable[[Sharded, Tensor | Sharded | None], None]
+    backward: Callable[..., None]
     gradients: Callable[..., Any]
+    on_gradient: Callable[[Sharded, Callable[[Sharded], Any]], Any]
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -200,6 +275,10 @@ above = _Above()
 
 class ShardedAttributeError(ArgumentError, AttributeError):
     """A tensor's attribute asked of a Sharded; hasattr and getattr with a default take it as absent."""
+
+
+class ShardedTypeError(ArgumentError, TypeError):
+    """A number of elements asked of a Sharded without dims."""
 
 
 def is_sharded(x: Any) -> bool:
@@ -231,6 +310,15 @@ def _of_local(name: str) -> Any:
     return property(lambda self: getattr(self.local, name), doc=f"As of this rank's block: ``torch.Tensor.{name}``.")
 
 
+def _asked_of_local(name: str) -> Any:
+    def method(self: Sharded, *args: Any) -> Any:
+        return getattr(self.local, name)(*args)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"As of this rank's block: ``torch.Tensor.{name}``."
+    return method
+
+
 for _name in (
     "layout",
     "is_sparse",
@@ -241,8 +329,14 @@ for _name in (
     "is_nested",
     "is_leaf",
     "itemsize",
+    "grad_fn",
+    "retains_grad",
+    "output_nr",
 ):
     setattr(Sharded, _name, _of_local(_name))
+
+for _name in ("is_shared", "is_pinned", "is_inference", "get_device"):
+    setattr(Sharded, _name, _asked_of_local(_name))
 
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
 

@@ -3,6 +3,7 @@
 Gradients have the layout of their primals.
 """
 
+from fspmd.autodiff import engine as engine
 from fspmd.autodiff.batching import vmap
 from fspmd.autodiff.forward import jvp
 from fspmd.autodiff.leaves import stop_gradient

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
-from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
+from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribute import to_blocks
-from fspmd.sharded import Sharded, above, held_as, is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
@@ -54,57 +53,6 @@ def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
     if failure := _cotangent_failure(cotangent, out, "the gradient", "the tensor"):
         refuse(f"{what}: a gradient that does not fit", [failure])
     return _block(cotangent, out.spec.dual)
-
-
-def backward(x: Sharded, gradient: Tensor | Sharded | None) -> None:
-    """`Sharded.backward`."""
-    y = scalar_of(x, "backward()") if gradient is None else x.local
-    if not y.requires_grad:
-        raise ArgumentError(
-            f"backward() of {x!r}, which was computed from no tensor that requires grad, or under no_grad; write "
-            "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
-        )
-    if gradient is None:
-        y.backward()
-    else:
-        y.backward(cotangent_of(gradient, x, "backward()"))
-
-
-def gradients(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, is_grads_batched: bool = False, **options: Any
-) -> tuple[Sharded | Tensor | None, ...]:
-    """``torch.autograd.grad`` of `Sharded` values, each gradient laid out as `Sharded.grad` is."""
-    what = "torch.autograd.grad()"
-    if is_grads_batched:
-        raise ArgumentError(f"{what} got is_grads_batched=True for Sharded values; use vjp and vmap")
-    outs, ins = ((x,) if isinstance(x, (Tensor, Sharded)) else tuple(x) for x in (outputs, inputs))
-    given = (
-        (grad_outputs,) if isinstance(grad_outputs, (Tensor, Sharded)) else tuple(grad_outputs or [None] * len(outs))
-    )
-    if len(given) != len(outs):
-        raise ArgumentError(f"{what} got {counted(len(given), 'gradient')} for {counted(len(outs), 'output')}")
-    values = [scalar_of(y, what) if g is None else local_of(y) for y, g in zip(outs, given, strict=True)]
-    cotangents = [
-        cotangent_of(g, y, what) if g is not None and isinstance(y, Sharded) else g
-        for y, g in zip(outs, given, strict=True)
-    ]
-    for x in (*outs, *ins):
-        if not local_of(x).requires_grad:
-            raise ArgumentError(
-                f"{what} of {show_leaf(x)}, which does not require grad or was computed from nothing that does; write "
-                "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
-            )
-    found = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
-    return tuple(_laid_out(g, x) for g, x in zip(found, ins, strict=True))
-
-
-def _laid_out(gradient: Tensor | None, leaf: Any) -> Any:
-    if gradient is None or not isinstance(leaf, Sharded):
-        return gradient
-    return Sharded(held_as(gradient, leaf.spec.dual), leaf.spec.dual)
-
-
-above.backward, above.gradients = backward, gradients
 
 
 def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequence[str], what: str) -> list[Tensor]:

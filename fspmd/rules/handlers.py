@@ -1,31 +1,62 @@
-"""Functions on `Sharded` values that make new ones or draw random numbers: each a function of its own, not a row."""
+"""Functions on `Sharded` values that no rule decides: those that make new ones or draw random numbers, and a few more.
+
+Each is a function of its own, not a row.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 import torch
 
+from fspmd.errors import ArgumentError
 from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
+from fspmd.rules.foreach import each_of
 from fspmd.rules.likes import LIKES, Handler
+from fspmd.rules.reshaped import RESHAPED
 from fspmd.sharded import above
 
-HANDLERS: Final[dict[str, Handler]] = {**LIKES, **DRAWS, **DROPOUTS}
+HANDLERS: Final[dict[str, Handler]] = {**LIKES, **DRAWS, **DROPOUTS, **RESHAPED}
+#: set on `above` later than this
+_ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
+    torch.autograd.grad: lambda: above.gradients,
+    torch.autograd.backward: lambda: above.backward,
+}
+_BLOCK: Final = "x.local.{}(...), of this rank's block"
+_NEW: Final = "x.new_empty(size)"
+#: methods that speak of memory, of which a rank has but a block -> what to write
+_OF_MEMORY: Final = {
+    **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "storage_type", "is_set_to", "as_subclass"), _BLOCK),
+    **dict.fromkeys(("share_memory_", "pin_memory", "record_stream", "apply_", "map_", "map2_"), _BLOCK),
+    **{"new": _NEW, "resize_": _NEW, "resize_as_": _NEW, "set_": "x = y, or x.copy_(y)"},
+}
 
 
 def handler_of(func: Any) -> Handler | None:
     """What runs in place of a torch function when it is called with `Sharded` values; None where a rule decides."""
     if getattr(func, "__module__", None) == "torch.nn.init":
         return functools.partial(_as_written, func)
-    if func is torch.autograd.grad:
-        return above.gradients
-    return HANDLERS.get(name_of(func))
+    if func in _ENGINE:
+        return _ENGINE[func]()
+    name = name_of(func)
+    if name.startswith("_foreach_"):
+        return functools.partial(each_of, name)
+    if name in _OF_MEMORY:
+        return functools.partial(_refuse_memory, name)
+    return HANDLERS.get(name)
 
 
 def _as_written(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of ``torch.nn.init``, which calls methods of its tensor alone."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
+
+
+def _refuse_memory(name: str, x: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ArgumentError(
+        f"{name}() speaks of the memory of {x!r}, of which this rank has a block; write {_OF_MEMORY[name].format(name)}"
+    )

@@ -1,0 +1,95 @@
+"""What torch's autograd engine does for `Sharded` values: ``backward``, ``torch.autograd``, hooks on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.autodiff.cotangents import cotangent_of, scalar_of
+from fspmd.autodiff.leaves import local_of, show_leaf
+from fspmd.errors import ArgumentError
+from fspmd.messages import counted, described
+from fspmd.sharded import Sharded, above, held_as
+
+Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
+
+
+def backward(
+    tensors: Tensors, grad_tensors: Any = None, *, what: str = "torch.autograd.backward()", **options: Any
+) -> None:
+    """``torch.autograd.backward`` and `Sharded.backward`."""
+    outs = _listed(tensors)
+    values, cotangents = _seeds(outs, grad_tensors, what)
+    for x in outs:
+        if not local_of(x).requires_grad:
+            raise ArgumentError(
+                f"{what} of {show_leaf(x)}, which was computed from no tensor that requires grad, or under no_grad; "
+                "write w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
+            )
+    if options.get("inputs") is not None:
+        options["inputs"] = [local_of(x) for x in _listed(options["inputs"])]
+    torch.autograd.backward(values, cotangents, **options)
+
+
+def gradients(
+    outputs: Tensors, inputs: Tensors, grad_outputs: Any = None, is_grads_batched: bool = False, **options: Any
+) -> tuple[Sharded | Tensor | None, ...]:
+    """``torch.autograd.grad`` of `Sharded` values, each gradient laid out as `Sharded.grad` is."""
+    what = "torch.autograd.grad()"
+    if is_grads_batched:
+        raise ArgumentError(f"{what} got is_grads_batched=True for Sharded values; use vjp and vmap")
+    outs, ins = _listed(outputs), _listed(inputs)
+    values, cotangents = _seeds(outs, grad_outputs, what)
+    for x in (*outs, *ins):
+        if not local_of(x).requires_grad:
+            raise ArgumentError(
+                f"{what} of {show_leaf(x)}, which does not require grad or was computed from nothing that does; write "
+                "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
+            )
+    found = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
+    return tuple(_laid_out(g, x) for g, x in zip(found, ins, strict=True))
+
+
+def _listed(given: Tensors) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, (Tensor, Sharded)) else tuple(given)
+
+
+def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The blocks to start from and their cotangents, which scalars need not have."""
+    given = [None] * len(outs) if gradients is None else _listed(gradients)
+    if len(given) != len(outs):
+        raise ArgumentError(f"{what} got {counted(len(given), 'gradient')} for {counted(len(outs), 'output')}")
+    values = [scalar_of(y, what) if g is None else local_of(y) for y, g in zip(outs, given, strict=True)]
+    return values, [
+        cotangent_of(g, y, what) if g is not None and isinstance(y, Sharded) else g
+        for y, g in zip(outs, given, strict=True)
+    ]
+
+
+def _laid_out(gradient: Tensor | None, leaf: Any) -> Any:
+    if gradient is None or not isinstance(leaf, Sharded):
+        return gradient
+    return Sharded(held_as(gradient, leaf.spec.dual), leaf.spec.dual)
+
+
+def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
+    """``x.register_hook``: the hook sees the gradient as `Sharded.grad` is laid out, and may return another."""
+    if not callable(hook):
+        raise ArgumentError(f"register_hook got {described(hook)}; give it a function of the gradient")
+    if not x.requires_grad:
+        raise ArgumentError(
+            f"register_hook of {x!r}, which does not require grad and so gets none; write x.requires_grad_() first"
+        )
+    like = Sharded(x.local.detach(), x.spec)
+
+    def on_block(gradient: Tensor) -> Tensor | None:
+        found = hook(_laid_out(gradient, like))
+        return None if found is None else cotangent_of(found, like, "register_hook")
+
+    return x.local.register_hook(on_block)
+
+
+above.backward, above.gradients, above.on_gradient = backward, gradients, on_gradient

@@ -1,0 +1,91 @@
+"""Hooks, retained gradients and torch.autograd's own functions on `Sharded` values, beside unsharded torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import values
+from torch import Tensor
+
+from fspmd import ArgumentError, P, device_get, device_put, make_mesh
+
+GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
+SPECS = [P("x", "y"), P(("y", "x")), P(None, "x"), P(), P(reduced={"x"})]
+SHAPE = (5, 3)
+
+
+def _pair(spec: P) -> tuple[Any, Any, Any, Any]:
+    """A leaf and a weight, plain and on the mesh."""
+    x, w = values((SHAPE, SHAPE))
+    return (
+        x.clone().requires_grad_(),
+        w,
+        device_put(x, spec, mesh=GRID).requires_grad_(),
+        device_put(w, P("x"), mesh=GRID),
+    )
+
+
+def _same(found: Any, want: Tensor | None) -> None:
+    assert want is not None
+    torch.testing.assert_close(device_get(found), want)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_hooks_see_and_change_gradients(spec: P) -> None:
+    plain, w, x, weight = _pair(spec)
+    seen: list[Any] = []
+    plain.register_hook(lambda g: g * 2)
+    x.register_hook(lambda g: seen.append(g) or g * 2)
+    for leaf, scale in ((plain, w), (x, weight)):
+        y = leaf * scale
+        y.register_hook(lambda g: g + 1)
+        (y * y).sum().backward()
+    _same(x.grad, plain.grad)
+    assert seen[0].spec is x.spec.dual
+    x.register_hook(lambda g: g.sum())
+    with pytest.raises(ValueError, match="register_hook: a gradient that does not fit"):
+        (x * weight).sum().backward()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_gradients_of_what_is_no_leaf_and_of_chosen_inputs(spec: P) -> None:
+    plain, w, x, weight = _pair(spec)
+    kept = []
+    for leaf, scale in ((plain, w), (x, weight)):
+        y = leaf * scale
+        y.retain_grad()
+        torch.autograd.backward([(y * y).sum(), y.sum()], retain_graph=True)
+        torch.autograd.backward(y, torch.ones(SHAPE, dtype=torch.float64), retain_graph=True)
+        kept.append((y.grad, leaf.grad))
+        del leaf.grad
+        assert leaf.grad is None
+        other = leaf.detach().clone().requires_grad_()
+        (y * other).sum().backward(inputs=[leaf], retain_graph=True)
+        assert other.grad is None
+    (found, want) = kept[1], kept[0]
+    _same(found[0], want[0])
+    _same(found[1], want[1])
+    _same(x.grad, plain.grad)
+
+
+def test_a_hook_after_accumulation_gets_the_leaf() -> None:
+    _, _, x, weight = _pair(P("x"))
+    got: list[Any] = []
+    x.register_post_accumulate_grad_hook(got.append)
+    (x * weight).sum().backward()
+    assert got == [x]
+    _same(got[0].grad, device_get(weight))
+
+
+def test_mistakes() -> None:
+    x = device_put(torch.ones(4), P("x"), mesh=GRID)
+    with pytest.raises(ArgumentError, match=r"register_hook of .*does not require grad"):
+        x.register_hook(print)
+    with pytest.raises(ArgumentError, match="register_hook got the int 3"):
+        x.requires_grad_().register_hook(3)
+    with pytest.raises(ArgumentError, match=r"torch.autograd.backward\(\) needs a real scalar"):
+        torch.autograd.backward([x])
+    with pytest.raises(ArgumentError, match=r"torch.autograd.backward\(\) got 1 gradient for 2 outputs"):
+        torch.autograd.backward([x, x], [x])

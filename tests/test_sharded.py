@@ -1,0 +1,57 @@
+"""What Python and torch ask of a `Sharded` besides torch functions: protocols, memory, parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fspmd import ArgumentError, FspmdError, P, ShapeError, device_get, device_put, make_mesh
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+PLAIN = torch.arange(15.0).view(5, 3)
+
+
+@pytest.fixture(params=[P("x"), P(None, "x"), P(), P(unreduced={"x"})], ids=repr)
+def x(request: pytest.FixtureRequest) -> Any:
+    return device_put(PLAIN, request.param, mesh=LINE)
+
+
+def test_protocols(x: Any) -> None:
+    assert (3.0 in x, 3.5 in x, len(x)) == (True, False, 5)
+    assert torch.equal(device_get(next(iter(reversed(x)))), PLAIN[-1])
+    assert complex((x + 2j)[1, 1]) == 4 + 2j
+    assert math.sqrt(x[3, 0]) == 3.0
+    assert (x.size(-1), x.size(dim=0)) == (3, 5)
+
+
+def test_data_shares_memory(x: Any) -> None:
+    leaf = x.requires_grad_()
+    leaf.data.mul_(2)
+    assert torch.equal(device_get(x.detach()), PLAIN * 2)
+    assert not leaf.data.requires_grad
+    assert leaf.grad_fn is None
+    assert (leaf * 2).grad_fn is not None
+
+
+MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
+    "a dim": (lambda x: x.size(5), ShapeError, r"size\(5\) of Sharded .*, whose dims are -2 to 1"),
+    "len": (lambda x: len(x[0, 0]), ArgumentError, r"len\(\) of .*, which has no dims; .*write device_get\(x\)"),
+    "tensor": (torch.tensor, ArgumentError, r"torch.tensor and torch.as_tensor, .*take no Sharded"),
+    "data": (lambda x: setattr(x, "data", x), ArgumentError, r"torch.no_grad\(\): x.copy_\(y\)"),
+    "a parameter": (nn.Parameter, ArgumentError, r"torch.nn.Parameter got Sharded .*functional_call"),
+    "an address": (lambda x: x.data_ptr(), ArgumentError, r"write x.local.data_ptr\(...\), of this rank's block"),
+    "a function": (lambda x: x.apply_(abs), ArgumentError, r"write x.local.apply_\(...\)"),
+    "a size": (lambda x: x.resize_(3, 5), ArgumentError, r"write x.new_empty\(size\)"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(x: Any, name: str) -> None:
+    call, error, message = MISTAKES[name]
+    with pytest.raises(error, match=message):
+        call(x)
