@@ -357,8 +357,11 @@ Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
-    """A simulated value that autograd held apart over more axes than its spec varies over, held as the spec says."""
-    if type(x) is not LocalTensor:
+    """A simulated value that autograd held apart over more axes than its spec varies over, held as the spec says.
+
+    One that has a gradient of its own stays apart: its copies' cotangents are apart, too.
+    """
+    if type(x) is not LocalTensor or (x.requires_grad and torch.is_grad_enabled()):
         return x
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)

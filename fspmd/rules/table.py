@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
-from fspmd.rules import attention, halos, joins, lookups, moments, norms, reductions, softmaxes, tables, views
+from fspmd.rules import attention, halos, insets, joins, lookups, moments, norms, reductions, softmaxes, tables, views
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
@@ -193,8 +193,8 @@ ROWS: Final[dict[str, Row]] = {
     "diagonal": Row(over_two((2, "dim1", 0), (3, "dim2", 1)), "first"),
     "diag_embed": Row(views.embedded_diagonal, "first"),
     "diagonal_scatter": Row(reductions.diagonal_scattered),
-    "slice_scatter": Row(views.slice_scattered),
-    "select_scatter": Row(views.select_scattered),
+    "slice_scatter": Row(insets.slice_scattered, "sum", body=insets.set_slice),
+    "select_scatter": Row(insets.select_scattered, "sum", body=insets.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),
     "select": Row(parts(1, "dim", gone=True), "first", body=joins.select),
     **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("unbind unbind_copy")},

@@ -162,21 +162,6 @@ def sliced(whole: Whole) -> Factors:
     return Factors((every,), (every,), whole=frozenset(cut))
 
 
-def slice_scattered(whole: Whole) -> Factors:
-    """Values set in a range of a dim, which must be whole."""
-    dim = whole.argument(2, "dim", 0) % whole.ndim
-    kept = tuple(None if d == dim else d for d in range(whole.ndim))
-    return Factors((kept, kept), (kept,))
-
-
-def select_scattered(whole: Whole) -> Factors:
-    """Values set at one place of a dim, which must be whole."""
-    dim = whole.argument(2, "dim", 0) % whole.ndim
-    every = range(whole.ndim)
-    kept = tuple(None if d == dim else d for d in every)
-    return Factors((kept, tuple(d for d in every if d != dim)), (kept,))
-
-
 def repeated(whole: Whole) -> Factors:
     """Dims that are taken more than once must be whole."""
     before, after = whole.shapes[0], whole.results[0]

@@ -136,19 +136,23 @@ def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Te
 
 def still(body: Body) -> Bodied:
     """A body that moves nothing."""
-
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, _: frozenset[int]) -> float:
-        return 0.0
-
-    return Bodied(body, time)
+    return _receiving(())(body)
 
 
 def passing(body: Body) -> Bodied:
     """A body that receives at most a block of each operand that is sharded along the dims in question."""
+    return _receiving(None)(body)
 
+
+def moving(*operands: int) -> Callable[[Body], Bodied]:
+    """The same, of some of its operands, by number; the others stay where they are."""
+    return _receiving(operands)
+
+
+def _receiving(operands: tuple[int, ...] | None) -> Callable[[Body], Bodied]:
     def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, _: frozenset[int]) -> float:
         found = 0.0
-        for spec in specs:
+        for spec in specs if operands is None else (specs[i] for i in operands):
             own = tuple(a for a in axes if any(a in entry_axes(entry) for entry in spec.partition))
             if own:
                 size = spec.dtype.itemsize
@@ -157,4 +161,4 @@ def passing(body: Body) -> Bodied:
                 found += price("permute", spec.mesh, own, size, size, topology).time
         return found
 
-    return Bodied(body, time)
+    return lambda body: Bodied(body, time)

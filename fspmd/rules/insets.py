@@ -1,0 +1,85 @@
+"""Values set in a range of a dim, or at one place of it: each rank sees to the rows that fall into its block.
+
+What is set lies as the operand does, and then its rows move to the blocks they fall into; or it is whole along the dim,
+and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fspmd.rules.bodies import Site
+from fspmd.rules.factors import Dims, Factors
+from fspmd.rules.whole import Whole
+from fspmd.rules.windows import block_places, fetched, moving, per_rank, still
+
+
+def slice_scattered(whole: Whole) -> Factors:
+    """Values set in a range of a dim, which must be whole."""
+    dim = whole.argument(2, "dim", 0) % whole.ndim
+    every: Dims = tuple(range(whole.ndim))
+    beside: Dims = tuple(None if d == dim else d for d in every)
+    found = Factors((every, beside), (every,), whole=frozenset({dim}))
+    return replace(found, others=(replace(found, operands=(every, every)),))
+
+
+def select_scattered(whole: Whole) -> Factors:
+    """Values set at one place of a dim, which must be whole."""
+    dim = whole.argument(2, "dim", 0) % whole.ndim
+    every: Dims = tuple(range(whole.ndim))
+    return Factors((every, tuple(d for d in every if d != dim)), (every,), whole=frozenset({dim}))
+
+
+@moving(1)
+def set_slice(
+    site: Site,
+    x: Tensor,
+    src: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
+    """Of ``slice_scatter``."""
+    d = dim % x.dim()
+    return _set(site, x, src, d, range(*slice(start, end, step).indices(site.operands[0].shape[d])))
+
+
+@still
+def set_row(site: Site, x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """Of ``select_scatter``."""
+    d = dim % x.dim()
+    place = index % site.operands[0].shape[d]
+    return _set(site, x, src.unsqueeze(d), d, range(place, place + 1))
+
+
+def _set(site: Site, x: Tensor, src: Tensor, d: int, places: range) -> Tensor:
+    """The rows of ``src`` in place of those at ``places``."""
+    axes, cut = site.axes[d], site.blocks(site.operands[0].shape[d], d)
+    source = site.operands[1]
+    if source.ndim == x.dim() and source.partition[d] is not None:
+        held = site.blocks(source.shape[d], d)
+        own = fetched(site, "own", src, d, axes, held, lambda at: _inset(cut, places, at)[1])
+    else:
+        own = src.index_select(d, per_rank(site, "own", axes, lambda at: _inset(cut, places, at)[1]))
+    index = per_rank(site, "index", axes, lambda at: _order(cut, places, at))
+    return torch.cat([x, own], d).index_select(d, index)
+
+
+def _inset(cut: Sequence[tuple[int, int]], places: range, at: int) -> tuple[Tensor, Tensor]:
+    """Which rows of a block are set, and which of those that are to be set go there."""
+    behind = block_places(cut, at) - places.start
+    hit = (behind >= 0) & (behind < len(places) * places.step) & (behind % places.step == 0)
+    return hit, behind[hit] // places.step
+
+
+def _order(cut: Sequence[tuple[int, int]], places: range, at: int) -> Tensor:
+    """The rows of the result among those of the block and, after them, those that are set in it."""
+    hit, _ = _inset(cut, places, at)
+    index = torch.arange(len(hit))
+    index[hit] = len(hit) + torch.arange(int(hit.sum()))
+    return index
