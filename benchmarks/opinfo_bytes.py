@@ -7,7 +7,7 @@ Samples of torch's op database, each operand whole or sharded along one dim of a
 same blocks. A case is run forward, then backward from a cotangent laid out as the result. Counted are bytes that a rank
 sends, by ring formulas, until each gradient lies as its operand. Results may be left pending, sharded or whole: so a
 case counts twice, *as left*, and *to the end*, with what brings each result to the whole tensor. Links have no
-latency here, so the planner goes by bytes, as it does where blocks are large. Where fspmd moves more, DTensor's values
+latency here, and work takes no time, so the planner goes by bytes. Where fspmd moves more, DTensor's values
 and gradients are judged by those of the unsharded call (torch's LocalTensorMode runs all ranks).
 """
 
@@ -333,7 +333,8 @@ def _settle() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     fast = Link(0.0, 1000.0)
-    set_topology(Topology(inside=fast, between=fast, launch=0.0, memory=float("inf"), spill=fast))
+    free = float("inf")
+    set_topology(Topology(inside=fast, between=fast, launch=0.0, memory=free, flops=free, spill=fast))
     if not dist.is_initialized():
         fake_world(RANKS)
 

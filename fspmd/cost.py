@@ -37,8 +37,9 @@ class Topology:
 
     ``launch`` is the time in µs to begin any collective, which makes one over two axes cheaper than two in a row.
     ``memory`` is what a rank reads or writes of its own, bytes per µs; it makes a plan that holds less memory the
-    cheaper of two that move the same. Blocks beyond ``capacity``, in bytes, are reckoned as moved out over ``spill``,
-    so plans avoid steps that do not fit. ``axes`` overrides the link of single mesh axes, by name.
+    cheaper of two that move the same. ``flops`` are a rank's operations in a µs: what is sharded computes less. Blocks
+    beyond ``capacity``, in bytes, are reckoned as moved out over ``spill``, so plans avoid steps that do not fit.
+    ``axes`` overrides the link of single mesh axes, by name.
     """
 
     inside: Link = NVLINK
@@ -46,6 +47,7 @@ class Topology:
     per_host: int = 8
     launch: float = 10.0
     memory: float = 3e6
+    flops: float = 4e8
     capacity: float = float("inf")
     spill: Link = PCIE
     axes: tuple[tuple[str, Link], ...] = ()
@@ -150,6 +152,11 @@ def price(
         return Price(0.0, local, held)
     link = topology.link(mesh, axes)
     return Price(moved, topology.launch + rounds * link.latency + moved / link.bandwidth + local, held)
+
+
+def work(products: float, held: float, topology: Topology) -> float:
+    """µs to compute so many products and sums, of so many bytes."""
+    return max(2 * products / topology.flops, held / topology.memory)
 
 
 _current = Topology()

@@ -135,6 +135,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.needs_redistribute:
         if plan.whole is not None:
             return plan.whole(args, kwargs)
+        if plan.choose is not None:
+            plan = plan.choose(blocks)
         casts = _move_operands(plan, blocks)
     else:
         casts = None

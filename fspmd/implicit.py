@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -116,11 +116,12 @@ def _solved(
         gathered = [f"{one.name}: {_route(one.spec, need)}" for one, need in needs]
         return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
     ordered = [operands[place] for place, _ in question.operands]
+    question = replace(question, gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
     ways = sorted(question.solve(strategies), key=lambda way: way.time)
     needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
     rows = list(_rows(ordered, ways[0]))
     if not rows and ways[0].by_body:
-        rows = [f"a sharded body, {ways[0].time[0]:.3g} µs of collectives"]
+        rows = [f"a sharded body, {ways[0].body:.3g} µs of collectives"]
     return rows, needs, _others(question, ordered, ways[1:])
 
 
@@ -237,7 +238,7 @@ def _others(question: Question, operands: Sequence[_Operand], ways: list[Strateg
     found = []
     for way in ways:
         price = _price(operands, way)
-        time = max(price.time, way.time[0])
+        time = price.time + way.body
         laid = ", ".join(map(_short, way.operands))
         out = ", ".join(_short(r.with_partition(p)) for r, p in zip(question.results, way.results, strict=True))
         where = " in a sharded body" if way.by_body else ""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn, TypeVar
 
@@ -20,15 +20,15 @@ from fspmd.copies import as_copies, handed_on, refuse_copy
 from fspmd.cost import moves as kernel_moves
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
+from fspmd.moves import moves as moves_of
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
-from fspmd.pairs import Call, call
-from fspmd.routes import route
+from fspmd.pairs import Call
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.strategies import best_strategy
+from fspmd.strategies import Strategy, best_strategy
 from fspmd.uneven import call_uneven
 
 Shape = tuple[int, ...]
@@ -50,6 +50,7 @@ class OpPlan:
     by_name: bool = False  # operands are given by keyword
     writes: bool = False  # into the first operand, which is the result
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
+    choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,13 @@ class Question:
     linear: str
     fixed: bool  # the call writes into its first operand
     views: bool  # of the first operand are what it gives
+    gradients: frozenset[int] = frozenset()  # operands that will have one
 
     def solve(self, choose: Callable[..., T]) -> T:
         """The strategy, or strategies, that ``choose`` takes."""
         specs, body = [spec for _, spec in self.operands], self.row.body and self.row.body.time
         options: dict[str, Any] = {"fixed": self.fixed, "empty": self.row.empty, "body": body}
+        options["gradients"] = self.gradients
         return choose(self.factors, self.linear, specs, self.results, topology(), **options)
 
 
@@ -121,22 +124,70 @@ def propagate(
     question = ask(func, args, kwargs, operands)
     if question is None:
         return None
-    row, operands, results, factors = question.row, question.operands, question.results, question.factors
-    by_name = any((place[0] if isinstance(place, tuple) else place) >= len(args) for place, _ in operands)
-    specs, mesh, written = [spec for _, spec in operands], results[0].mesh, writes(func)
     best = question.solve(best_strategy)
     if best is None:
-        _refuse_write(func, specs)
+        _refuse_write(func, [spec for _, spec in question.operands])
+    plan = _plan(func, len(args), question, best)
+    floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
+    empty = any(0 in spec.shape for _, spec in question.operands)
+    if not floating or not (plan.needs_redistribute or best.by_body or empty):
+        return plan
+    if _same(best, replace(question, gradients=floating).solve(best_strategy)):
+        return plan
+    return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
+
+
+def _same(one: Strategy, other: Strategy | None) -> bool:
+    return other is not None and (one.operands, one.results, one.by_body) == (
+        other.operands,
+        other.results,
+        other.by_body,
+    )
+
+
+class _ByGradients:
+    """The plans of a call of which the cheapest way depends on which operands will have a gradient."""
+
+    def __init__(self, func: Any, positional: int, question: Question, plan: OpPlan) -> None:
+        self.func, self.positional, self.question = func, positional, question
+        self.plans = {frozenset[int](): plan}
+
+    def plan(self, blocks: list[Any]) -> OpPlan:
+        """Of a call on these blocks."""
+        transformed = torch._C._are_functorch_transforms_active()
+        followed = frozenset(
+            i
+            for i, (place, spec) in enumerate(self.question.operands)
+            if _is_float(spec.dtype) and (transformed or (torch.is_grad_enabled() and _at(blocks, place).requires_grad))
+        )
+        plan = self.plans.get(followed)
+        if plan is None:
+            question = replace(self.question, gradients=followed)
+            best = question.solve(best_strategy)
+            if best is None:
+                _refuse_write(self.func, [spec for _, spec in question.operands])
+            plan = self.plans[followed] = _plan(self.func, self.positional, question, best)
+        return plan
+
+
+def _at(blocks: list[Any], place: Place) -> Any:
+    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
+
+
+def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
+    """What a strategy comes to; so many arguments of the call are positional."""
+    row, operands, results, factors = question.row, question.operands, question.results, question.factors
+    by_name = any((place[0] if isinstance(place, tuple) else place) >= positional for place, _ in operands)
+    specs, mesh, written = [spec for _, spec in operands], results[0].mesh, writes(func)
     final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
     moves: list[tuple[Place, tuple[Call, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
     for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
-        gathered: frozenset[str] = frozenset()
+        way = moves_of(spec, need, axes, topology())
         if spec is not need:
-            way, gathered = _scattering_backward([step.call for step in route(spec, need, topology()).steps], axes)
-            moves.append((place, way))
-        if calls := _casts(need, axes, gathered):
-            casts.append((place, calls))
+            moves.append((place, way.calls))
+        if way.casts:
+            casts.append((place, way.casts))
     result = final[0] if question.single else final
     if best.by_body and row.body is not None:
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
@@ -325,27 +376,6 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: froze
     known = zip(factors.operands, before, strict=True) if resized else zip(rows, (*before, *after), strict=True)
     pairs = [pair for dims, shape in known for pair in zip(dims, shape, strict=True)]
     return all(factor is None or factor in free or sizes.setdefault(factor, size) == size for factor, size in pairs)
-
-
-def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple[tuple[Call, ...], frozenset[str]]:
-    """Gathers of what is then cast to varying: to reduced, so backward is a reduce-scatter and not twice as much."""
-    found, axes = list(steps), set[str]()
-    for i, step in reversed(list(enumerate(steps))):
-        if step.pair.name != "all_gather_invariant" or not set(step.axes) <= set(casts):
-            break
-        found[i] = call("all_gather_reduced", step.mesh, step.axes, step.options)
-        axes.update(step.axes)
-    return tuple(found), frozenset(axes)
-
-
-def _casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str]) -> tuple[Call, ...]:
-    """To varying, over axes of which some were just ``gathered``, to reduced."""
-    reduced = tuple(axis for axis in axes if axis in need.partition.reduced | gathered)
-    others = tuple(axis for axis in axes if axis not in reduced)
-    rows = [("invariant_to_varying", others)]
-    if need.mesh.transport == "simulation":  # elsewhere the blocks are apart, and nothing is left to do, backward too
-        rows.insert(0, ("reduced_to_varying", reduced))
-    return tuple(call(name, need.mesh, over) for name, over in rows if over)
 
 
 def _refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:

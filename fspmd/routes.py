@@ -127,6 +127,11 @@ def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology)
     return Step(move, after, cost)
 
 
+def back(step: Step, before: TensorSpec, topology: Topology) -> Price:
+    """What the transpose of a step costs, which leads back to ``before``."""
+    return _step(step.call.transposed, step.spec, before, topology).price
+
+
 def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
     """To another mesh in one move, before which pending sums end unless both meshes have them on the same ranks."""
     starts, end = [source], target

@@ -3,6 +3,10 @@
 An axis shards one factor, or none; or its operands are pending sums that the call, being linear, may pass on; or they
 are reduced and the result is. No rule spells a case of several axes: choices are made axis by axis and then priced
 together.
+
+Operands that lie right stay. Else the price is that of the moves, of their transposes for operands that will have a
+gradient, and of the computation. The sums of gradients of whole operands only tell between equals, so a sharded batch
+goes through whole weights as it is.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, lcm
+from math import inf, lcm, prod
+from typing import Final
 
-from fspmd.cost import Topology
+from fspmd.cost import Topology, work
+from fspmd.moves import moves
 from fspmd.routes import route
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec, blocks, entry_axes
@@ -27,6 +33,8 @@ BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[
 
 
 _ROUNDING = 1e-6  # µs
+_PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
+_NONE: Final = frozenset[int]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +44,10 @@ class Strategy:
     operands: tuple[TensorSpec, ...]
     casts: tuple[tuple[str, ...], ...]
     results: tuple[P, ...]
-    time: tuple[float, float]  # µs to move the operands (and in the body); µs to settle the pending sums it adds
+    time: tuple[float, float]  # µs of its price; of equals µs of casts in backward, and to settle pending sums
     by_body: bool  # a factor that must be whole is sharded
     axes: dict[int, tuple[str, ...]]  # of each sharded factor
+    body: float  # µs of the body's collectives
 
 
 def best_strategy(
@@ -51,15 +60,16 @@ def best_strategy(
     fixed: bool = False,
     empty: bool = True,
     body: BodyTime | None = None,
+    gradients: frozenset[int] = _NONE,
 ) -> Strategy | None:
-    """The combination to which moving the operands is cheapest; of equal ones that whose pending sums are.
+    """The cheapest combination; of equal ones that whose pending sums are.
 
     Combinations are made one by one, the preferred first: none is priced to its end that is dearer than the best.
     """
     best: Strategy | None = None
     for reading, chosen in _combinations(factors, linear, operands, body):
         limit = inf if best is None else best.time[0]
-        one = _strategy(reading, chosen, operands, results, topology, empty, body, limit)
+        one = _strategy(reading, chosen, operands, results, topology, empty, body, gradients, limit)
         if one is not None and _may(one, operands[0], fixed) and (best is None or one.time < best.time):
             best = one
             if best.time == (0, 0):
@@ -77,14 +87,16 @@ def strategies(
     fixed: bool = False,
     empty: bool = True,
     body: BodyTime | None = None,
+    gradients: frozenset[int] = _NONE,
 ) -> list[Strategy]:
     """All combinations that a call can run on.
 
     ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
-    the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs.
+    the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs. ``gradients``: the
+    operands that will have one.
     """
     found = (
-        _strategy(reading, chosen, operands, results, topology, empty, body, inf)
+        _strategy(reading, chosen, operands, results, topology, empty, body, gradients, inf)
         for reading, chosen in _combinations(factors, linear, operands, body)
     )
     return [one for one in found if one is not None and _may(one, operands[0], fixed)]
@@ -148,9 +160,10 @@ def _strategy(
     topology: Topology,
     empty: bool,
     body: BodyTime | None,
+    gradients: frozenset[int],
     limit: float,
 ) -> Strategy | None:
-    """The layouts of a combination; None where blocks do not fit, or moving the operands costs more than ``limit``."""
+    """The layouts of a combination; None where blocks do not fit, or it costs more than ``limit``."""
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
     axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
     needs: list[TensorSpec] = []
@@ -168,22 +181,37 @@ def _strategy(
         return None  # of pending sums a body knows those of all its operands, not a product's
     if not _aligned(factors, axes_of, [*operands, *results], empty, by_body):
         return None
-    moving = 0.0
-    for spec, need in zip(operands, needs, strict=True):
-        if spec is not need and (moving := moving + route(spec, need, topology).price.time) > limit + _ROUNDING:
-            return None
-    if body is not None and by_body:
-        axes = tuple(axis for factor in by_body for axis in axes_of[factor])
-        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
-        moving += body(needs, axes, topology, whole)
+    laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
+    stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
+    time = 0.0 if stays else _working(factors, needs, laid, topology) * (_PASSES if gradients else 1)
+    within = later = 0.0
+    if by_body and body is not None:
         casts = [()] * len(casts)  # it casts what it must
-    settling = 0.0
-    if moving <= limit + _ROUNDING:
-        for spec, out in zip(results, outs, strict=True):
-            if out.unreduced:
-                lies = spec.with_partition(out)
-                settling += route(lies, lies.with_partition(P(*out)), topology).price.time
-    return Strategy(tuple(needs), tuple(casts), outs, (round(moving, 6), round(settling, 6)), bool(by_body), axes_of)
+        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
+        within = body(needs, tuple(axis for factor in by_body for axis in axes_of[factor]), topology, whole)
+    time += within
+    for i, (spec, need) in enumerate(zip(operands, needs, strict=True)):
+        if time > limit + _ROUNDING:
+            return None
+        if spec is not need or (casts[i] and i in gradients):
+            way = moves(spec, need, casts[i], topology)
+            time += way.forward + (way.backward if i in gradients else 0.0)
+            later += way.casting if i in gradients else 0.0
+    if time <= limit + _ROUNDING:
+        settled = (spec.with_partition(P(*spec.partition)) for spec in laid)
+        later += sum(route(spec, end, topology).price.time for spec, end in zip(laid, settled, strict=True))
+    times = (round(time, 6), round(later, 6))
+    return Strategy(tuple(needs), tuple(casts), outs, times, bool(by_body), axes_of, within)
+
+
+def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
+    """µs of the computation: each element of its factors' blocks once, or reading and writing the blocks."""
+    lengths: dict[int, int] = {}
+    held = 0
+    for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
+        held += prod(spec.block_shape) * spec.dtype.itemsize
+        lengths.update((f, n) for f, n in zip(dims, spec.block_shape, strict=True) if f is not None)
+    return work(prod(lengths.values()), held, topology)
 
 
 def _aligned(

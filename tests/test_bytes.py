@@ -1,0 +1,68 @@
+"""Bytes that one function moves, forward and backward, where links have no latency and work takes no time.
+
+The bounds are what has to move: counted by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fspmd import P, Sharded, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
+from fspmd.cost import Link, Topology, set_topology, topology
+
+MESH = make_mesh((4,), ("x",), transport="simulation")
+ROWS, COLUMNS, WHOLE = P("x"), P(None, "x"), P()
+#: a function, its operands as (shape or tensor, layout), and bytes
+Case = tuple[Callable[..., Any], list[tuple[Any, P]], float]
+
+CASES: dict[str, Case] = {
+    # 8 bytes an element; a gather or its transpose: 3/4 of the whole, an all-reduce: twice that
+    "a sharded batch stays": (torch.mm, [((8, 4), ROWS), ((4, 16), WHOLE)], 12 * 4 * 16),
+    "a small operand is gathered": (torch.addmm, [((3, 3), ROWS), ((3, 3), WHOLE), ((3, 3), WHOLE)], 54),
+    "two of three are whole": (torch.addcmul, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 6 * 8 * 8),
+    "an empty batch": (torch.mm, [((0, 8), ROWS), ((8, 16), WHOLE)], 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def by_bytes() -> Iterator[None]:
+    """The cheapest way is that of the fewest bytes."""
+    before, link, free = topology(), Link(0.0, 1000.0), float("inf")
+    propagation_cache_clear()
+    set_topology(Topology(inside=link, between=link, launch=0.0, memory=free, flops=free, spill=link))
+    yield
+    set_topology(before)
+    propagation_cache_clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moves_no_more(name: str) -> None:
+    function, operands, most = CASES[name]
+    torch.manual_seed(0)
+    wholes = [x.requires_grad_(x.is_floating_point()) for x in map(_value, operands)]
+    given = [device_put(x.detach(), spec, mesh=MESH) for x, (_, spec) in zip(wholes, operands, strict=True)]
+    leaves = [x.requires_grad_() for x in given if x.is_floating_point()]
+    expected = function(*wholes)
+    with communication_log() as log:
+        out: Sharded = function(*given)
+        found = out.requires_grad and torch.autograd.grad(
+            out.local, [x.local for x in leaves], torch.ones_like(out.local.detach()), allow_unused=True
+        )
+    assert log.moved <= most, str(log)
+    torch.testing.assert_close(device_get(out.detach()), expected.detach())
+    if found:
+        grads = torch.autograd.grad(expected.sum(), [x for x in wholes if x.requires_grad], allow_unused=True)
+        for leaf, one, grad in zip(leaves, found, grads, strict=True):
+            if grad is not None:
+                torch.testing.assert_close(device_get(Sharded(one, leaf.spec)), grad)
+
+
+def _value(operand: tuple[Any, P]) -> Tensor:
+    """Random numbers of a shape, or the tensor given."""
+    given = operand[0]
+    return given if isinstance(given, Tensor) else torch.randn(given, dtype=torch.float64)
