@@ -74,6 +74,8 @@ PAIRS: Final[dict[str, Pair]] = {
         # a simulated value equal on all ranks, from here on one copy per rank
         ("apart", "V", "V", "apart", "identity", "[A] [A] => [A] [A]"),
         ("identity", "V", "V", "alias", "identity", "[A] [B] => [A] [B]"),
+        # and back: copies that are equal, held once
+        ("held_once", "V", "V", "pick", "identity", "[A] [A] => A"),
         # without types (check_vma=False): every rank's copy has a cotangent of its own
         ("psum_varying", "V", "V", "reduce", "psum_varying", "[A] [B] => [A+B] [A+B]"),
         ("leave_unchecked", "V", "I", "pick", "share_unchecked", "[A] [A] => A"),

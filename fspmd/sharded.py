@@ -15,8 +15,8 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 from fspmd.operators import BINARY, REFLECTED, UNARY
+from fspmd.pairs import apply, call
 from fspmd.spec import TensorSpec
-from fspmd.transport import Options, transport_of
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
@@ -365,7 +365,7 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
         return x
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
-    return transport_of(mesh).pick(x, mesh, absent, Options()).wait() if absent else x
+    return apply(x, call("held_once", mesh, absent)) if absent else x
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:

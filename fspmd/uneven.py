@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     apart = call("apart", held.mesh, held.axes)
     copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
     try:
-        return func(*copies[0], **copies[1])
+        return _parted(func, *copies) if getattr(func, "__name__", "") in _PARTS else func(*copies[0], **copies[1])
     except (ShapeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "symbolic" not in str(error):
             raise
@@ -117,6 +117,30 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         if out is NotImplemented:
             raise
         return out
+
+
+_PARTS: Final = {"unbind": 1, "hsplit": None, "vsplit": None, "dsplit": None} | dict.fromkeys(
+    ("split", "chunk", "tensor_split", "split_with_sizes"), 2
+)  # functions whose results are parts of a value along a dim, and which argument that is
+
+
+def _parted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each part a view of its own: backward of them all at once would fill in for unused ones of symbolic sizes."""
+    with torch.no_grad():
+        parts = func(*args, **kwargs)
+    x = next(_tensors((*args, *kwargs.values())))
+    place = _PARTS[func.__name__]
+    if place is not None:
+        dim = kwargs.get("dim", args[place] if place < len(args) else 0)
+    else:
+        dim = {"hsplit": min(1, x.ndim - 1), "vsplit": 0, "dsplit": 2}[func.__name__]
+    found: list[Tensor] = []
+    start = 0
+    for i, part in enumerate(parts):
+        length = part.shape[dim] if part.ndim == x.ndim else None
+        found.append(x.select(dim, i) if length is None else x.narrow(dim, start, length))
+        start += length or 0
+    return type(parts)(found)
 
 
 def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -163,11 +163,13 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "invariant_to_root": at_root,
     "apart": same,
     "identity": same,
+    "held_once": first,
     "psum_varying": reduce,
     "leave_unchecked": first,
     "share_unchecked": scaled,
     "mean_unchecked": mean,
 }
+OF_EQUALS = {"leave_unchecked", "held_once"}  # rows of equal copies only
 DUAL = {"I": "I", "V": "V", "U": "R", "R": "U"}  # the type of a gradient
 
 
@@ -303,7 +305,11 @@ def test_the_transpose_of_the_transpose_is_the_row_itself(name: str) -> None:
     row = PAIRS[name]
     back = PAIRS[row.transpose]
     # a transpose keeps copies apart as they are; of equal copies the first is the mean
-    assert PAIRS[back.transpose].name == {"apart": "identity", "leave_unchecked": "mean_unchecked"}.get(name, name)
+    assert PAIRS[back.transpose].name == {
+        "apart": "identity",
+        "held_once": "identity",
+        "leave_unchecked": "mean_unchecked",
+    }.get(name, name)
     assert (back.source, back.target) == (DUAL[row.target], DUAL[row.source])
 
 
@@ -322,7 +328,7 @@ def test_gradients_satisfy_the_inner_product(name: str, where: str, uneven: bool
     c, shape_at = prepared(name, where, uneven)
     source, target = c.pair.source, c.pair.target
     blocks = randoms(c.mesh, shape_at, equal_axes(c, source), 1)
-    if name == "leave_unchecked":  # of equal values only; each copy's cotangent is its share
+    if name in OF_EQUALS:
         blocks = randoms(c.mesh, shape_at, c.axes, 1)
     x = as_value(c.mesh, blocks, source, c.axes).requires_grad_()
     y = apply(x, c)
@@ -338,7 +344,7 @@ def test_gradients_satisfy_the_inner_product(name: str, where: str, uneven: bool
         torch.testing.assert_close(blocks_of(c.mesh, grad)[at], expected, rtol=1e-12, atol=1e-12)
     # grad is linear in g: its derivative along v is the row applied to v
     v = randoms(c.mesh, shape_at, equal_axes(c, source), 3)
-    if name == "leave_unchecked":
+    if name in OF_EQUALS:
         v = randoms(c.mesh, shape_at, c.axes, 3)
     (second,) = torch.autograd.grad(grad, g, as_value(c.mesh, v, source, c.axes))
     for at, expected in modelled(c, v).items():
@@ -362,7 +368,7 @@ def test_forward_mode_is_the_row_itself(name: str, where: str, uneven: bool) -> 
 def test_a_started_collective_lands_with_the_same_value_and_gradients(name: str) -> None:
     c, shape_at = prepared(name, "the minor axis", False)
     source = c.pair.source
-    equal = c.axes if name == "leave_unchecked" else equal_axes(c, source)
+    equal = c.axes if name in OF_EQUALS else equal_axes(c, source)
     blocks = randoms(c.mesh, shape_at, equal, 1)
 
     def derivatives(run: Callable[[Tensor], Tensor]) -> list[dict[Where, Tensor]]:

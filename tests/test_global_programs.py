@@ -1,0 +1,79 @@
+"""Chains of torch calls on `Sharded` values beside the same on whole tensors: values, gradients, gradients twice.
+
+`global_programs` writes the programs. A sample runs always, two thousand with FSPMD_FULL=1.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import check_lies_as_told
+from global_programs import Program, leaf, program, run
+from torch import Tensor
+
+from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh
+
+FULL = os.environ.get("FSPMD_FULL") == "1"
+
+#: writes into views that had to be moved, and into pending sums
+REFUSED = ("writes into a copy", "would change how its operand lies")
+
+
+def whole(x: Any) -> Tensor:
+    if not isinstance(x, Sharded):
+        return x
+    check_lies_as_told(x)
+    return device_get(x)
+
+
+def dual(partition: P) -> P:
+    """The layout of a gradient."""
+    return P(*partition, unreduced=partition.reduced, reduced=partition.unreduced)
+
+
+def scalar(values: list[Any]) -> Any:
+    """A number that depends on every element of every value, each with a weight of its own."""
+    return sum(
+        (whole(x) * torch.arange(1.0, x.numel() + 1).reshape(tuple(x.shape)).double().cos()).sum() for x in values
+    )
+
+
+def check(written: Program) -> None:
+    mesh = make_mesh(written.axes, ("x", "y")[: len(written.axes)], transport="simulation")
+    plain = [leaf(i, shape).requires_grad_() for i, (shape, _) in enumerate(written.leaves)]
+    mine = [
+        device_put(x.detach(), spec, mesh=mesh).requires_grad_()
+        for x, (_, spec) in zip(plain, written.leaves, strict=True)
+    ]
+    expected = run(written, plain)
+    try:
+        found = run(written, mine)
+    except VarianceError as error:
+        if any(words in str(error) for words in REFUSED):
+            return
+        raise
+    for x, want in zip(found, expected, strict=True):
+        assert tuple(x.shape) == tuple(want.shape)
+        torch.testing.assert_close(whole(x).detach(), want.detach(), rtol=1e-10, atol=1e-10)
+    for x, loss in ((plain, scalar(expected)), (mine, scalar(found))):
+        first = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+        penalty = sum((whole(g) ** 2).sum() for g in first if g is not None)
+        (loss + penalty).backward()
+    for x, y in zip(plain, mine, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert y.grad.spec.partition == dual(y.spec.partition)
+        torch.testing.assert_close(whole(y.grad), x.grad, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(0, 2000 if FULL else 60, 20))
+def test_a_chain_of_calls_means_what_it_means_on_whole_tensors(seed: int) -> None:
+    for one in range(seed, seed + 20):
+        try:
+            check(program(one))
+        except Exception as error:
+            error.add_note(f"seed {one}: {program(one)}")
+            raise
