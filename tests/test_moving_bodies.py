@@ -112,6 +112,17 @@ CASES |= {
 }
 
 CASES |= {
+    "diagonal": (torch.diagonal, ((5, 5),)),
+    "diagonal of more rows": (lambda x: x.diagonal(-2, 2, 1), ((2, 5, 7),)),
+    "diagonal of more columns": (lambda x: x.diagonal(1), ((4, 9, 2),)),
+    "diagonal of none": (lambda x: (x.diagonal(6), x * 1), ((6, 5),)),
+    "trace": (torch.trace, ((6, 5),)),
+    "diag": (lambda x: torch.diag(x, 1), ((6,),)),
+    "diag_embed": (lambda x: torch.diag_embed(x, -2, 2, 0), ((3, 5),)),
+    "diagonal_scatter": (lambda x, y: x.diagonal_scatter(y, -1, 1, 0), ((5, 6, 2), (2, 5))),
+}
+
+CASES |= {
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding=1), ((2, 3, 9), (4, 3, 3), (4,))),
     "conv1d, stride": (lambda x, w: F.conv1d(x, w, stride=2, padding=2, dilation=2), ((1, 2, 11), (2, 2, 3))),
     "conv1d, groups": (lambda x, w, b: F.conv1d(x, w, b, groups=2), ((2, 4, 6), (4, 2, 4), (4,))),
@@ -156,6 +167,11 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
     "slice_scatter": (lambda x, y: x.slice_scatter(y, 0, 2, 7), ((13, 64), (5, 64)), (_ROW, P()), 0),
     "slice_scatter, sharded": (lambda x, y: x.slice_scatter(y, 0, 2, 7), ((13, 64), (5, 64)), (_ROW, _ROW), 2 * 64),
     "select_scatter": (lambda x, y: x.select_scatter(y, 0, 3), ((13, 64), (64,)), (_ROW, P()), 0),
+    "diagonal": (torch.diagonal, ((13, 13),), (_ROW,), 0),
+    "diagonal of columns": (torch.diagonal, ((13, 13),), (_COLUMN,), 0),
+    "diagonal, moved": (torch.diagonal, ((13, 64),), (_COLUMN,), 16),
+    "trace": (torch.trace, ((13, 13),), (_COLUMN,), 0),
+    "diagonal_scatter": (torch.diagonal_scatter, ((13, 64), (13,)), (_ROW, P()), 0),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 

@@ -53,18 +53,6 @@ def extreme(whole: Whole) -> Factors:
     return along(whole, whole.dims(1, "dim")) if len(whole.shapes) == 1 else elementwise(whole)
 
 
-def diagonal_scattered(whole: Whole) -> Factors:
-    """Values set on the diagonal of two dims, which must be whole; the diagonal is the last dim of the source."""
-    dims = [whole.argument(3, "dim1", 0) % whole.ndim, whole.argument(4, "dim2", 1) % whole.ndim]
-    kept: Dims = tuple(None if d in dims else d for d in range(whole.ndim))
-    return Factors((kept, (*(d for d in kept if d is not None), None)), (kept,))
-
-
-def over_two(first: tuple[int, str, int], second: tuple[int, str, int]) -> Rule:
-    """Along two dims, each named by an argument."""
-    return lambda whole: along(whole, [whole.argument(*one) % whole.ndim for one in (first, second)])
-
-
 def layer_norm(whole: Whole) -> Factors:
     """Of x, and a weight and a bias of the normalised dims."""
     shape = tuple(whole.argument(1, "normalized_shape"))

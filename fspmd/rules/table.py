@@ -12,14 +12,27 @@ from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
-from fspmd.rules import attention, halos, insets, joins, lookups, moments, norms, reductions, softmaxes, tables, views
+from fspmd.rules import (
+    attention,
+    diagonals,
+    halos,
+    insets,
+    joins,
+    lookups,
+    moments,
+    norms,
+    reductions,
+    softmaxes,
+    tables,
+    views,
+)
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
-from fspmd.rules.reductions import extreme, mean_of_blocks, over, over_two
+from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.scans import SCANS
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
@@ -190,9 +203,9 @@ ROWS: Final[dict[str, Row]] = {
     "constant_pad_nd": Row(views.padded, body=joins.pad),
     "getitem": Row(views.indexed, "first", body=joins.getitem),
     "slice": Row(views.sliced, "first", body=joins.cut),
-    "diagonal": Row(over_two((2, "dim1", 0), (3, "dim2", 1)), "first"),
-    "diag_embed": Row(views.embedded_diagonal, "first"),
-    "diagonal_scatter": Row(reductions.diagonal_scattered),
+    **{name: Row(diagonals.diagonal, "first", body=diagonals.take) for name in _names("diagonal diagonal_copy")},
+    "diag_embed": Row(diagonals.embedded, "first", body=diagonals.embed),
+    "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
     "slice_scatter": Row(insets.slice_scattered, "sum", body=insets.set_slice),
     "select_scatter": Row(insets.select_scattered, "sum", body=insets.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),

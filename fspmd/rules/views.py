@@ -211,14 +211,6 @@ def flipped(whole: Whole) -> Factors:
     return Factors((every,), (every,), whole=frozenset(touched))
 
 
-def embedded_diagonal(whole: Whole) -> Factors:
-    """The last dim becomes the diagonal of two."""
-    n = len(whole.results[0])
-    new = [whole.argument(place, name, default) % n for place, name, default in ((2, "dim1", -2), (3, "dim2", -1))]
-    rest = iter(range(whole.ndim - 1))
-    return Factors(((*range(whole.ndim - 1), None),), (tuple(None if d in new else next(rest) for d in range(n)),))
-
-
 def parts(place: int, name: str, *, gone: bool = False) -> Rule:
     """Pieces along a dim, which must be whole; with ``gone`` they do not have it."""
 

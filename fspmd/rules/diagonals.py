@@ -1,0 +1,148 @@
+"""Diagonals of matrices with sharded rows or columns: each rank has the part that lies in its block.
+
+A diagonal lies as the rows do, or as the columns do; over axes that cut the others it is a pending sum. At most its own
+elements move, where its blocks are not those of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fspmd.cost import Topology, price
+from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.factors import Dims, Factors
+from fspmd.rules.whole import Whole
+from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
+from fspmd.spec import TensorSpec, entry_axes
+
+
+def diagonal(whole: Whole) -> Factors:
+    """The last dim of the result is the rows', or the columns'."""
+    rows, columns = _two(whole, 2)
+    every: Dims = tuple(range(whole.ndim))
+    rest = tuple(d for d in every if d not in (rows, columns))
+    both = frozenset({rows, columns})
+    found = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
+    return replace(found, others=(replace(found, results=((*rest, columns),), summed=frozenset({rows})),))
+
+
+def diagonal_scattered(whole: Whole) -> Factors:
+    """Values set on the diagonal of two dims; the diagonal is the last dim of the source, which is whole."""
+    dims = _two(whole, 3)
+    every: Dims = tuple(range(whole.ndim))
+    return Factors((every, (*(d for d in every if d not in dims), None)), (every,), whole=frozenset(dims))
+
+
+def embedded(whole: Whole) -> Factors:
+    """The last dim becomes the diagonal of two, of which the first is cut as it is."""
+    n, last = len(whole.results[0]), whole.ndim - 1
+    rows, columns = (whole.argument(at, name, d) % n for at, name, d in ((2, "dim1", -2), (3, "dim2", -1)))
+    rest = iter(range(last))
+    result = tuple(last if d == rows else None if d == columns else next(rest) for d in range(n))
+    return Factors((tuple(range(whole.ndim)),), (result,), whole=frozenset({last}))
+
+
+def _two(whole: Whole, place: int) -> tuple[int, int]:
+    return whole.argument(place, "dim1", 0) % whole.ndim, whole.argument(place + 1, "dim2", 1) % whole.ndim
+
+
+def _time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, dims: frozenset[int]) -> float:
+    """Of the elements that a block has of the diagonal."""
+    first = specs[0]
+    size = first.dtype.itemsize * min(first.block_shape[d] for d in dims)
+    for dim, length in enumerate(first.block_shape):
+        size *= 1 if dim in dims else length
+    over = tuple(axis for axis in axes if any(axis in entry_axes(entry) for entry in first.partition))
+    return price("permute", first.mesh, over, size, size, topology).time
+
+
+def _take(site: Site, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rows, columns = dim1 % x.dim(), dim2 % x.dim()
+    above, left = max(-offset, 0), max(offset, 0)  # of the first element
+    axes = entry_axes(site.results[0].partition[-1])
+    if not site.axes.get(rows) or axes != site.axes[rows]:
+        rows, columns, above, left = columns, rows, left, above
+    length = site.results[0].shape[-1]
+    cut, across = (site.blocks(site.operands[0].shape[d], d) for d in (rows, columns))
+    matrices = x.movedim((rows, columns), (-2, -1))
+    wide = int(any(n == 0 for _, n in across))  # an empty block has a column of zeros
+    if wide:
+        matrices = longer(matrices, -1)
+    if not length:
+        return matrices[..., 0].narrow(-1, 0, 0)
+    over = (*site.axes.get(rows, ()), *site.axes.get(columns, ()))
+
+    def column(at: int) -> tuple[int, Tensor, Tensor]:
+        """The width of a block, of each row the column in it, and whether it has an element of the diagonal."""
+        first, width = across[at % len(across)]
+        places = block_places(cut, at // len(across)) - above
+        found = places + left - first
+        return width, found, (places >= 0) & (places < length) & (found >= 0) & (found < width)
+
+    def element(at: int) -> Tensor:
+        width, places, here = column(at)
+        return torch.arange(len(places)) * (width + wide) + places.where(here, 0)
+
+    def kept(at: int) -> Tensor:
+        """The row itself, or the zeros behind all rows."""
+        _, places, here = column(at)
+        return torch.arange(len(places)).where(here, len(places))
+
+    found = matrices.flatten(-2).index_select(-1, per_rank(site, "elements", over, element))
+    found = longer(found, -1).index_select(-1, per_rank(site, "kept", over, kept))
+    after = site.blocks(length, rows)
+    if after == cut and not above:
+        return found
+    return fetched(site, "moved", found, found.dim() - 1, axes, cut, lambda at: block_places(after, at) + above)
+
+
+def _places(site: Site, spec: TensorSpec, d: int, key: int | None = None) -> Tensor:
+    """Where the rows of a block of a dim lie in the whole."""
+    key = d if key is None else key
+    cut = functools.partial(block_places, site.blocks(spec.shape[d], key))
+    return per_rank(site, ("places", d), site.axes.get(key, ()), cut)
+
+
+def _set(site: Site, x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rows, columns = dim1 % x.dim(), dim2 % x.dim()
+    if not src.shape[-1]:
+        return x.clone()
+    own, across = (_places(site, site.operands[0], d) for d in (rows, columns))
+    at = (own - max(-offset, 0)).clamp(0, src.shape[-1] - 1)
+    here = across - own[:, None] == offset
+    values = src.index_select(-1, at).unsqueeze(-1)
+    return torch.where(here, values, x.movedim((rows, columns), (-2, -1))).movedim((-2, -1), (rows, columns))
+
+
+def _embed(site: Site, x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    last, above, result = x.dim() - 1, max(-offset, 0), site.results[0]
+    rows, columns = dim1 % result.ndim, dim2 % result.ndim
+    length = site.operands[0].shape[-1]
+    after = site.blocks(result.shape[rows], last)
+
+    def wanted(at: int) -> Tensor:
+        places = block_places(after, at) - above
+        return places.where((places >= 0) & (places < length), -1)
+
+    def height(at: int) -> Tensor:
+        return torch.tensor(after[at][1])
+
+    def rows_of(at: int) -> Tensor:
+        return torch.arange(after[at][1])
+
+    x = fetched(site, "rows", x, last, site.axes[last], site.blocks(length, last), wanted)
+    own = _places(site, result, rows, last)
+    here = torch.arange(result.shape[columns], device=x.device) - own[:, None] == offset
+    row, zeros = (per_rank(site, key, site.axes[last], make) for key, make in (("row", rows_of), ("zeros", height)))
+    index = torch.where(here, row[:, None], zeros).flatten()
+    found: Tensor = longer(x, last).index_select(last, index).unflatten(last, (-1, result.shape[columns]))
+    return found.movedim((-2, -1), (rows, columns))
+
+
+take, embed = Bodied(_take, _time), Bodied(_embed, _time)
+put = still(_set)
