@@ -159,6 +159,36 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     return torch.constant_pad_nd(x, own, value)
 
 
+def _mirrored(before: int, behind: int, size: int, i: Tensor) -> Tensor:
+    return size - 1 - ((i - before).abs() - size + 1).abs()
+
+
+def _nearest(before: int, behind: int, size: int, i: Tensor) -> Tensor:
+    return (i - before).clamp(0, size - 1)
+
+
+def _wrapped(before: int, behind: int, size: int, i: Tensor) -> Tensor:
+    left = max(-before, 0)  # what is left out is left out first
+    return left + (i - max(before, 0)) % (size - left - max(-behind, 0))
+
+
+def pad_with(rows: Callable[[int, int, int, Tensor], Tensor]) -> Bodied:
+    """Before and behind a dim of its own ``rows``."""
+
+    def body(site: Site, x: Tensor, pad: Sequence[int], *_: Any, **__: Any) -> Tensor:
+        for k, (before, behind) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+            d = x.dim() - 1 - k
+            size, after = _size(site, d), site.results[0].shape[d]
+            if before or behind:
+                x = taken(site, "pad", x, d, size, after, functools.partial(rows, before, behind, size))
+        return x
+
+    return passing(body)
+
+
+reflect, replicate, wrap = pad_with(_mirrored), pad_with(_nearest), pad_with(_wrapped)
+
+
 @passing
 def cat(site: Site, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Of each operand the rows that fall into the new block."""

@@ -119,11 +119,11 @@ _BATCHED: Final = {
         "linalg_ldl_solve": (2, 1, 2),
     },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
-    **dict.fromkeys(_names("max_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d"), (1,)),
+    **dict.fromkeys(_names("max_pool1d adaptive_avg_pool1d"), (1,)),
     **dict.fromkeys(
         _names(
             "_adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
-            "max_pool2d_with_indices_backward reflection_pad2d replication_pad2d upsample_nearest2d "
+            "max_pool2d_with_indices_backward upsample_nearest2d "
             "upsample_bilinear2d upsample_bicubic2d "
             "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
         ),
@@ -131,8 +131,7 @@ _BATCHED: Final = {
     ),
     **dict.fromkeys(
         _names(
-            "_adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d "
-            "upsample_nearest3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d"
+            "_adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d"
         ),
         (3,),
     ),
@@ -201,6 +200,12 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1"), "first"),
     "constant_pad_nd": Row(views.padded, body=joins.pad),
+    **{
+        f"{name}_pad{n}d": Row(views.padded, "first", empty=False, body=body)
+        for name, body in (("reflection", joins.reflect), ("replication", joins.replicate))
+        for n in (1, 2, 3)
+    },
+    "pad": Row(views.wrapped, "first", empty=False, body=joins.wrap),
     "getitem": Row(views.indexed, "first", body=joins.getitem),
     "slice": Row(views.sliced, "first", body=joins.cut),
     **{name: Row(diagonals.diagonal, "first", body=diagonals.take) for name in _names("diagonal diagonal_copy")},

@@ -176,6 +176,11 @@ def padded(whole: Whole) -> Factors:
     return Factors((every,), (every,), whole=frozenset(whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size))
 
 
+def wrapped(whole: Whole) -> Factors:
+    """The same, of what comes from the other end."""
+    return padded(whole) if whole.argument(2, "mode") == "circular" else NO_RULE
+
+
 def rolled(whole: Whole) -> Factors:
     """Dims along which elements move on must be whole; without such all, as of one."""
     dims = whole.argument(2, "dims")
