@@ -57,11 +57,13 @@ from fspmd.errors import (
     VarianceError,
 )
 from fspmd.explicit import ImplicitCommunicationWarning, explicit, set_default
+from fspmd.hooks import install as _install
 from fspmd.implicit import Implicit
 from fspmd.initial import init_sharded
 from fspmd.measure import measure_topology
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules import functional_call
+from fspmd.optim import install as _install_optim
 from fspmd.parallel import ParallelPlan, parallelize
 from fspmd.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.rank_map import rank_map
@@ -82,6 +84,8 @@ from fspmd.styles import (
 )
 from fspmd.watch import Communication
 
+_install()
+_install_optim()
 if _collects:
     _gc.enable()
 

@@ -6,7 +6,8 @@
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
 * TorchScript calls torch below Python.
 
-Outside a body each wrapper goes straight to torch.
+Outside a body each wrapper goes straight to torch; only a `Sharded`, which ``apply`` would cut off from autograd, it
+refuses.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
 
 from fspmd.body import Body, state
-from fspmd.errors import VarianceError
+from fspmd.errors import ArgumentError, VarianceError
 from fspmd.modes import again, is_active
+from fspmd.sharded import Sharded
 from fspmd.tracking import Tracker, mode_for
 from fspmd.type_rules import show_value, tensors_of
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
@@ -48,6 +50,8 @@ def _wrap_apply() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         body = state.body
         tracker = state.tracker
+        if body is None and Sharded in map(type, args):
+            _check_followed(cls, args)
         if body is None or cls.__module__.startswith("fspmd.") or not (tracker is None or is_active(tracker)):
             return original(cls, *args, **kwargs)  # inside a torch function the tracker has cast the operands already
         result = INVARIANT
@@ -70,6 +74,17 @@ def _wrap_apply() -> None:
         return _bind_body(out, body, tracker)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
+    """Autograd sees tensors alone: what follows would have no gradient, and nobody would know."""
+    x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
+    if x is None or not torch.is_grad_enabled():
+        return
+    instead = "call it in a function run by shard_map, or give it a rule: fspmd.rule(MyFunction.apply, 'm n -> m n')"
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        instead = "write use_reentrant=False, or fspmd.checkpoint"
+    raise ArgumentError(f"{cls.__name__}.apply, an autograd.Function of tensors, got {x!r}; {instead}")
 
 
 def _bind_body(out: Any, body: Body, tracker: Tracker | None) -> Any:

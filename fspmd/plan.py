@@ -14,7 +14,6 @@ from fspmd.body import Body
 from fspmd.entry import Entry, argument_failure, make_entry
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
 from fspmd.exit import Exits, make_exit, result_failure, static_failure
-from fspmd.hooks import install
 from fspmd.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.pairs import Call, call
@@ -92,7 +91,6 @@ def make_plan(
     outer: Body | None,
 ) -> Plan:
     """Check everything that can be checked before the body runs."""
-    install()
     name = f"shard_map({_name_of(f)})"
     mesh = _resolve_mesh(mesh, outer, name)
     outer_axes = outer.axes if outer is not None else frozenset()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import optree
 import torch
@@ -25,6 +25,8 @@ from fspmd.rules import composite_of, handler_of, is_ragged, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
+
+_NUMBERS: Final = ("alpha", "beta")
 
 
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
@@ -52,6 +54,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
             "y.copy_(result)"
         )
+    if any(isinstance(kwargs.get(name), Sharded) for name in _NUMBERS):
+        return as_whole(functools.partial(_with_numbers, func))
     if _is_not_defined(func, args):
         return as_whole(lambda args, kwargs: NotImplemented)
     if (handler := handler_of(func)) is not None:
@@ -126,6 +130,12 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
+
+
+def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A 0-d tensor where torch wants a number, and takes that of the tensor."""
+    numbers = {name: kwargs[name].item() for name in _NUMBERS if isinstance(kwargs.get(name), Sharded)}
+    return above.dispatch(func, args, {**kwargs, **numbers})
 
 
 def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

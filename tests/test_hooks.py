@@ -167,3 +167,16 @@ def test_anomaly_detection_looks_at_every_rank(check_vma: bool) -> None:
         x[5] = -1
         with pytest.raises(RuntimeError, match="returned nan values"):
             fspmd.grad(f)(x)
+
+
+def test_what_would_cut_a_sharded_off_from_autograd_is_refused() -> None:
+    x = fspmd.ones(5, 3, spec=P("x"), mesh=MESH, dtype=F64, requires_grad=True)
+    w = fspmd.ones(3, spec=P(), mesh=MESH, dtype=F64)
+    with pytest.raises(fspmd.ArgumentError, match=r"^Product.apply, an autograd.Function of tensors, got Sharded"):
+        Product.apply(x, w, 2.0)
+    with pytest.raises(fspmd.ArgumentError, match=r"write use_reentrant=False, or fspmd.checkpoint"):
+        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+    assert Product.apply(x.detach(), w, 2.0).spec.partition == P("x")  # no gradient to lose
+    product = fspmd.rule(Product.apply, "m [k], [k] -> m")
+    product(x, w, 2.0).sum().backward()
+    assert torch.equal(fspmd.device_get(x.grad), torch.full((5, 3), 2.0, dtype=F64))

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
-from fspmd.hooks import install
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -34,7 +33,6 @@ def checkpoint(f: Callable[Q, R]) -> Callable[Q, R]:
     """
 
     check_function(f, "checkpoint")
-    install()
 
     @functools.wraps(f)
     def recomputed(*args: Q.args, **kwargs: Q.kwargs) -> R:

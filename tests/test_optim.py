@@ -1,0 +1,107 @@
+"""Optimizers of torch.optim and clipping on `Sharded` parameters, beside the same steps on unsharded ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import values
+from torch import Tensor, nn
+
+import fspmd
+from fspmd import ArgumentError, P, device_get, device_put, make_mesh
+
+GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
+SPECS = [(P("x", "y"), P("y")), (P(None, ("y", "x")), P()), (P(reduced={"x"}), P("x"))]
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD of lists": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.1}),
+    "AdamW of lists": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "centered": True}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
+    "LBFGS": (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3}),
+}
+
+
+def _leaves(specs: tuple[P, ...] | None) -> list[Any]:
+    plain = values(((5, 3), (4,)))
+    placed = plain if specs is None else [device_put(x, spec, mesh=GRID) for x, spec in zip(plain, specs, strict=True)]
+    return [x.detach().clone().requires_grad_() for x in placed]
+
+
+def _step(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+    def loss() -> Any:
+        optimizer.zero_grad()
+        total = sum((x**4 + x).sum() for x in params)
+        total.backward()
+        return total
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+
+
+def _same(found: list[Any], want: list[Tensor]) -> None:
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(device_get(x), y)
+
+
+@pytest.mark.parametrize("specs", SPECS, ids=repr)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_and_states(name: str, specs: tuple[P, ...]) -> None:
+    make, options = OPTIMIZERS[name]
+    plain, ours = _leaves(None), _leaves(specs)
+    want, found = make(plain, **options), make(ours, **options)
+    for _ in range(2):
+        _step(want, plain)
+        _step(found, ours)
+    _same(ours, plain)
+    state = found.state_dict()
+    assert list(state["state"]) == list(want.state_dict()["state"])
+    _step(want, plain)
+    for saved in (copy.deepcopy(state), device_get(state)):  # as it lies, and whole
+        again = [x.detach().clone().requires_grad_() for x in ours]
+        restored = make(again, **options)
+        restored.load_state_dict(saved)
+        _step(restored, again)
+        _same(again, plain)
+
+
+def test_groups_and_names() -> None:
+    x, b = _leaves(SPECS[0])
+    plain = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([{"params": x, "lr": 0.5}, {"params": (p for p in (b, plain))}], lr=0.1)
+    assert [group["params"] for group in optimizer.param_groups] == [[x], [b, plain]]
+    assert torch.optim.SGD([("x", x), ("b", b)], lr=0.1).param_groups[0]["param_names"] == ["x", "b"]
+    with pytest.raises(ArgumentError, match=r"SGD got Sharded .* in more than one group"):
+        torch.optim.SGD([{"params": [x]}, {"params": [b, x]}], lr=0.1)
+    with pytest.raises(ArgumentError, match=r"Adam got fused=True and .*; write foreach=True"):
+        torch.optim.Adam([x], fused=True)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
+def test_clipping(foreach: bool | None, order: float) -> None:
+    plain, ours = _leaves(None), _leaves(SPECS[0])
+    for params in (plain, ours):
+        sum((x**3).sum() for x in params).backward()  # type: ignore[union-attr]
+    norms = [nn.utils.clip_grad_norm_(iter(params), 1.0, order, True, foreach) for params in (plain, ours)]
+    _same([norms[1]], [norms[0]])
+    _same([x.grad for x in ours], [x.grad for x in plain])
+    for params in (plain, ours):
+        nn.utils.clip_grads_with_norm_(params, 0.5, nn.utils.get_total_norm([x.grad for x in params]), foreach)
+        nn.utils.clip_grad_value_(params, 0.05, foreach)
+        nn.utils.clip_grad_norm_(params[0], 1e-3)
+    _same([x.grad for x in ours], [x.grad for x in plain])
+    assert ours[0].grad.spec is ours[0].spec
+
+
+def test_clipping_over_two_meshes_is_told() -> None:
+    params = [fspmd.ones(4, spec=P("x"), mesh=mesh, requires_grad=True) for mesh in (GRID, make_mesh((4,), ("x",)))]
+    for x in params:
+        x.sum().backward()
+    with pytest.raises(fspmd.MeshError, match="two meshes"):
+        nn.utils.clip_grad_norm_(params, 1.0)
