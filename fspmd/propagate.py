@@ -20,6 +20,7 @@ from fspmd.copies import as_copies, handed_on, refuse_copy
 from fspmd.cost import moves as kernel_moves
 from fspmd.cost import topology
 from fspmd.errors import ArgumentError, VarianceError
+from fspmd.messages import quoted
 from fspmd.moves import moves as moves_of
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
@@ -379,11 +380,17 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: froze
 
 
 def _refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
-    name = shown(func)
+    name, first = shown(func), specs[0]
+    new = f"x = x.{name.removesuffix('()').removesuffix('_')}(...)"
+    if first.partition.unreduced:
+        raise VarianceError(
+            f"{name} would change how its operand lies: it writes into Sharded {first!r}, a sum pending over "
+            f"{quoted(sorted(first.partition.unreduced))} that would end; write {new}, or end it first: x = reshard(x, "
+            f"{P(*first.partition)!r})"
+        )
     raise VarianceError(
-        f"{name} would change how its operand lies: it writes into Sharded {specs[0]!r} what it computes with "
-        f"{', '.join(map(repr, specs[1:])) or 'a number'}; write x = x.{name.removesuffix('_()')}(...), or move the "
-        "operands first"
+        f"{name} would change how its operand lies: it writes into Sharded {first!r} what it computes with "
+        f"{', '.join(map(repr, specs[1:])) or 'a number'}; write {new}, or move the operands first"
     )
 
 

@@ -306,6 +306,13 @@ def _binary(func: Any) -> Any:
     return method
 
 
+def _radd(self: Sharded, other: Any) -> Any:
+    """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
+    if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
+        return above.dispatch(Tensor.clone, (self,), {})
+    return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (self, other), {})
+
+
 def _of_local(name: str) -> Any:
     return property(lambda self: getattr(self.local, name), doc=f"As of this rank's block: ``torch.Tensor.{name}``.")
 
@@ -353,6 +360,7 @@ for _name, (_, _function) in BINARY.items():
         setattr(Sharded, f"__i{_name}__", _binary(getattr(Tensor, f"{_function}_")))
 for _name in UNARY:
     setattr(Sharded, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
+Sharded.__radd__ = _radd  # type: ignore[attr-defined]
 Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

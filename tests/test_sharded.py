@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_cases import check_case
 from torch import nn
 
-from fspmd import ArgumentError, FspmdError, P, ShapeError, device_get, device_put, make_mesh
+from fspmd import (
+    ArgumentError,
+    FspmdError,
+    P,
+    ShapeError,
+    VarianceError,
+    communication_log,
+    device_get,
+    device_put,
+    make_mesh,
+)
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 PLAIN = torch.arange(15.0).view(5, 3)
@@ -38,6 +49,30 @@ def test_data_shares_memory(x: Any) -> None:
     assert (leaf * 2).grad_fn is not None
 
 
+def test_a_sum_of_pending_sums_is_pending() -> None:
+    x = device_put(PLAIN, P(unreduced={"x"}), mesh=LINE)
+    with communication_log() as log:
+        total = sum([x, x])
+        same = sum([x])
+    assert not log
+    assert (total.spec, same.spec) == (x.spec, x.spec)
+    assert same.local is not x.local
+    assert torch.equal(device_get(total), 2 * PLAIN)
+    assert torch.equal(device_get(0 + (x > 3)), 0 + (PLAIN > 3))
+
+
+COMPARISONS = ["eq_", "ne_", "lt_", "le_", "gt_", "ge_"]
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparisons_in_place(name: str) -> None:
+    def f(y: Any) -> Any:
+        z = y * 2
+        return getattr(z, name)(4.0) * y
+
+    check_case(name, (f, ((5, 3),)), LINE, 10)
+
+
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a dim": (lambda x: x.size(5), ShapeError, r"size\(5\) of Sharded .*, whose dims are -2 to 1"),
     "len": (lambda x: len(x[0, 0]), ArgumentError, r"len\(\) of .*, which has no dims; .*write device_get\(x\)"),
@@ -48,6 +83,14 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a function": (lambda x: x.apply_(abs), ArgumentError, r"write x.local.apply_\(...\)"),
     "a size": (lambda x: x.resize_(3, 5), ArgumentError, r"write x.new_empty\(size\)"),
 }
+
+
+def test_a_write_that_would_end_a_pending_sum() -> None:
+    x = device_put(PLAIN, P(unreduced={"x"}), mesh=LINE)
+    with pytest.raises(
+        VarianceError, match=r"a sum pending over 'x' that would end; write x = x.sigmoid"
+    ):
+        x.sigmoid_()
 
 
 @pytest.mark.parametrize("name", MISTAKES)

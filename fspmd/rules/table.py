@@ -256,6 +256,8 @@ def row_of(func: Any) -> Row | None:
     name = name_of(func)
     if name.startswith("__"):
         name = OPERATORS.get(name.strip("_"), ("", ""))[1]
+    if writes(func) and name in _REWRITTEN:
+        return None
     if writes(func):
         row = _WRITES.get(name) or ROWS.get(name.removesuffix("_"))
         return row if row is not None and row.rule is elementwise else None
@@ -302,6 +304,8 @@ def writes(func: Any) -> bool:
     return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
 
 
+#: written as new values: of an uneven simulated block torch's own write, or its backward, wants the sizes as numbers
+_REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_"))
 _WRITES: Final = {
     "zero_": Row(elementwise, "first"),
     "fill_": Row(elementwise, free=True),
