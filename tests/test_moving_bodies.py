@@ -135,6 +135,14 @@ CASES |= {
         ((2, 4, 5, 6), (4, 4, 3, 3), (4,)),
     ),
     "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), ((1, 2, 5), (2, 3, 3))),
+    "conv_transpose1d, gaps": (
+        lambda x, w, b: F.conv_transpose1d(x, w, b, stride=4, padding=1, output_padding=2),
+        ((1, 2, 5), (2, 3, 2), (3,)),
+    ),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=(1, 2), padding=(2, 1), dilation=(2, 1), groups=2),
+        ((1, 4, 6, 5), (4, 1, 3, 3)),
+    ),
     "conv3d": (lambda x, w: F.conv3d(x, w, padding=1), ((1, 2, 4, 3, 3), (2, 2, 3, 2, 1))),
     "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), ((2, 2, 9),)),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, (3, 2), (2, 1)), ((1, 2, 9, 6),)),
@@ -178,6 +186,12 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
     "diagonal_scatter": (torch.diagonal_scatter, ((13, 64), (13,)), (_ROW, P()), 0),
     "pad, reflected": (lambda x: F.pad(x, (0, 0, 2, 1), "reflect"), ((1, 13, 64),), (_COLUMN,), 2 * 64),
     "pad, circular": (lambda x: F.pad(x, (0, 0, 2, 1), "circular"), ((1, 13, 64),), (_COLUMN,), 3 * 64),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        ((1, 4, 13, 8), (4, 4, 3, 3)),
+        (P(None, None, "x"), P()),
+        4 * 8,
+    ),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 

@@ -34,7 +34,7 @@ def convolution(whole: Whole) -> Factors:
     """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``."""
     window = " ".join("1" for _ in whole.shapes[0][2:])
     kernel = "i o" if whole.args[6] else "o i"
-    space = window if whole.args[6] else " ".join(f"[{d}]" for d in range(2, whole.ndim))
+    space = " ".join(f"[{d}]" for d in range(2, whole.ndim))
     if whole.args[8] != 1:  # groups
         found = match(parse(f"n 1 {space}, 1 1 {window}, 1 -> n 1 {space}"), whole.shapes)
     else:

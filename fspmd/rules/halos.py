@@ -34,6 +34,32 @@ def _windows(site: Site, key: Any, x: Tensor, d: int, window: tuple[int, int, in
     return fetched(site, ("rows", d), x, d, site.axes[key], site.blocks(size, key), rows)
 
 
+def _spread(site: Site, key: Any, x: Tensor, d: int, window: tuple[int, int, int, int]) -> Tensor:
+    """The rows of a dim that a transposed convolution spreads over the result's block."""
+    rows = functools.partial(_sources, site, key, d, window)
+    return fetched(
+        site, ("rows", d), x, d, site.axes[key], site.blocks(site.operands[0].shape[d], key), lambda at: rows(at)[0]
+    )
+
+
+def _within(site: Site, key: Any, out: Tensor, d: int, window: tuple[int, int, int, int]) -> Tensor:
+    """Of what those rows are spread over, the result's block."""
+    rows = functools.partial(_sources, site, key, d, window)
+    return out.index_select(d, per_rank(site, ("own", d), site.axes[key], lambda at: rows(at)[1]))
+
+
+def _sources(site: Site, key: Any, d: int, window: tuple[int, int, int, int], at: int) -> tuple[Tensor, Tensor]:
+    """The rows that reach into a block, -1 beyond the ends, and where it lies in what they are spread over."""
+    kernel, stride, padding, dilation = window
+    size, result = site.operands[0].shape[d], site.results[0].shape[d]
+    start, length = site.blocks(result, key)[at]
+    last = (start + max(length, 1) - 1 + padding) // stride
+    first = min((start + padding) // stride, -((dilation * (kernel - 1) - start - padding) // stride))
+    places = torch.arange(first, last + 1)
+    block = torch.arange(start, start + length) + padding - first * stride
+    return places.where((places >= 0) & (places < size), -1), block
+
+
 def _own(site: Site, key: Any, out: Tensor, d: int) -> Tensor:
     """Without the window of an empty block."""
     blocks = site.blocks(site.results[0].shape[d], key)
@@ -59,14 +85,20 @@ def convolution(
     left = _each(padding, x.dim() - 2)
     strides, spread = _each(stride, x.dim() - 2), _each(dilation, x.dim() - 2)
     cut = [d for d in range(2, x.dim()) if site.axes.get(str(d))]
-    for d in cut:
-        x = _windows(site, str(d), x, d, (weight.shape[d], strides[d - 2], left[d - 2], spread[d - 2]))
+    behind = _each(output_padding, x.dim() - 2)
+    windows = {d: (weight.shape[d], strides[d - 2], left[d - 2], spread[d - 2]) for d in cut}
+    for d, window in windows.items():
+        if transposed:
+            x = _spread(site, str(d), x, d, window)
+            behind[d - 2] = max(0, window[1] - 1 - window[3] * (window[0] - 1))
+        else:
+            x = _windows(site, str(d), x, d, window)
         left[d - 2] = 0
     pending = () if bias is None else tuple(site.mesh.ordered(get_variance(bias).unreduced))
     own = None if pending else bias
-    out: Tensor = torch.convolution(x, weight, own, strides, left, spread, transposed, list(output_padding), groups)
-    for d in cut:
-        out = _own(site, str(d), out, d)
+    out: Tensor = torch.convolution(x, weight, own, strides, left, spread, transposed, behind, groups)
+    for d, window in windows.items():
+        out = _within(site, str(d), out, d, window) if transposed else _own(site, str(d), out, d)
     if pending and bias is not None:
         for axis in site.mesh.ordered(get_variance(out).varying - get_variance(bias).varying - {*pending}):
             bias = pcast(bias, axis, to="varying")
