@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -183,7 +184,38 @@ def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     return _extremum(x, axis_name, axis_index_groups, wait, "min")
 
 
-def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) -> Any:
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The extremum along dims of a block, which are kept; dims at whose ``ends`` there is one more, of ``fill``."""
+
+    op: str
+    dims: tuple[int, ...]
+    ends: tuple[int, ...]
+    fill: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for d in self.ends:
+            x = torch.cat([x, x.new_full((*x.shape[:d], 1, *x.shape[d + 1 :]), self.fill)], d)
+        return (torch.amax if self.op == "max" else torch.amin)(x, self.dims, keepdim=True)
+
+    def count(self, hit: Tensor) -> Tensor:
+        """How many there are, of which a half cannot count many."""
+        return hit.sum(self.dims, keepdim=True, dtype=torch.promote_types(hit.dtype, torch.float32))
+
+    def batched(self) -> Within:
+        """The same with one more dim in front."""
+        return Within(self.op, tuple(d + 1 for d in self.dims), tuple(d + 1 for d in self.ends), self.fill)
+
+
+def extremum(x: Tensor, axes: tuple[str, ...], within: Within) -> Tensor:
+    """Along dims of all blocks of mesh axes together: the gradient goes to the elements that attain it, in equal parts.
+
+    Forward an all-reduce, and one in backward.
+    """
+    return _extremum(x, axes, None, True, within.op, within)  # type: ignore[no-any-return]
+
+
+def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, within: Within | None = None) -> Any:
     what = f"p{op}"
     body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
@@ -191,7 +223,8 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
     index_groups = check_index_groups(groups, math.prod(body.sizes(axes)), what, equal=False)
     if not axes:
         return x if wait else done(x)
-    check_alike(body, leaves, axes, what)
+    if within is None:
+        check_alike(body, leaves, axes, what)
 
     def build(i: int, leaf: Any) -> Step | None:
         if not isinstance(leaf, Tensor):
@@ -205,13 +238,16 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str) 
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
         if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-            return Step(None, after, after=lambda x: _Extremum.apply(x, watched(x, find), watched(x, count)))
+            return Step(None, after, after=lambda x: _Extremum.apply(x, watched(x, find), watched(x, count), within))
         x = leaves[i]
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return elementwise_step(find, after, x)
-        leaves[i] = x.detach()
+        followed = x.requires_grad and torch.is_grad_enabled()
+        if followed or within is not None:
+            leaves[i] = x.detach() if within is None else within(x.detach())
+        step = elementwise_step(find, after, leaves[i])
+        if not followed:
+            return step
         counted = watched(x, count)
-        return then(elementwise_step(find, after, leaves[i]), lambda found: _Extremum.apply(x, [found], counted))
+        return then(step, lambda found: _Extremum.apply(x, [found], counted, within))
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 
@@ -220,38 +256,42 @@ class _Extremum(torch.autograd.Function):
     """``find`` the extremum, or what was found; the gradient is shared by the ``count`` elements that attain it."""
 
     @staticmethod
-    def forward(x: Tensor, find: Call | list[Tensor], count: Call) -> Tensor:
+    def forward(x: Tensor, find: Call | list[Tensor], count: Call, within: Within | None) -> Tensor:
         if isinstance(find, Call):
-            return find.run(x)
+            return find.run(x if within is None else within(x))
         (found,) = find
         return found.clone() if found._is_view() else found  # torch forbids writes into a view that a Function returns
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Any, Call], output: Tensor) -> None:
-        x, _, ctx.count = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Any, Call, Within | None], output: Tensor) -> None:
+        x, _, ctx.count, ctx.within = inputs
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         with torch._C.DisableTorchFunction():
-            return _shared(apply(g, ctx.count.transposed), ctx.saved_tensors, ctx.count), None, None
+            g = apply(g, ctx.count.transposed)
+            return _shared(g, ctx.saved_tensors, ctx.count, ctx.within), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         with torch._C.DisableTorchFunction():
-            return apply(_shared(tangent, ctx.saved_tensors, ctx.count), ctx.count)
+            parts = _shared(tangent, ctx.saved_tensors, ctx.count, ctx.within)
+            return apply(parts if ctx.within is None else parts.sum(ctx.within.dims, keepdim=True), ctx.count)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, find: Call, count: Call) -> tuple[Tensor, int]:
-        return _Extremum.apply(x, find, count), in_dims[0]
+    def vmap(info: Any, in_dims: Any, x: Tensor, find: Call, count: Call, within: Within | None) -> tuple[Tensor, int]:
+        if within is None:
+            return _Extremum.apply(x, find, count, None), in_dims[0]
+        return _Extremum.apply(x.movedim(in_dims[0], 0), find, count, within.batched()), 0
 
 
-def _shared(g: Tensor, saved: tuple[Tensor, Tensor], count: Call) -> Tensor:
-    """``g`` in equal parts for the elements that attain the extremum."""
+def _shared(g: Tensor, saved: tuple[Tensor, Tensor], count: Call, within: Within | None) -> Tensor:
+    """``g`` in equal parts for the elements that attain the extremum; nan is attained by each."""
     x, best = saved
-    hit = (x == best).to(x.dtype)
-    return g * hit / apply(hit, count)
+    hit = ((x == best) | (x.isnan() & best.isnan())).to(x.dtype)
+    return (g * hit / apply(hit if within is None else within.count(hit), count)).to(x.dtype)
 
 
 def _operand(body: Body, x: Tensor, axes: tuple[str, ...], step: Step) -> Tensor:

@@ -43,6 +43,10 @@ class Site:
         """(offset, length) of each block of a dim of a global size, in the order of its axes."""
         return blocks(size, tuple(self.mesh.shape[axis] for axis in self.axes.get(dim, ())))
 
+    def has_empty(self, dim: int) -> bool:
+        """Whether some block of a dim of the first operand is empty."""
+        return any(length == 0 for _, length in self.blocks(self.operands[0].shape[dim], dim))
+
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, made in the first call."""
         if key not in self.memo:
@@ -80,7 +84,7 @@ def dims_of(x: Tensor, dim: Dim) -> tuple[int, ...]:
 
 def padded(site: Site, x: Tensor, dim: int, value: float) -> Tensor:
     """With one more element at the end of a dim, where some block of it may be empty."""
-    if all(length for _, length in site.blocks(site.operands[0].shape[dim], dim)):
+    if not site.has_empty(dim):
         return x
     return torch.cat([x, torch.full_like(x.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=x.dtype), value)], dim)
 

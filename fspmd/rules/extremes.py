@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, padded
+from fspmd.collectives.reductions import Within, extremum
+from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, padded, reducing
 
 #: the place of an element that stands for none
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -31,25 +32,12 @@ def _alike(x: Tensor, top: Tensor) -> Tensor:
 def extreme(site: Site, x: Tensor, dims: tuple[int, ...], greatest: bool) -> Tensor:
     """The extreme along dims, which are kept. Its gradient is divided evenly among all elements that attain it.
 
-    One gather of three numbers per row forward, none backward.
+    One all-reduce of one number per row forward, and one backward.
     """
-    take = torch.amax if greatest else torch.amin
-    own = x.detach()
-    for d in dims:
-        own = padded(site, own, d, limit(x.dtype, greatest))
-    own = take(own, dims, keepdim=True)
-    if not x.is_floating_point():
-        return take(site.gathered(dims, own)[0], 0)
-    hits = _alike(x, own)
-    wide = torch.promote_types(x.dtype, torch.float32)  # counts of many
-    added = x.to(wide).where(hits, 0).sum(dims, keepdim=True)
-    counts = hits.sum(dims, keepdim=True, dtype=wide)
-    tops, sums, counts = site.gathered(dims, own.to(wide), added, counts)
-    top = take(tops, 0)
-    here = _alike(tops, top)
-    mean = sums.where(here, 0).sum(0) / counts.where(here, 0).sum(0)
-    exact = top + (mean - mean.detach())
-    return torch.where(top.isfinite(), exact, mean).to(x.dtype)
+    wide = x.to(torch.uint8) if x.dtype is torch.bool else x
+    ends = tuple(d for d in dims if site.has_empty(d))
+    within = Within("max" if greatest else "min", dims, ends, limit(wide.dtype, greatest))
+    return extremum(wide, site.over(dims), within).to(x.dtype)
 
 
 def _squeezed(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -64,7 +52,7 @@ def _amax(greatest: bool) -> Body:
     return body
 
 
-@gathering(6)
+@reducing(2)
 def aminmax(site: Site, x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """Both at once."""
     dims = dims_of(x, dim)
@@ -148,8 +136,8 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
 
 #: one gather of a few numbers per row forward, none backward
 EXTREMES = {
-    **{name: gathering(3)(_amax(name == "amax")) for name in ("amax", "amin")},
-    **{name: gathering(3)(_extreme_or_pair(name == "max")) for name in ("max", "min")},
+    **{name: reducing(1)(_amax(name == "amax")) for name in ("amax", "amin")},
+    **{name: gathering(2)(_extreme_or_pair(name == "max")) for name in ("max", "min")},
     **{name: gathering(3)(_place(name == "argmax")) for name in ("argmax", "argmin")},
     "aminmax": aminmax,
     "topk": topk,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.collectives import psum
+from fspmd.collectives import pmax, psum
 from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, reducing, widened
 from fspmd.rules.extremes import extreme
 from fspmd.rules.moments import root
@@ -53,15 +53,15 @@ def prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, *
 
 
 def _counted(how: str) -> Body:
-    """One all-reduce of one number per row: how many elements are not zero, whether any is, or all."""
+    """How many elements are not zero, whether any is, or all: one all-reduce of one number per row, or one byte."""
 
     def body(site: Site, x: Tensor, dim: Dim = None, keepdim: bool = False, **_: Any) -> Tensor:
         dims = dims_of(x, dim)
         hits = x == 0 if how == "all" else x != 0
-        count = psum(hits.sum(dims, keepdim=keepdim), site.over(dims))
-        return (count if how == "count_nonzero" else count == 0 if how == "all" else count > 0).to(
-            site.results[0].dtype
-        )
+        if how == "count_nonzero":
+            return psum(hits.sum(dims, keepdim=keepdim), site.over(dims))
+        some = pmax(hits.any(dims, keepdim=keepdim).to(torch.uint8), site.over(dims))
+        return (some == 0 if how == "all" else some > 0).to(site.results[0].dtype)
 
     return body
 
