@@ -55,7 +55,7 @@ class Graph:
     structure: optree.PyTreeSpec
 
     def run(self, dispatch: Function, tensors: Sequence[Any]) -> Any:
-        """The function on these tensors: one ``dispatch(target, args, kwargs)`` per node that has a `Sharded`."""
+        """The function on these tensors: one ``dispatch(target, (), args, kwargs)`` per node with a `Sharded`."""
         values = list(tensors)
         for node in self.nodes:
             leaves = list(node.leaves)
@@ -63,7 +63,7 @@ class Graph:
                 leaves[place] = values[number]
             args, kwargs = node.arguments.unflatten(leaves)
             if node.calls and any(type(leaf) is Sharded for leaf in leaves):
-                values.append(dispatch(node.target, args, kwargs))
+                values.append(dispatch(node.target, (), args, kwargs))
             else:
                 values.append(_ON_PLAIN.get(node.target, node.target)(*args, **kwargs))
         return self.structure.unflatten(values[x] if i in self.places else x for i, x in enumerate(self.results))

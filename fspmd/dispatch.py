@@ -25,7 +25,6 @@ from fspmd.transport.local_tensor import LocalTensor
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
-_autocast = torch._C._is_any_autocast_enabled
 _new = object.__new__
 _CASTS = "_fspmd_casts"
 
@@ -75,7 +74,8 @@ class _Cache:
 
 _cache = _Cache()
 _plans: dict[Any, OpPlan] = {}
-_free: dict[Any, bool] = {}  # by function: Python numbers among its arguments do not bear on layouts
+_free: set[Any] = set()  # functions for which Python numbers among the arguments do not bear on layouts
+_counting: set[Any] = set()  # functions for which they may
 
 
 def propagation_cache_info() -> CacheInfo:
@@ -93,6 +93,7 @@ def forget_plans() -> None:
     """Plan every call anew: a rule has changed."""
     _plans.clear()
     _free.clear()
+    _counting.clear()
 
 
 def propagation_cache_resize(maxsize: int) -> None:
@@ -107,34 +108,50 @@ def propagation_cache_resize(maxsize: int) -> None:
     _cache.shrink()
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on values of which some are `Sharded`; plain tensors are global values that every rank has."""
+def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``func`` on values of which some are `Sharded`; plain tensors are global values that every rank has.
+
+    It is ``Sharded.__torch_function__`` itself: what is done here is done in every call.
+    """
     if state.body is not None:
-        _refuse_in_body(func, args, kwargs)
+        _refuse_in_body(func, args, kwargs or {})
     key: list[Any] = [func]
     blocks: list[Any] = []
     for arg in args:
-        if type(arg) is Sharded:
+        kind = type(arg)
+        if kind is Sharded:
             key.append(arg.spec)
             blocks.append(arg.local)
+        elif (kind is int and func in _counting) or kind in _CONSTANT:
+            key.append(arg)
+            blocks.append(arg)
         else:
-            key.append(_part(func, arg, blocks))
+            key.append(_part(func, arg, kind, blocks))
     if kwargs:
-        key.append(tuple(kwargs))
+        key.append(dict)  # what follows are names
+        key += kwargs
         for arg in kwargs.values():
-            key.append(_part(func, arg, blocks))
+            kind = type(arg)
+            if kind is Sharded:
+                key.append(arg.spec)
+                blocks.append(arg.local)
+            elif (kind is int and func in _counting) or kind in _CONSTANT:
+                key.append(arg)
+                blocks.append(arg)
+            else:
+                key.append(_part(func, arg, kind, blocks))
     cached = tuple(key)
     try:
         plan = _plans.get(cached)
     except TypeError:  # an argument has no hash
-        return _with_arrays(func, args, kwargs)
+        return _with_arrays(func, args, kwargs or {})
     if plan is None:
-        plan = _cache.plan(cached, func, args, kwargs)
+        plan = _cache.plan(cached, func, args, kwargs or {})
     else:
         _cache.hits += 1
     if plan.needs_redistribute:
         if plan.whole is not None:
-            return plan.whole(args, kwargs)
+            return plan.whole(args, kwargs or {})
         if plan.choose is not None:
             plan = plan.choose(blocks)
         casts = _move_operands(plan, blocks)
@@ -142,7 +159,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         casts = None
     if plan.casts:
         casts = [*(casts or ()), *_cast_operands(plan, blocks)]
-    if not kwargs:
+    if plan.in_order:
         out = plan.local(*blocks)
     elif plan.by_name:
         out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
@@ -151,17 +168,22 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.writes:
         return args[0]
     if casts:
-        for one in (out,) if isinstance(out, Tensor) else out:
-            if one.grad_fn is not None:
-                metadata: Any = one.grad_fn.metadata
-                metadata[_CASTS] = casts  # alive as long as the graph is, and no longer
+        _keep(casts, out)
     results = plan.results
-    if type(results) is tuple or _autocast():
+    if type(results) is tuple or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, results)
     value = _new(Sharded)  # without the checks of its constructor
     value.local = out
     value.spec = results  # type: ignore[assignment]
     return value
+
+
+def _keep(casts: list[Tensor], out: Any) -> None:
+    """Alive as long as the graph is, and no longer."""
+    for one in (out,) if isinstance(out, Tensor) else out:
+        if one.grad_fn is not None:
+            metadata: Any = one.grad_fn.metadata
+            metadata[_CASTS] = casts
 
 
 def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
@@ -211,12 +233,15 @@ def _by_default_dtype(plan: OpPlan, values: list[Sharded]) -> bool:
 
 
 def _is_free(func: Any) -> bool:
-    row = row_of(func)
-    return row is not None and row.free
+    if func not in _free and func not in _counting:
+        row = row_of(func)
+        (_free if row is not None and row.free else _counting).add(func)
+    return func in _free
 
 
 #: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
-_PLAIN = frozenset((int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
+_CONSTANT = frozenset((str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
+_PLAIN = _CONSTANT | {int}
 
 
 def _hashable(arg: Any) -> Any:
@@ -242,27 +267,14 @@ def _hashable(arg: Any) -> Any:
     return kind, arg
 
 
-def _part(func: Any, arg: Any, blocks: list[Any]) -> Any:
+def _part(func: Any, arg: Any, kind: Any, blocks: list[Any]) -> Any:
     """What an argument is in the key of a call; its block, or blocks, are appended."""
-    kind = type(arg)
-    if kind is Sharded:
-        blocks.append(arg.local)
-        return arg.spec
-    if kind is tuple or kind is list:
-        return _part_of_list(arg, kind, blocks)
-    blocks.append(arg)
-    if kind is int or kind is float:
-        free = _free.get(func)
-        if free is None:
-            free = _free[func] = _is_free(func)
-        if free:
-            return kind
-    return arg if kind in _PLAIN else _hashable(arg)
-
-
-def _part_of_list(given: Any, kind: Any, blocks: list[Any]) -> tuple[Any, ...]:
-    key, held, sharded = [kind], [], False
-    for one in given:
+    if kind is not tuple and kind is not list:
+        blocks.append(arg)
+        return kind if (kind is float or kind is int) and (func in _free or _is_free(func)) else _hashable(arg)
+    key: list[Any] = [kind]
+    held, sharded = [], False
+    for one in arg:
         if type(one) is Sharded:
             key.append(one.spec)
             held.append(one.local)
@@ -270,7 +282,7 @@ def _part_of_list(given: Any, kind: Any, blocks: list[Any]) -> tuple[Any, ...]:
         else:
             key.append(_hashable(one))
             held.append(one)
-    blocks.append(held if sharded else given)
+    blocks.append(held if sharded else arg)
     return tuple(key)
 
 
@@ -286,7 +298,7 @@ def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         given = " and ".join(repr(x) if is_sharded(x) else described(x) for x in (*args, *kwargs.values()))
         raise ArgumentError(f"{shown(func)} got {given}; give it tensors and numbers")
     args, kwargs = treedef.unflatten(found)
-    return dispatch(func, args, kwargs)
+    return dispatch(Sharded, func, (), args, kwargs)
 
 
 def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -327,9 +339,4 @@ def _cast(x: Tensor, cast: Call) -> Tensor:
     return y
 
 
-def _torch_function(_: type[Sharded], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    return dispatch(func, args, kwargs or {})
-
-
-above.dispatch = dispatch
-Sharded.__torch_function__ = MethodType(_torch_function, Sharded)
+above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

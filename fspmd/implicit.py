@@ -80,7 +80,7 @@ def _has_gradient(dispatched: FrameType) -> bool:
 def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     """What the function communicates whose first call of the pair table is ``first``, on ``x``."""
     inner, outer = trace.dispatches[0], trace.dispatches[-1]
-    func, args, kwargs = (inner.f_locals[name] for name in ("func", "args", "kwargs"))
+    func, args, kwargs = inner.f_locals["func"], inner.f_locals["args"], inner.f_locals["kwargs"] or {}
     cause, expression = trace.cause, expression_at(trace.user) if trace.user is not None else ""
     shown_as = expression if 0 < len(expression) <= _LONGEST else cause.what
     within = "" if cause.what.strip("()") in shown_as or "[" in cause.what else f", in {cause.what}"

@@ -150,8 +150,8 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     args = args if "inplace" in kwargs else args[:-1]
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
-    copy = above.dispatch(Tensor.clone, (x,), {})
-    new: Sharded = above.dispatch(func, (copy, *args[1:]), {**kwargs, "inplace": False})
+    copy = above.dispatch(Tensor.clone, (), (x,), {})
+    new: Sharded = above.dispatch(func, (), (copy, *args[1:]), {**kwargs, "inplace": False})
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -48,6 +49,7 @@ class OpPlan:
     moves: Calls
     casts: Calls  # of operands that will have a gradient; forward they move nothing
     local: Callable[..., Any]
+    in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
     by_name: bool = False  # operands are given by keyword
     writes: bool = False  # into the first operand, which is the result
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
@@ -66,6 +68,7 @@ class Question:
     linear: str
     fixed: bool  # the call writes into its first operand
     views: bool  # of the first operand are what it gives
+    names: tuple[str, ...]  # of the keyword arguments
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
     def solve(self, choose: Callable[..., T]) -> T:
@@ -111,7 +114,8 @@ def ask(
     if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, args, kwargs, specs[0], results[0])
-    return Question(row, ordered, results, isinstance(out, Tensor), factors, linear, writes(func), outs[0]._is_view())
+    single, views = isinstance(out, Tensor), outs[0]._is_view()
+    return Question(row, ordered, results, single, factors, linear, writes(func), views, tuple(kwargs))
 
 
 def propagate(
@@ -197,7 +201,7 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
         body = as_local_call(row.body.body, shown(func), site, places, final)
         if question.views:
             body = functools.partial(_copying, body, shown(func), False)
-        return OpPlan(result, bool(moves), tuple(moves), (), body, by_name)
+        return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name)
     local: Callable[..., Any] = func
     if row.local is not None:
         local = functools.partial(row.local, specs[0].shape)
@@ -212,7 +216,40 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
         taken = [step for _, found in moves for step in found]
         own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
         local = functools.partial(_copying, local, shown(func), own)
-    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, by_name, written)
+    in_order = _in_order(local, positional, question.names)
+    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written)
+
+
+def _in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
+    """Whether keyword arguments can be given as positional ones, which is quicker: no overload has them elsewhere."""
+    if not names:
+        return True
+    end, agree = positional + len(names), False
+    for before, after in _parameters_of(local):
+        if len(before) >= end or not {*names}.isdisjoint((*before, *after)):
+            if before[positional:end] != names:
+                return False
+            agree = True
+    return agree
+
+
+@functools.cache
+def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The names of the parameters that may be positional, and of the others, of each overload that is known."""
+    if isinstance(func, FunctionType):
+        code = func.__code__
+        every = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return [(every[: code.co_argcount], every[code.co_argcount :])]
+    if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
+        return []
+    found = [[(one.name, one.kwarg_only) for one in schema.arguments] for schema in _schemas(func)]
+    return [(tuple(x for x, only in one if not only), tuple(x for x, only in one if only)) for one in found]
+
+
+def _schemas(func: Any) -> list[Any]:
+    """Of the overloads of torch's own functions in C."""
+    packet = getattr(torch.ops.aten, name_of(func), None)
+    return [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
 
 
 def _copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
@@ -346,9 +383,7 @@ def parameters(func: Any) -> list[str]:
     try:
         return list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
-        packet = getattr(torch.ops.aten, name_of(func), None)
-        schemas = [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
-        return list(dict.fromkeys(argument.name for schema in schemas for argument in schema.arguments))
+        return list(dict.fromkeys(argument.name for schema in _schemas(func) for argument in schema.arguments))
 
 
 def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: TensorSpec, result: TensorSpec) -> str:

@@ -266,7 +266,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if func in _TRUNCATED:
         return _trunc_normal_(*args, **kwargs)
-    return func(*args, **kwargs) if func in _WHOLE else above.dispatch(func, args, kwargs)
+    return func(*args, **kwargs) if func in _WHOLE else above.dispatch(func, (), args, kwargs)
 
 
 def _trunc_normal_(

@@ -11,13 +11,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.dispatch import dispatch, forget_plans
+from fspmd.dispatch import forget_plans
 from fspmd.errors import ArgumentError
 from fspmd.mesh import Mesh, make_mesh
 from fspmd.messages import described
 from fspmd.propagate import Question, ask, shown
 from fspmd.rules import Row, notation, parse, reducing, register, row_of
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.strategies import Strategy, strategies
 
@@ -74,7 +74,7 @@ def rule(
     def with_rule(*args: Any, **kwargs: Any) -> Any:
         tree: Any = (args, kwargs)
         if any(type(x) is Sharded for x in optree.tree_leaves(tree, is_leaf=is_sharded)):
-            return dispatch(func, args, kwargs)
+            return above.dispatch(func, (), args, kwargs)
         return func(*args, **kwargs)
 
     register(with_rule, row_of(func))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import optree
 import torch
@@ -205,21 +205,21 @@ class Sharded:
         return bool((self == element).any())
 
     def __reversed__(self) -> Any:
-        return above.dispatch(Tensor.flip, (self, 0), {}) if self.spec.shape else self
+        return above.dispatch(Tensor.flip, (), (self, 0)) if self.spec.shape else self
 
     def __getitem__(self, index: Any) -> Any:
-        return above.dispatch(Tensor.__getitem__, (self, index), {})
+        return above.dispatch(Tensor.__getitem__, (), (self, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        above.dispatch(Tensor.__setitem__, (self, index, value), {})
+        above.dispatch(Tensor.__setitem__, (), (self, index, value))
 
     def __iter__(self) -> Any:
-        return iter(above.dispatch(Tensor.unbind, (self,), {}))
+        return iter(above.dispatch(Tensor.unbind, (), (self,)))
 
     __array_priority__ = 1000  # so that NumPy leaves ``number * x`` to Sharded, as it does to a tensor
 
     def __array__(self, *args: Any, **options: Any) -> Any:
-        return above.dispatch(Tensor.__array__, (self,), {})
+        return above.dispatch(Tensor.__array__, (), (self,))
 
     def __index__(self) -> int:
         return int(operator.index(self.item()))
@@ -250,23 +250,14 @@ class Sharded:
 
     def item(self) -> Any:
         """The number of a tensor of one element, on every rank: gathered, or its pending sum settled, where need be."""
-        return above.dispatch(Tensor.item, (self,), {}) if self.spec.partition.mentioned else self.local.item()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_") or not hasattr(Tensor, name):
-                raise AttributeError(f"a Sharded has no attribute {name!r}")
-            raise ShardedAttributeError(
-                f"a Sharded has no .{name}; use it in a function run by shard_map, or on device_get(x)"
-            )
+        return above.dispatch(Tensor.item, (), (self,)) if self.spec.partition.mentioned else self.local.item()
 
 
 class _Above:
     backward: Callable[..., None]
     gradients: Callable[..., Any]
     on_gradient: Callable[[Sharded, Callable[[Sharded], Any]], Any]
-    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    dispatch: Callable[..., Any]  # as torch calls ``__torch_function__``
 
 
 #: what a Sharded can do that stands on floors above this one, each set where it is written
@@ -288,7 +279,7 @@ def is_sharded(x: Any) -> bool:
 
 def _method(func: Any) -> Any:
     def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        return above.dispatch(func, (self, *args), kwargs)
+        return above.dispatch(func, (), (self, *args), kwargs)
 
     method.__name__ = method.__qualname__ = getattr(func, "__name__", "")
     method.__doc__ = f"``torch.Tensor.{method.__name__}`` on a global tensor."
@@ -296,12 +287,12 @@ def _method(func: Any) -> Any:
 
 
 def _getter(func: Any) -> Any:
-    return property(lambda self: above.dispatch(func, (self,), {}))
+    return property(lambda self: above.dispatch(func, (), (self,)))
 
 
 def _binary(func: Any) -> Any:
     def method(self: Sharded, other: Any) -> Any:
-        return NotImplemented if other is None else above.dispatch(func, (self, other), {})
+        return NotImplemented if other is None else above.dispatch(func, (), (self, other))
 
     return method
 
@@ -309,8 +300,17 @@ def _binary(func: Any) -> Any:
 def _radd(self: Sharded, other: Any) -> Any:
     """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
     if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
-        return above.dispatch(Tensor.clone, (self,), {})
-    return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (self, other), {})
+        return above.dispatch(Tensor.clone, (), (self,))
+    return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (), (self, other))
+
+
+def _absent(name: str) -> Any:
+    def getter(_: Sharded) -> NoReturn:
+        raise ShardedAttributeError(
+            f"a Sharded has no .{name}; use it in a function run by shard_map, or on device_get(x)"
+        )
+
+    return property(getter)  # a __getattr__ would slow down every attribute
 
 
 def _of_local(name: str) -> Any:
@@ -361,6 +361,9 @@ for _name, (_, _function) in BINARY.items():
 for _name in UNARY:
     setattr(Sharded, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
 Sharded.__radd__ = _radd  # type: ignore[attr-defined]
+for _name in dir(Tensor):
+    if not hasattr(Sharded, _name) and not _name.startswith("_"):
+        setattr(Sharded, _name, _absent(_name))
 Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
