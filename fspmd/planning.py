@@ -135,7 +135,7 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A 0-d tensor where torch wants a number, and takes that of the tensor."""
     numbers = {name: kwargs[name].item() for name in _NUMBERS if isinstance(kwargs.get(name), Sharded)}
-    return above.dispatch(func, args, {**kwargs, **numbers})
+    return above.dispatch(func, (), args, {**kwargs, **numbers})
 
 
 def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

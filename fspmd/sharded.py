@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import optree
 import torch
@@ -253,11 +253,17 @@ class Sharded:
         return above.dispatch(Tensor.item, (), (self,)) if self.spec.partition.mentioned else self.local.item()
 
 
+class _Dispatch(Protocol):
+    """As torch calls ``__torch_function__``."""
+
+    def __call__(self, func: Any, types: tuple[()], args: tuple[Any, ...], kwargs: Any = None) -> Any: ...
+
+
 class _Above:
     backward: Callable[..., None]
     gradients: Callable[..., Any]
     on_gradient: Callable[[Sharded, Callable[[Sharded], Any]], Any]
-    dispatch: Callable[..., Any]  # as torch calls ``__torch_function__``
+    dispatch: _Dispatch
 
 
 #: what a Sharded can do that stands on floors above this one, each set where it is written
