@@ -95,6 +95,8 @@ def arange(*bounds: float, **options: Unpack[Options]) -> Sharded:
     """
     meta = _meta(torch.arange, *bounds, options=options)
     start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+    if not meta.dtype.is_floating_point and not meta.dtype.is_complex:
+        start, step = int(start), int(step)  # of dtype=torch.int64 and a fraction, as torch has it
     exact = torch.int64 if isinstance(start + step, int) else torch.float64
     return _numbered("arange", lambda index: index.to(exact).mul_(step).add_(start), meta, options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from fspmd.dispatch import forget_plans
 from fspmd.errors import ArgumentError
 from fspmd.mesh import Mesh, make_mesh
-from fspmd.messages import described
+from fspmd.messages import counted, described
 from fspmd.propagate import Question, ask, shown
-from fspmd.rules import Row, notation, parse, reducing, register, row_of
+from fspmd.rules import Factors, Row, Rule, Whole, match, parse, reducing, register, row_of
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.strategies import Strategy, strategies
@@ -47,7 +47,7 @@ def rule(
     Backward communicates as the rule says of forward: an operand that has not the sharded dim gets an all-reduce.
 
     Raises:
-        ArgumentError: no rule can be read from the pattern.
+        ArgumentError: no rule can be read from the pattern; at a call, that its tensors are not as the pattern says.
 
     >>> import torch
     >>> from fspmd import P, device_put, make_mesh
@@ -64,8 +64,8 @@ def rule(
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
         raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
-    parse(pattern)
-    register(func, Row(notation(pattern), linear, body=reducing(2)(body) if body is not None else None))
+    bodied = reducing(2)(body) if body is not None else None
+    register(func, Row(_fitting(shown(func), pattern, body is not None), linear, body=bodied))
     forget_plans()
     if _is_dispatched(func):
         return func
@@ -79,6 +79,41 @@ def rule(
 
     register(with_rule, row_of(func))  # type: ignore[arg-type]
     return with_rule
+
+
+def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
+    """The rule written down, for calls that are as it says; of a dim in brackets a body may make another size."""
+    parsed = parse(pattern)
+
+    def fitting(whole: Whole) -> Factors:
+        factors = match(parsed, whole.shapes)
+        if wrong := next(_misfits(whole, factors, factors.whole if bodied else frozenset()), None):
+            sides = (", ".join(str(tuple(shape)) for shape in shapes) for shapes in (whole.shapes, whole.results))
+            raise ArgumentError(
+                f"{name} is not as its rule {pattern!r} says: of shapes {' it made '.join(sides)}, and {wrong}; name "
+                "each dim of operands and results, alike where it is the same dim, 1 for one that is no other"
+            )
+        return factors
+
+    return fitting
+
+
+def _misfits(whole: Whole, factors: Factors, free: frozenset[int]) -> Iterator[str]:
+    """What is wrong with a rule for a call: numbers of tensors, of their dims, sizes of a dim."""
+    names = {number: name for name, number in factors.names.items()}
+    sizes: dict[int, int] = {}
+    for what, shapes, sides in (
+        ("operand", whole.shapes, factors.operands),
+        ("result", whole.results, factors.results),
+    ):
+        if len(shapes) != len(sides):
+            yield f"the rule has {counted(len(sides), what)}"
+        for i, (shape, dims) in enumerate(zip(shapes, sides, strict=False)):
+            if len(shape) != len(dims):
+                yield f"{what} {i} has {counted(len(dims), 'dim')} in the rule"
+            for factor, size in zip(dims, shape, strict=False):
+                if factor is not None and factor not in free and sizes.setdefault(factor, size) != size:
+                    yield f"{names[factor]!r} would be both {sizes[factor]} and {size}"
 
 
 def _is_dispatched(func: Any) -> bool:

@@ -75,6 +75,12 @@ def test_arange(bounds: tuple[Any, ...]) -> None:
             check_blocks(made, device_get(made))
 
 
+def test_integers_of_fractions() -> None:
+    for bounds in ((2, 9, 2.5), (0.5, 9.7, 2), (9.5, 0, -3)):
+        found = fspmd.arange(*bounds, spec=P("x"), mesh=LINE, dtype=torch.int64)
+        assert torch.equal(device_get(found), torch.arange(*bounds, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(("start", "end", "steps"), [(0, 1, 5), (-3.0, 7.5, 11), (5, -5, 4), (2, 3, 1), (0, 1, 0)])
 def test_linspace(start: float, end: float, steps: int) -> None:
     for dtype in (torch.float64, torch.float32, torch.int64):

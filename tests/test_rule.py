@@ -88,6 +88,37 @@ def test_a_body() -> None:
     assert ruled(device_put(torch.ones(3, 64), P(None, "x"), mesh=LINE)).spec.partition == P(None, "x")
 
 
+def _twice(x: Any) -> Any:
+    return x, x
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern", "message"),
+    [
+        (lambda x: x @ x.mT, "m n -> m n", r"of shapes \(5, 3\) it made \(5, 5\), and 'n' would be both 3 and 5"),
+        (lambda x: x.sum(0), "m n -> m", "'m' would be both 5 and 3"),
+        (lambda x: x[None], "m n -> m n", "result 0 has 2 dims in the rule"),
+        (lambda x: x, "m -> m", "operand 0 has 1 dim in the rule"),
+        (_twice, "m n -> m n", "the rule has 1 result"),
+        (lambda x: x, "m n -> m n, m n", "the rule has 2 results"),
+        (lambda x: torch.cat([x, x]), "[m] n -> [m] n", "'m' would be both 5 and 10"),
+        (lambda x: x * x[:, 0], "... -> ...", "fails on the global tensors"),
+    ],
+)
+def test_a_rule_that_is_not_so_is_told(function: Any, pattern: str, message: str) -> None:
+    x = device_put(torch.ones(5, 3), P("x"), mesh=LINE)
+    with pytest.raises(ArgumentError, match=message):
+        rule(function, pattern)(x)
+
+
+def test_operands_that_a_rule_does_not_have_are_told() -> None:
+    x = device_put(torch.ones(5), P("x"), mesh=LINE)
+    scaled = rule(lambda x, y=2: x * y, "m, m -> m")
+    assert scaled(x).spec is scaled(x, 3.0).spec is scaled(x, x).spec is x.spec
+    with pytest.raises(ArgumentError, match="the rule has 2 operands"):
+        rule(lambda x, y, z: x + y + z, "m, m -> m")(x, x, x)
+
+
 def test_explanations() -> None:
     assert fspmd.explain_rule(torch.add, torch.ones(4, 6), torch.ones(6)).splitlines() == [
         "add(f32[4, 6], f32[6]): a b, b -> a b",
