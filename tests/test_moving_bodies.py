@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,12 @@ CASES |= {
     "diagonal_scatter": (lambda x, y: x.diagonal_scatter(y, -1, 1, 0), ((5, 6, 2), (2, 5))),
 }
 
+
+def _low(x: Any) -> Any:
+    """Of which many elements are less than any number."""
+    return x.masked_fill(x < 0.2, -math.inf)
+
+
 CASES |= {
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding=1), ((2, 3, 9), (4, 3, 3), (4,))),
     "conv1d, stride": (lambda x, w: F.conv1d(x, w, stride=2, padding=2, dilation=2), ((1, 2, 11), (2, 2, 3))),
@@ -153,6 +160,30 @@ CASES |= {
         lambda x: F.max_pool2d(x, 3, (1, 2), (0, 1), (2, 1), return_indices=True),
         ((2, 8, 9),),
     ),
+    "avg_pool1d, padded": (lambda x: F.avg_pool1d(x, 4, 3, 2, True), ((2, 2, 9),)),
+    "avg_pool2d, not counted": (
+        lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
+        ((2, 8, 7),),
+    ),
+    "avg_pool3d, divided": (
+        lambda x: F.avg_pool3d(x, 2, 1, 1, divisor_override=3),
+        ((1, 1, 4, 3, 5),),
+    ),
+    "max_pool1d, padded": (lambda x: F.max_pool1d(_low(x), 3, 2, 1, 2, True), ((2, 2, 9),)),
+    "max_pool1d, places": (lambda x: F.max_pool1d(_low(x), 3, 4, 1, 1, True, True), ((2, 2, 9),)),
+    "max_pool2d, the least": (
+        lambda x: F.max_pool2d(_low(x), (3, 2), 2, 1, return_indices=True),
+        ((1, 6, 5),),
+    ),
+    "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 4), ((2, 2, 9),)),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (3, None)), ((2, 8, 5),)),
+    "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), ((1, 2, 6, 5),)),
+    "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, (5, 1, 2)), ((1, 1, 4, 3, 5),)),
+    "adaptive_max_pool1d": (lambda x: F.adaptive_max_pool1d(x, 7, True), ((2, 2, 9),)),
+    "adaptive_max_pool2d": (
+        lambda x: F.adaptive_max_pool2d(x, (3, 2), True),
+        ((2, 8, 7),),
+    ),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2, 1), ((1, 1, 4, 3, 5),)),
 }
 
@@ -173,7 +204,7 @@ def test_values_and_gradients(mesh: Mesh, name: str) -> None:
     check_case(name, CASES[name], mesh, 60)
 
 
-_ROW, _COLUMN = P("x"), P(None, "x")
+_ROW, _COLUMN, _SPACE = P("x"), P(None, "x"), P(None, None, "x")
 #: a function, its operands' shapes and layouts, how many elements a rank sends at most
 MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P, ...], int]] = {
     "slice_scatter": (lambda x, y: x.slice_scatter(y, 0, 2, 7), ((13, 64), (5, 64)), (_ROW, P()), 0),
@@ -189,9 +220,13 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
     "conv_transpose2d": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2),
         ((1, 4, 13, 8), (4, 4, 3, 3)),
-        (P(None, None, "x"), P()),
+        (_SPACE, P()),
         4 * 8,
     ),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), ((1, 2, 13, 8),), (_SPACE,), 2 * 8 * 2),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), ((1, 2, 13, 8),), (_SPACE,), 2 * 8 * 2),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 3)), ((1, 2, 14, 8),), (_SPACE,), 2 * 8),
+    "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), ((1, 2, 14, 8),), (_SPACE,), 0),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 

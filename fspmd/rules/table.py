@@ -21,6 +21,7 @@ from fspmd.rules import (
     lookups,
     moments,
     norms,
+    pools,
     reductions,
     softmaxes,
     tables,
@@ -119,10 +120,8 @@ _BATCHED: Final = {
         "linalg_ldl_solve": (2, 1, 2),
     },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
-    **dict.fromkeys(_names("max_pool1d adaptive_avg_pool1d"), (1,)),
     **dict.fromkeys(
         _names(
-            "_adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
             "max_pool2d_with_indices_backward upsample_nearest2d "
             "upsample_bilinear2d upsample_bicubic2d "
             "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
@@ -130,9 +129,7 @@ _BATCHED: Final = {
         (2,),
     ),
     **dict.fromkeys(
-        _names(
-            "_adaptive_avg_pool3d adaptive_max_pool3d upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d"
-        ),
+        _names("upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d"),
         (3,),
     ),
     **dict.fromkeys(_names("upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d view_as_complex"), (1,)),
@@ -229,11 +226,15 @@ ROWS: Final[dict[str, Row]] = {
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "convolution": Row(convolution, "product", empty=False, body=halos.convolution),
-    **{f"avg_pool{n}d": Row(halos.pooled(n), empty=False, body=halos.avg_pool(n)) for n in (1, 2, 3)},
+    **{f"avg_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
+    "max_pool1d": Row(pools.pooled(1), empty=False, body=pools.max_pool(1, places=False)),
+    **{f"max_pool{n}d_with_indices": Row(pools.pooled(n), empty=False, body=pools.max_pool(n)) for n in (2, 3)},
     **{
-        f"max_pool{n}d_with_indices": Row(halos.pooled(n, dilated=True), empty=False, body=halos.max_pool(n))
-        for n in (2, 3)
+        f"{private}adaptive_avg_pool{n}d": Row(pools.pooled(n, added=True), empty=False, body=pools.adaptive_avg(n))
+        for private in ("", "_")
+        for n in (1, 2, 3)
     },
+    **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather, body=tables.gather),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},

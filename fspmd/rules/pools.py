@@ -1,0 +1,239 @@
+"""Pools of sharded dims: each rank fetches the borders that its windows reach into, and pads what is at the ends."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.rules.bodies import Bodied, Site, widened
+from fspmd.rules.extremes import limit
+from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.halos import each, own_rows, window_rows, windows
+from fspmd.rules.whole import NO_RULE, Rule, Whole
+from fspmd.rules.windows import fetched, passing, per_rank
+
+
+def pooled(count: int, *, added: bool = False) -> Rule:
+    """Of so many trailing dims. ``added``: what one place of the result is made of may be added up by all ranks."""
+
+    def rule(whole: Whole) -> Factors:
+        if whole.ndim < count:
+            return NO_RULE
+        one = [added and size == 1 for size in whole.results[0][-count:]]
+        after = "... " + " ".join("1" if one[k] else f"[{k}]" for k in range(count))
+        before = "... " + " ".join(f"[{k}]" for k in range(count))
+        found = match(parse(f"{before} -> {', '.join([after] * len(whole.results))}"), whole.shapes)
+        return replace(found, summed=frozenset(found.names[str(k)] for k in range(count) if one[k]))
+
+    return rule
+
+
+def _of_dim(x: Tensor, d: int, values: Tensor) -> Tensor:
+    """Numbers of the places of a dim, to be broadcast."""
+    return values.view(-1, *(1,) * (x.dim() - 1 - d))
+
+
+class _Pool:
+    """One call: windows of the ``count`` trailing dims of the operand, 1-d ones as 2-d."""
+
+    def __init__(self, site: Site, x: Tensor, count: int, window: Sequence[Any]) -> None:
+        kernel, stride, *others = window
+        self.site, self.count = site, count
+        self.window = [each(v, count) for v in (kernel, stride if stride or stride == 0 else kernel, *others)]
+        self.padded = list(self.window[2])  # by the pool itself, not here
+        self.cut = {k: x.dim() - count + k for k in range(count) if site.axes.get(str(k))}
+
+    def one(self, k: int) -> tuple[int, int, int, int]:
+        """Size, stride, padding and dilation along a dim."""
+        kernel, stride, padding, dilation = (values[k] for values in self.window)
+        return kernel, stride, padding, dilation
+
+    def fetch(self, x: Tensor, empty: float | None) -> Tensor:
+        """What the windows reach over, ``empty`` beyond the ends (zeros for None)."""
+        for k, d in self.cut.items():
+            x = windows(self.site, str(k), x, d, self.one(k))
+            self.padded[k] = 0
+            size, after = (spec.shape[d] for spec in (self.site.operands[0], self.site.results[0]))
+            if empty is not None and (self.window[2][k] or after * self.window[1][k] + self.window[0][k] > size):
+                rows = functools.partial(window_rows, self.site.blocks(after, str(k)), size, self.one(k))
+                beyond = functools.partial(_beyond, rows)
+                outside = per_rank(self.site, ("outside", d), self.site.axes[str(k)], beyond)
+                x = x.masked_fill(_of_dim(x, d, outside), empty)
+        return x
+
+    def arguments(self) -> list[list[int]]:
+        """The window as torch takes it: a dim of one before a single one."""
+        return [[neutral, *v] if self.count == 1 else v for neutral, v in zip((1, 1, 0, 1), self._given(), strict=True)]
+
+    def _given(self) -> list[list[int]]:
+        return [self.window[0], self.window[1], self.padded, self.window[3]]
+
+    def leave(self, out: Tensor) -> Tensor:
+        """A result, without the windows of empty blocks."""
+        for k in self.cut:
+            out = own_rows(self.site, str(k), out, out.dim() - self.count + k)
+        return out
+
+    def firsts(self, k: int) -> Tensor:
+        """Where each window of this rank's block of the result begins, in the whole."""
+        d = self.site.results[0].ndim - self.count + k
+        cut = self.site.blocks(self.site.results[0].shape[d], str(k))
+        stride, padding = self.window[1][k], self.window[2][k]
+
+        def begins(at: int) -> Tensor:
+            start, length = cut[at]
+            return torch.arange(start, start + max(length, 1)) * stride - padding
+
+        return per_rank(self.site, ("firsts", d), self.site.axes.get(str(k), ()), begins)
+
+
+def _beyond(rows: Any, at: int) -> Tensor:
+    found: Tensor = rows(at) < 0
+    return found
+
+
+def avg_pool(count: int) -> Bodied:
+    """Averages of windows of so many dims."""
+    function = (torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool3d)[count - 1].default
+
+    def body(
+        site: Site,
+        x: Tensor,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        pool = _Pool(site, x, count, (kernel_size, stride, padding, 1))
+        alike = divisor_override or (not any(pool.window[2]) and not ceil_mode and math.prod(pool.window[0]))
+        dtype = x.dtype
+        x = pool.fetch(widened(x), None)
+        wide = x.unsqueeze(-2) if count == 1 else x
+        kernels, strides, pads, _ = pool.arguments()
+        out: Tensor = function(wide, kernels, strides, pads, ceil_mode, True, alike or 1)
+        out = out.squeeze(-2) if count == 1 else out
+        for k in range(0 if alike else count):
+            d = x.dim() - count + k
+            size, beyond = site.operands[0].shape[d], pool.window[2][k] if count_include_pad else 0
+            first = pool.firsts(k)
+            taken = (first + kernels[k - count]).clamp(max=size + beyond) - first.clamp(min=-beyond)
+            out = torch.div(out, _of_dim(out, d, taken), rounding_mode=None if dtype.is_floating_point else "trunc")
+        return pool.leave(out).to(dtype)
+
+    return passing(body)
+
+
+def max_pool(count: int, *, places: bool = True) -> Bodied:
+    """The greatest of windows of so many dims, and their places in the whole."""
+    functions = torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.max_pool3d_with_indices
+    function = functions[count // 3].default
+
+    def body(
+        site: Site,
+        x: Tensor,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        **_: Any,
+    ) -> Any:
+        pool = _Pool(site, x, count, (kernel_size, stride, padding, dilation))
+        x = pool.fetch(x, limit(x.dtype, True))
+        out, at = function(x.unsqueeze(-2) if count == 1 else x, *pool.arguments(), ceil_mode)
+        if not places:
+            return pool.leave(out.squeeze(-2))
+        found = torch.zeros_like(at)
+        for k in reversed(range(count)):  # the last dim runs fastest
+            d = x.dim() - count + k
+            place = at % x.shape[d]
+            if k in pool.cut:
+                place = place + pool.firsts(k)[0]
+                place = place.where(place >= 0, place % pool.window[3][k])  # of nothing but the least number
+            found = found + place * math.prod(site.operands[0].shape[d + 1 :])
+            at = at // x.shape[d]
+        return pool.leave(out), pool.leave(found)
+
+    return passing(body)
+
+
+# --- adaptive ones: windows that divide a dim among a number of places ------------------------------------------------
+
+
+def _shares(site: Site, x: Tensor, k: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What each place's window takes along dim ``d``, in a dim of its own behind; where it begins, and how long it is.
+
+    Windows differ by one or two in length; of the shorter ones what is behind is to be left out.
+    """
+    size, parts, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
+    cut, axes = site.blocks(parts, key), site.axes.get(key, ())
+    longest = max((-(-(o + 1) * size // parts) - o * size // parts for o in range(parts)), default=1)
+
+    def bounds(at: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(cut[at][0], sum(cut[at]))
+        return places * size // parts, -(-(places + 1) * size // parts)
+
+    def wanted(at: int) -> Tensor:
+        first, last = bounds(at)
+        return torch.arange(int(first[0]), int(last[-1])) if len(first) else first
+
+    def rows(at: int) -> Tensor:
+        first, last = bounds(at)
+        behind = torch.arange(longest).minimum((last - first - 1)[:, None])
+        return (first[:, None] - (first[:1, None] if axes else 0) + behind).flatten()
+
+    if axes:
+        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), wanted)
+    begins = per_rank(site, ("begins", d), axes, lambda at: bounds(at)[0])
+    lengths = per_rank(site, ("lengths", d), axes, lambda at: bounds(at)[1] - bounds(at)[0])
+    split = x.index_select(d, per_rank(site, ("shares", d), axes, rows)).unflatten(d, (-1, longest))
+    return split, begins, lengths
+
+
+def _left_out(split: Tensor, lengths: Tensor, d: int) -> Tensor:
+    beyond = torch.arange(split.shape[d + 1], device=split.device) >= lengths[:, None]
+    return beyond.view(-1, split.shape[d + 1], *(1,) * (split.dim() - 2 - d))
+
+
+def adaptive_avg(count: int) -> Bodied:
+    """Averages; of all of a dim for one place of the result, to which each rank adds its own."""
+
+    def body(site: Site, x: Tensor, output_size: Any) -> Tensor:
+        dtype, x = x.dtype, widened(x)
+        for k in range(count):
+            d = x.dim() - count + k
+            if site.results[0].shape[d] == 1:
+                x = x.sum(d, keepdim=True) / site.operands[0].shape[d]
+                continue
+            split, _, lengths = _shares(site, x, k, d)
+            x = split.masked_fill(_left_out(split, lengths, d), 0).sum(d + 1) / _of_dim(x, d, lengths)
+        return x.to(dtype)
+
+    return passing(body)
+
+
+def adaptive_max(count: int) -> Bodied:
+    """The greatest, and its place in the whole."""
+
+    def body(site: Site, x: Tensor, output_size: Any, **_: Any) -> Any:
+        at: Tensor | None = None
+        for k in reversed(range(count)):
+            d = x.dim() - count + k
+            split, begins, lengths = _shares(site, x, k, d)
+            x, best = torch.max(split.masked_fill(_left_out(split, lengths, d), limit(x.dtype, True)), d + 1)
+            place = (best + _of_dim(best, d, begins)) * math.prod(site.operands[0].shape[d + 1 :])
+            if at is not None:
+                others, _, _ = _shares(site, at, k, d)
+                place = place + others.gather(d + 1, best.unsqueeze(d + 1)).squeeze(d + 1)
+            at = place
+        return (x, at) if len(site.results) > 1 else x
+
+    return passing(body)
