@@ -12,6 +12,7 @@ from typing import Any, Final
 import optree
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
 from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
@@ -49,7 +50,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             "computed); pass the Sharded itself, or a global tensor"
         )
     specs = [x.spec for x in values]
-    if kwargs.get("out") is not None:
+    if kwargs.get("out") is not None and func is not F.normalize:
         raise ArgumentError(
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
             "y.copy_(result)"

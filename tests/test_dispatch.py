@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "einsum of a diagonal": (lambda x: torch.einsum("iij->ij", x), ((4, 4, 3),)),
     "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
     "log_softmax": (lambda x: x.log_softmax(0), ((5, 6),)),
+    "normalize": (lambda x: F.normalize(x, 3.0, 0) + F.normalize(x), ((5, 6),)),
     "cumsum": (lambda x: x.cumsum(1), ((5, 6),)),
     "flip": (lambda x: x.flip(0), ((5, 6),)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), ((4, 3, 6), (6,), (6,))),
@@ -248,6 +249,29 @@ def test_out_is_refused() -> None:
     for call in (lambda: torch.add(x, 1, out=x), lambda: torch.add(torch.ones(5, 6), 1, out=x)):
         with pytest.raises(ArgumentError, match="got out= and a Sharded"):
             call()
+
+
+def test_spectral_norms_write_into_their_buffers() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4).double())
+    plain = {name: x.detach().clone() for name, x in (*module.named_parameters(), *module.named_buffers())}
+    specs = {name: P("x") if x.dim() == 2 or name.endswith("_u") else P() for name, x in plain.items()}
+    held = {name: device_put(x, specs[name], mesh=LINE) for name, x in plain.items()}
+    x = values(((5, 3),))[0]
+    want = module(x)
+    torch.testing.assert_close(device_get(fspmd.functional_call(module, held, device_put(x, P("x"), mesh=LINE))), want)
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(device_get(held[name]), buffer)
+
+
+def test_distributions_check_their_arguments() -> None:
+    logits = device_put(values(((5, 6),))[0], P("x"), mesh=LINE)
+    index = torch.arange(5)
+    found = torch.distributions.Categorical(logits=logits).log_prob(index)
+    want = torch.distributions.Categorical(logits=device_get(logits)).log_prob(index)
+    torch.testing.assert_close(device_get(found), want)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        torch.distributions.Normal(logits, -logits.abs())
 
 
 def test_numbers_of_numpy_leave_operators_to_sharded() -> None:

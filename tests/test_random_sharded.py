@@ -264,6 +264,12 @@ def test_a_generator_of_ones_own() -> None:
         (lambda x: F.dropout1d(x[0], 0.5), "give it 3 dims, or 2 without a batch"),
         (lambda x: F.rrelu(x, 0.5, 0.1, training=True), "lower"),
         (lambda x: base().bernoulli_(x), "plain tensor"),
+        (lambda x: x.bernoulli_(torch.tensor(1.5)), "p of which not all are between 0 and 1"),
+        (lambda x: torch.bernoulli(put(LINE, P()) + 2), "p of which not all are between 0 and 1"),
+        (lambda x: torch.normal(x, -1.0), "std of which not all are not below 0"),
+        (lambda x: torch.normal(x, -torch.ones(3)), "std of which not all are not below 0"),
+        (lambda x: torch.poisson(put(LINE, P()) * 0 - 1), "rates of which not all are not below 0"),
+        (lambda x: torch.multinomial(put(LINE, P()) * 0 - 1, 1), "weights of which not all are finite"),
     ],
 )
 def test_mistakes(call: Callable[[Any], Any], message: str) -> None:

@@ -16,6 +16,12 @@ def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     return F.linear_cross_entropy(*args, **kwargs)
 
 
+def _normalize(x: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    """Which spectral norms write into their buffers."""
+    found = x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
+    return found if out is None else out.copy_(found)
+
+
 def _dist(x: Any, y: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - y, p)
 
@@ -122,6 +128,8 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     F.instance_norm: _instance_norm,
     F.multi_head_attention_forward: multi_head_attention,
     torch.instance_norm: _torch_instance_norm,
+    F.normalize: _normalize,
     "dist": _dist,
+    **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     "linear_cross_entropy": _unchunked,
 }

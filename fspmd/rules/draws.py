@@ -88,6 +88,16 @@ def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> 
         raise ArgumentError(f"{name} got {parameter}={value!r}; give it a number {bounds}")
 
 
+def _check_each(name: str, parameter: str, values: Any, fits: Callable[[Any], Any], bounds: str) -> None:
+    """Of values that every rank has: of others it would take a sum over ranks to refuse on all alike."""
+    if is_sharded(values):
+        values = None if values.spec.partition.mentioned else values.local
+    if isinstance(values, (int, float)):
+        values = torch.tensor(values)
+    if isinstance(values, Tensor) and not bool(fits(values.detach()).all()):
+        raise ArgumentError(f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
+
+
 _LAWS: Final[dict[str, Callable[..., tuple[Law, Then]]]] = {
     "normal": _normal,
     "uniform": _uniform,
@@ -122,6 +132,7 @@ def _new(name: str, x: Value, *args: Any, **options: Any) -> Value:
 
 def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
     """Ones with the probabilities ``p``, in the shape and dtype of ``x``."""
+    _check_each("bernoulli", "p", p, lambda p: (p >= 0) & (p <= 1), "between 0 and 1")
     with torch.no_grad():
         hit = drawn_like(x, lambda dtype: FRACTIONS, None, torch.float64, generator) < p
         return hit.to(x.dtype)
@@ -134,6 +145,7 @@ def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None 
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Value:
     """``torch.normal``: in the layout of the operand that has the shape of the result."""
     operands = [x for x in (mean, std) if isinstance(x, (Sharded, Tensor))]
+    _check_each("normal", "std", std, lambda std: std >= 0, "not below 0")
     shape = torch.broadcast_shapes(*(tuple(x.shape) for x in operands))
     sharded = [x for x in operands if isinstance(x, Sharded)]
     lead = next((x for x in sharded if x.shape == tuple(shape)), None)
@@ -154,6 +166,7 @@ def _multinomial(
         )
     with torch.no_grad():
         weights = settle(x.detach())
+        _check_each("multinomial", "weights", weights, lambda w: (w >= 0) & w.isfinite(), "finite and not below 0")
         if not replacement:
             scaled = weights / drawn_like(weights, exponential, generator=generator)
             return scaled.topk(num_samples, -1).indices
@@ -164,6 +177,7 @@ def _multinomial(
 def _poisson(x: Sharded, generator: torch.Generator | None = None) -> Sharded:
     """A count of each rate."""
     rates = settle(x.detach())
+    _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "not below 0")
     simulated = rates.spec.mesh.transport == "simulation"
     held = frame(rates.spec.mesh, rates.spec.partition.axes)
     each = iter(shards_of(rates.local, held) if simulated else [rates.local])
