@@ -73,8 +73,10 @@ class Question:
 
     def solve(self, choose: Callable[..., T]) -> T:
         """The strategy, or strategies, that ``choose`` takes."""
-        specs, body = [spec for _, spec in self.operands], self.row.body and self.row.body.time
-        options: dict[str, Any] = {"fixed": self.fixed, "empty": self.row.empty, "body": body}
+        specs, body, first = [spec for _, spec in self.operands], self.row.body, self.factors.operands[0]
+        whole = frozenset(d for d, factor in enumerate(first) if factor in self.factors.whole)
+        time = body and body.timed(self.results, specs[0].shape, whole)
+        options: dict[str, Any] = {"fixed": self.fixed, "empty": self.row.empty, "body": time}
         options["gradients"] = self.gradients
         return choose(self.factors, self.linear, specs, self.results, topology(), **options)
 

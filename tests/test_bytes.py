@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fspmd import P, Sharded, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
 from fspmd.cost import Link, Topology, set_topology, topology
@@ -20,11 +21,36 @@ ROWS, COLUMNS, WHOLE = P("x"), P(None, "x"), P()
 #: a function, its operands as (shape or tensor, layout), and bytes
 Case = tuple[Callable[..., Any], list[tuple[Any, P]], float]
 
+COUNTED = torch.linspace(-1.0, 1.0, 64).sin().reshape(8, 8)  # has no gradient
+
+
+def _bce(x: Any, y: Any) -> Any:
+    return F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
+
+
+def _gaussian(x: Any, y: Any) -> Any:
+    return F.gaussian_nll_loss(x, y, y * y + 1.0)
+
+
 CASES: dict[str, Case] = {
     # 8 bytes an element; a gather or its transpose: 3/4 of the whole, an all-reduce: twice that
     "a sharded batch stays": (torch.mm, [((8, 4), ROWS), ((4, 16), WHOLE)], 12 * 4 * 16),
     "a small operand is gathered": (torch.addmm, [((3, 3), ROWS), ((3, 3), WHOLE), ((3, 3), WHOLE)], 54),
     "two of three are whole": (torch.addcmul, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 6 * 8 * 8),
+    "the greatest": (torch.max, [((8, 8), ROWS)], 24),
+    "the greatest of columns": (lambda x: x.amax(0), [((8, 8), ROWS)], 24 * 8),
+    "the infinite norm": (lambda x: x.norm(torch.inf), [((8, 8), COLUMNS)], 24),
+    "any": (lambda x: (x > 0).any(0), [((8, 8), ROWS)], 1.5 * 8),
+    "all": (lambda x: (x > 0).all(), [((8, 8), COLUMNS)], 1.5),
+    "few of many": (lambda x: x.topk(1, 0).values, [((32, 8), ROWS)], 2 * 24 * 8),
+    "many of few": (lambda x: x.topk(6, 0).values, [((8, 8), ROWS)], 6 * 64),
+    "a histogram": (lambda x: x.histc(5, -1, 1), [(COUNTED, ROWS)], 0),
+    "places among bounds": (torch.bucketize, [(COUNTED, WHOLE), (COUNTED[:, 0].sort().values, ROWS)], 0),
+    "new values": (lambda x: x.new_empty_strided((2, 3), (3, 1)).zero_(), [(COUNTED, ROWS)], 0),
+    "cross entropy": (_bce, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
+    "a loss of rows": (F.cosine_embedding_loss, [((8, 8), WHOLE), ((8, 8), ROWS), ((8,), WHOLE)], 6 * 64),
+    "distances": (F.triplet_margin_loss, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
+    "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64 + 2),
     "an empty batch": (torch.mm, [((0, 8), ROWS), ((8, 16), WHOLE)], 0),
 }
 
@@ -44,9 +70,9 @@ def by_bytes() -> Iterator[None]:
 def test_moves_no_more(name: str) -> None:
     function, operands, most = CASES[name]
     torch.manual_seed(0)
-    wholes = [x.requires_grad_(x.is_floating_point()) for x in map(_value, operands)]
+    wholes = [_value(operand) for operand in operands]
     given = [device_put(x.detach(), spec, mesh=MESH) for x, (_, spec) in zip(wholes, operands, strict=True)]
-    leaves = [x.requires_grad_() for x in given if x.is_floating_point()]
+    leaves = [x.requires_grad_() for x, whole in zip(given, wholes, strict=True) if whole.requires_grad]
     expected = function(*wholes)
     with communication_log() as log:
         out: Sharded = function(*given)
@@ -65,4 +91,4 @@ def test_moves_no_more(name: str) -> None:
 def _value(operand: tuple[Any, P]) -> Tensor:
     """Random numbers of a shape, or the tensor given."""
     given = operand[0]
-    return given if isinstance(given, Tensor) else torch.randn(given, dtype=torch.float64)
+    return given if isinstance(given, Tensor) else torch.randn(given, dtype=torch.float64, requires_grad=True)

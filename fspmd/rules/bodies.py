@@ -6,8 +6,10 @@ block in place of each tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from fspmd.collectives import all_gather, axis_index
 from fspmd.cost import Topology, price
+from fspmd.rules.factors import Shape
 from fspmd.spec import TensorSpec, blocks
 
 Body = Callable[..., Any]
@@ -73,7 +76,15 @@ class Bodied:
     """A body, and the µs it takes to communicate."""
 
     body: Body
-    time: Callable[[Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
+    time: Callable[..., float]  # of operands, axes, topology, dims that must otherwise be whole
+    each: bool = False  # and of the elements of the first result for each row of the first operand
+
+    def timed(self, results: Sequence[TensorSpec], first: Shape, whole: frozenset[int]) -> Callable[..., float]:
+        """The time, once the results are known."""
+        if not self.each:
+            return self.time
+        rows = max(1, prod(size for d, size in enumerate(first) if d not in whole))
+        return functools.partial(self.time, each=prod(results[0].shape) / rows)
 
 
 def dims_of(x: Tensor, dim: Dim) -> tuple[int, ...]:
@@ -112,12 +123,21 @@ def reducing(rounds: int) -> Callable[[Body], Bodied]:
     return lambda body: Bodied(body, time)
 
 
-def gathering(numbers: int) -> Callable[[Body], Bodied]:
-    """A body that gathers so many numbers for each such row from each rank, in one round."""
+def gathering(numbers: int, *, each: bool = False) -> Callable[[Body], Bodied]:
+    """A body that gathers so many numbers for each such row from each rank, in one round.
 
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, whole: frozenset[int]) -> float:
-        size = numbers * _row_bytes(specs[0], whole)
+    ``each``: so many for each element of the result.
+    """
+
+    def time(
+        specs: Sequence[TensorSpec],
+        axes: tuple[str, ...],
+        topology: Topology,
+        whole: frozenset[int],
+        each: float = 1.0,
+    ) -> float:
+        size = int(numbers * each * _row_bytes(specs[0], whole))
         mesh = specs[0].mesh
         return price("gather", mesh, axes, size, size * mesh.axis_size(axes), topology).time
 
-    return lambda body: Bodied(body, time)
+    return lambda body: Bodied(body, time, each)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
+from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 
 
@@ -122,6 +123,7 @@ def _torch_instance_norm(
 
 #: by torch function, or by the name of all that have it
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
+    **LOSSES,
     F.batch_norm: _batch_norm,
     torch.batch_norm: _torch_batch_norm,
     "group_norm": _group_norm,

@@ -114,7 +114,7 @@ def _place(greatest: bool) -> Body:
     return body
 
 
-@gathering(4)
+@gathering(3, each=True)
 def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Each rank's own k, and of those the k: one gather of values and places forward, none backward."""
     d = dim % x.dim()

@@ -6,7 +6,7 @@ So does ``x.new_zeros(size)`` of the size of x; of another size it is whole on e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -69,6 +69,11 @@ def _new(function: Callable[..., Tensor], x: Sharded, *size: Any, **options: Any
     return made.requires_grad_() if options.get("requires_grad") else made
 
 
+def _new_strided(x: Sharded, size: Sequence[int], _: Sequence[int], **options: Any) -> Sharded:
+    """Strides are of memory, of which a rank has but a block."""
+    return _new(torch.empty, x, size, **options)
+
+
 def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
     with torch._C.DisableTorchFunction():
         made = torch.tensor(data, dtype=dtype or x.dtype, device=x.device)
@@ -97,6 +102,7 @@ LIKES: Final[dict[str, Handler]] = {
     "empty_like": functools.partial(_like, torch.empty_like),
     "full_like": functools.partial(_like, torch.full_like),
     **{f"new_{f.__name__}": functools.partial(_new, f) for f in (torch.zeros, torch.ones, torch.empty, torch.full)},
+    "new_empty_strided": _new_strided,
     "new_tensor": _new_tensor,
     "rand_like": functools.partial(_random_like, uniform),
     "randn_like": functools.partial(_random_like, normal),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -25,6 +26,14 @@ def summed(whole: Whole) -> Factors:
     """Over sharded dims the results are pending sums."""
     dims = whole.dims(1, "dim")
     return Factors((tuple(range(whole.ndim)),), (_without(whole, dims, whole.results[0]),), summed=frozenset(dims))
+
+
+def histogram(whole: Whole) -> Factors:
+    """Counts of all elements between two bounds, or where there are none between the least and the greatest."""
+    dims = frozenset(range(whole.ndim))
+    low, high = whole.argument(2, "min", 0), whole.argument(3, "max", 0)
+    found = Factors((tuple(range(whole.ndim)),), ((None,),), summed=dims)
+    return found if low != high else replace(found, whole=dims)
 
 
 def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept: bool = False) -> Rule:

@@ -33,6 +33,7 @@ from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.contractions import convolution, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
+from fspmd.rules.losses import ELEMENTWISE, WEIGHED
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.scans import SCANS
 from fspmd.rules.views import joined, parts, permuted
@@ -83,8 +84,8 @@ _CASTS: Final = _names(
     "conj _conj _conj_physical _neg_view resolve_conj resolve_neg real imag alias_copy type_as"
 )
 _GATHERED: Final = _names(
-    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted histc _pdist_forward segment_reduce "
-    "native_group_norm embedding_bag new_empty_strided _ctc_loss nonzero_static hash_tensor max_unpool2d max_unpool3d "
+    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted _pdist_forward segment_reduce "
+    "native_group_norm embedding_bag _ctc_loss nonzero_static hash_tensor max_unpool2d max_unpool3d "
     "fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
 )
 _RESHAPES: Final = _names(
@@ -119,7 +120,7 @@ _BATCHED: Final = {
         "linalg_lu_solve": (2, 1, 2),
         "linalg_ldl_solve": (2, 1, 2),
     },
-    **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,), "bucketize": (0, 1)},
+    **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,)},
     **dict.fromkeys(
         _names(
             "max_pool2d_with_indices_backward upsample_nearest2d "
@@ -137,6 +138,7 @@ _BATCHED: Final = {
 
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=True) for name in _POINTWISE},
+    **{name: Row(elementwise) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
     **{name: Row(elementwise, "sum", free=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=True) for name in _names("mul multiply rmul")},
@@ -244,6 +246,8 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(lookups.index, body=tables.index) for name in _names("index _unsafe_index")},
     **{name: Row(lookups.index_put, body=tables.index_put) for name in _names("index_put _unsafe_index_put")},
     "take": Row(lookups.taken_whole),
+    "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
+    "histc": Row(reductions.histogram),
     **{name: Row(gathered) for name in _GATHERED},
 }
 #: of functions that share a name with another
@@ -279,6 +283,10 @@ def composite_of(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None
     name = name_of(func)
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return None
+    if func in WEIGHED and kwargs.get("weight") is not None:
+        return None
+    if name in ELEMENTWISE and kwargs.get("reduction") == "none":
+        return None if kwargs.get("size_average") is kwargs.get("reduce") is None else COMPOSITES.get(func)
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 

@@ -1,0 +1,157 @@
+"""Losses that torch makes of many functions, each of which would move its operands anew: as one call of elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.nn import functional as F
+
+from fspmd.rules.factors import Factors
+from fspmd.rules.reductions import along
+from fspmd.rules.whole import Whole
+from fspmd.sharded import Sharded, above
+
+#: of elements; but for their reduction
+ELEMENTWISE: Final = (
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div"),
+    *("l1_loss", "margin_ranking_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),
+)
+
+
+def _reduce(x: Any, reduction: str, size_average: bool | None = None, reduce: bool | None = None) -> Any:
+    """By a mean or a sum, or not at all, as torch's losses are told."""
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    if reduction == "batchmean":
+        return x.sum() / x.size(0)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return x if reduction == "none" else getattr(x, reduction)()
+
+
+def _of_elements(func: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(*args: Any, reduction: str = "mean", size_average: Any = None, reduce: Any = None, **kwargs: Any) -> Any:
+        return _reduce(func(*args, reduction="none", **kwargs), reduction, size_average, reduce)
+
+    return loss
+
+
+def gaussian(x: Any, target: Any, var: Any, eps: float, full: bool) -> Any:
+    """Of elements; the gradient of ``var`` passes its bound."""
+    with torch.no_grad():
+        bounded = var.clamp(min=eps)
+    var = torch.where(var < eps, bounded + (var - var.detach()), var)
+    found = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
+    return found + 0.5 * math.log(2 * math.pi) if full else found
+
+
+def _gaussian_nll(x: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
+    if isinstance(var, float):
+        var = torch.full_like(x, var)
+    if torch.any(var < 0):
+        raise ValueError("var has negative entry/entries")
+    if var.shape != x.shape:
+        if var.shape == x.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif x.dim() != var.dim() or sum(n for m, n in zip(x.shape, var.shape, strict=True) if m != n) != 1:
+            raise ValueError("var is of incorrect size")
+    return _reduce(above.dispatch(gaussian, (x, target, var, eps, full), {}), reduction)
+
+
+# --- of rows --------------------------------------------------------------------------------------------------------
+
+
+def alike(*values: Any) -> Any:
+    """The values, laid out alike: along the last dim whole, where rows are compared."""
+    return values
+
+
+def of_rows(whole: Whole) -> Factors:
+    """The rule of `alike`."""
+    return along(whole, [whole.ndim - 1], kept=True)
+
+
+def _alike(*values: Any) -> Any:
+    """Laid out alike, where some are sharded and others not: each moves once, not in every function of it."""
+    specs = {x.spec for x in values if isinstance(x, Sharded)}
+    same = len({x.shape for x in values}) == 1 and len({x.dtype for x in values}) == 1
+    return values if len(specs) < 2 or not same else above.dispatch(alike, values, {})
+
+
+def _pairwise_distance(x: Any, y: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    x, y = _alike(x, y)
+    return torch.linalg.vector_norm(x - y + eps, p, -1, keepdim)
+
+
+def _cosine_embedding(
+    x: Any,
+    y: Any,
+    target: Any,
+    margin: float = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    x, y = _alike(x, y)
+    least = 1e-12  # as torch has it
+    cos = (x * y).sum(-1) / (((x * x).sum(-1) + least) * ((y * y).sum(-1) + least)).sqrt()
+    far = torch.where(target == -1, (cos - margin).clamp_min(0), 0)
+    return _reduce(torch.where(target == 1, 1 - cos, 0) + far, reduction, size_average, reduce)
+
+
+def _triplet_margin(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+
+    def distance(x: Any, y: Any) -> Any:
+        return F.pairwise_distance(x, y, p, eps)
+
+    return _triplet(
+        anchor, positive, negative, distance_function=distance, margin=margin, swap=swap, reduction=reduction
+    )
+
+
+def _triplet(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    *,
+    distance_function: Callable[..., Any] | None = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Any:
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    distance = distance_function or F.pairwise_distance
+    anchor, positive, negative = _alike(anchor, positive, negative)
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return _reduce((margin + near - far).clamp_min(0), reduction)
+
+
+LOSSES: Final[dict[Any, Callable[..., Any]]] = {
+    **{getattr(F, name): _of_elements(getattr(F, name)) for name in ELEMENTWISE},
+    F.gaussian_nll_loss: _gaussian_nll,
+    F.pairwise_distance: _pairwise_distance,
+    F.cosine_embedding_loss: _cosine_embedding,
+    F.triplet_margin_loss: _triplet_margin,
+    F.triplet_margin_with_distance_loss: _triplet,
+}
+#: losses that a mean weighs
+WEIGHED: Final = frozenset((F.mse_loss, F.l1_loss, F.huber_loss))
