@@ -58,7 +58,7 @@ def _gaussian_nll(x: Any, target: Any, var: Any, full: bool = False, eps: float 
             var = var.unsqueeze(-1)
         elif x.dim() != var.dim() or sum(n for m, n in zip(x.shape, var.shape, strict=True) if m != n) != 1:
             raise ValueError("var is of incorrect size")
-    return _reduce(above.dispatch(gaussian, (x, target, var, eps, full), {}), reduction)
+    return _reduce(above.dispatch(gaussian, (), (x, target, var, eps, full)), reduction)
 
 
 # --- of rows --------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def _alike(*values: Any) -> Any:
     """Laid out alike, where some are sharded and others not: each moves once, not in every function of it."""
     specs = {x.spec for x in values if isinstance(x, Sharded)}
     same = len({x.shape for x in values}) == 1 and len({x.dtype for x in values}) == 1
-    return values if len(specs) < 2 or not same else above.dispatch(alike, values, {})
+    return values if len(specs) < 2 or not same else above.dispatch(alike, (), values)
 
 
 def _pairwise_distance(x: Any, y: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
