@@ -21,7 +21,7 @@ from fspmd.redistribute import redistribute, to_blocks
 from fspmd.shard_map import shard_map
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.styles import Layout, PrepareInput, Style, laid_out, several
+from fspmd.styles import ColwiseParallel, Layout, PrepareInput, Style, laid_out, several
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,8 @@ class Placed:
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, laid out as the styles say."""
         if style := self._speaking_of("input"):
-            args = self._each(args, style, several(style.input))
+            layouts = several(style.input)
+            args = self._each(args, style, tuple(_gathered(x, to, style) for x, to in zip(args, layouts, strict=False)))
         for style in self.styles.values():
             named = {
                 key: self._arranged(kwargs[key], style.kwargs[key], style) for key in style.kwargs if key in kwargs
@@ -182,6 +183,12 @@ class Placed:
         if isinstance(x, Sharded):
             return x if target is source else Sharded(redistribute(x.local, source, target), target)
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
+
+
+def _gathered(x: Any, layout: Layout, style: Style) -> Layout:
+    """Where a cut argument of a column-parallel layer goes, whose gradient is a sum: as reduced its way back is one."""
+    cut = isinstance(x, Sharded) and _axis_of(style) in x.spec.partition.axes
+    return "reduced" if cut and layout == "replicated" and isinstance(style, ColwiseParallel) else layout
 
 
 @functools.lru_cache(maxsize=4096)

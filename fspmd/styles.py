@@ -76,7 +76,12 @@ class Style:
 class ColwiseParallel(Style):
     """A linear layer cut by its outputs: weight ``[out, in]`` along out (for ``x @ w``: ``weight=-1``), bias too.
 
-    Forward nothing moves if the input is replicated; backward the input's gradient is an all-reduce.
+    Forward nothing moves if the input is replicated; backward the input's gradient is an all-reduce. An input cut over
+    the axis, as `SequenceParallel` gives it, is gathered; backward its gradient is then a reduce-scatter.
+
+    The ``in_proj_weight`` of ``nn.MultiheadAttention`` holds those of q, k and v one after another, which no even cut
+    divides by heads: the values are right, and its rule moves what each rank's heads lack. A layer each for q, k and v
+    moves nothing.
     """
 
     weight: Layout = -2

@@ -25,6 +25,7 @@ from fspmd import (
     Sharded,
     Style,
     VocabParallel,
+    communication_log,
     device_get,
     device_put,
     functional_call,
@@ -212,6 +213,23 @@ def test_what_moves_is_one_sum_forward_and_one_backward(monkeypatch: pytest.Monk
     kernels.clear()
     out.backward(torch.ones(2, 5, 6, dtype=F64))
     assert [name for name in kernels if name not in FREE] == ["reduce_once"]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_cut_sequence_is_gathered_for_columns_and_scattered_by_rows(local: bool) -> None:
+    """Megatron's sequence parallelism: an all-gather and a reduce-scatter, and the same backward."""
+    plain = {"up": torch.ones(8, 6, dtype=F64), "down": torch.ones(6, 8, dtype=F64)}
+    styles: dict[str, Style] = {"up": ColwiseParallel(), "down": RowwiseParallel(output=1)}
+    params, plan = parallelize({name: x.requires_grad_() for name, x in plain.items()}, styles, LINE)
+    x = device_put(FLOATS, P(None, "tp"), mesh=LINE).requires_grad_()
+    up, down = (plan[name].local(F.linear) if local else plan[name](F.linear) for name in ("up", "down"))
+    with communication_log() as log:
+        down(F.gelu(up(x, params["up"])), params["down"]).sum().backward()
+    assert [one.kind for one in log] == ["all_gather_reduced", "psum_scatter_unreduced"] * 2
+    whole = FLOATS.clone().requires_grad_()
+    F.linear(F.gelu(F.linear(whole, plain["up"])), plain["down"]).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(device_get(x.grad), whole.grad)
 
 
 def test_a_bias_that_would_count_once_per_rank_is_refused() -> None:
