@@ -1,8 +1,8 @@
 """From one layout of a tensor to another: the cheapest sequence of collectives, by shortest path over layouts.
 
 A node of the graph is a `TensorSpec`, an edge one row of the pair table. Edges lead towards the target: an axis is cut
-into a dim only where the target has it. Ways round are searched where they can pay: beside a pending sum, and where
-axes have links of different speeds (fetch a part over the slow axis, and gather it over the fast one).
+into a dim only where the target has it. Where ways round can pay all edges are searched: beside a pending sum (scatter
+it first), and where links differ in speed (fetch a part over the slow axis, and gather it over the fast one).
 What no native collective does in one step (uneven dims that are cut partly anew, axes in another order, several dims at
 once, another mesh), ``reblock`` does: each rank receives what it lacks, and no more.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from fspmd.bounds import bound
 from fspmd.cost import FREE, Price, Topology, price
 from fspmd.pairs import Call, call
 from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes
@@ -84,39 +85,91 @@ def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
 
 
 def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
-    """By Dijkstra's algorithm."""
+    """By Dijkstra's algorithm over edges that lead towards the target; then, where ways round may pay, over all."""
     order = itertools.count()
     queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
     done: set[TensorSpec] = set()
-    differ, few = _links_differ(source, topology), _axes_count(source) <= _MANY
     while True:
         time, peak, length, _, spec, steps = heapq.heappop(queue)
         if spec is target:
-            return steps
+            break
         if spec in done:
             continue
         done.add(spec)
-        pending = spec.partition.unreduced - target.partition.unreduced
-        anywhere = bool(differ or pending) and (few or spec is source)
-        for move, after in _moves(spec, target, anywhere):
+        for move, after in _moves(spec, target, False):
             if after not in done:
                 step = _step(move, spec, after, topology)
-                weight = 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
-                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + weight, next(order))
-                heapq.heappush(queue, (*label, after, (*steps, step)))
+                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
+                heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
+    return _round(source, target, topology, steps) if _round_pays(source, target, topology) else steps
 
 
-_MANY = 2  # axes, beyond which only the first step may be a detour
+def _weight(move: Call) -> int:
+    return 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
 
 
-def _axes_count(spec: TensorSpec) -> int:
-    return sum(n > 1 for n in spec.mesh.shape.values())
+_EFFORT = 300  # layouts of which the edges are looked at, before what is known is good enough
 
 
-def _links_differ(spec: TensorSpec, topology: Topology) -> bool:
-    """Whether axes have links of different speeds: then ways round may pay, such as to cut over a fast axis first."""
-    mesh = spec.mesh
-    return len({topology.link(mesh, (axis,)) for axis in mesh.axis_names if mesh.shape[axis] > 1}) > 1
+def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> tuple[Step, ...]:
+    """A quicker way than a known one, by way of any layouts: A*, with `bound` for what is still to come.
+
+    An edge whose traffic has to be counted is queued at what it takes at least, and priced when its turn comes.
+    """
+    least, limit = bound(target, topology), sum(step.price.time for step in known) - 1e-6
+    order, looked = itertools.count(), 0
+    reached: dict[TensorSpec, tuple[float, int, int]] = {}
+    queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | None]] = []
+
+    def push(
+        label: tuple[float, int, int], spec: TensorSpec, steps: tuple[Step, ...], edge: Call | None = None
+    ) -> None:
+        time, peak, length = label
+        ahead = least(spec)
+        if edge is not None:
+            ahead += _least(edge, steps[-1].spec if steps else source, spec, topology)
+        if time + ahead < limit and reached.get(spec, (limit, 0, 0)) > label:
+            heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
+
+    def priced(label: tuple[float, int, int], move: Call, after: TensorSpec, steps: tuple[Step, ...]) -> None:
+        step = _step(move, steps[-1].spec if steps else source, after, topology)
+        time, peak, length = label
+        push((time + step.price.time, max(peak, step.price.peak), length + _weight(move)), after, (*steps, step))
+
+    push((0.0, 0, 0), source, ())
+    while queue and looked < _EFFORT:
+        _, peak, length, _, time, spec, steps, move = heapq.heappop(queue)
+        label = (time, peak, length)
+        if move is not None:
+            priced(label, move, spec, steps)
+        elif spec is target:
+            return steps
+        elif reached.get(spec, (limit, 0, 0)) > label:
+            reached[spec], looked = label, looked + 1
+            for edge, after in _moves(spec, target, True):
+                if edge.options.move is None:
+                    priced(label, edge, after, steps)
+                else:
+                    push(label, after, steps, edge)
+    return known
+
+
+def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
+    """What a reblock takes at least: whose block grows receives what it grows by."""
+    size, grows = _bytes(after), _bytes(after) - _bytes(before)
+    link = topology.link(move.mesh, move.axes)
+    sending = topology.launch + link.latency + grows / link.bandwidth if grows > 0 else 0.0
+    return sending + 2 * size / topology.memory
+
+
+def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
+    """Whether a way round may: past a pending sum, where links differ in speed, and on many axes to a pending sum."""
+    mesh, before, after = source.mesh, source.partition, target.partition
+    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    if before.unreduced - after.unreduced or (len(axes) > 2 and after.unreduced | after.reduced):
+        return True
+    groups = [(axis,) for axis in axes] + [axes] * (len(axes) > 1)
+    return len({topology.link(mesh, group) for group in groups}) > 1
 
 
 def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
@@ -214,15 +267,28 @@ def _gathers(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tenso
                 yield call("all_gather_reduced", spec.mesh, gone, options), _moved(spec, {dim: kept}, reduced=reduced)
 
 
-def _cuts(spec: TensorSpec, free: Axes, target: TensorSpec | None) -> Iterator[tuple[int, Axes, Axes, Options]]:
-    """Where free axes may cut further, (dim, its axes, the new ones, how): as the target has them, None: anywhere."""
+def _cuts(
+    spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False
+) -> Iterator[tuple[int, Axes, Axes, Options]]:
+    """Where free axes, ``whole``: all of them as they are, may cut further: as the target has them, None: anywhere.
+
+    (dim, its axes, the new ones, how).
+    """
+    anyhow = (free,) if whole else _orders(free)
     for dim, entry in enumerate(spec.partition):
-        now = entry_axes(entry)
-        wanted = free if target is None else tuple(a for a in entry_axes(target.partition[dim]) if a in free)
-        for i, j in itertools.combinations(range(len(wanted) + 1), 2):
-            new = wanted[i:j]
-            if _can_part(spec, dim, now, new):
+        now, news = entry_axes(entry), anyhow
+        if target is not None:
+            wanted = tuple(a for a in entry_axes(target.partition[dim]) if a in free)
+            news = tuple(wanted[i:j] for i, j in itertools.combinations(range(len(wanted) + 1), 2))
+        for new in news:
+            if (new == free or not whole) and _can_part(spec, dim, now, new):
                 yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
+
+
+@functools.lru_cache(maxsize=256)
+def _orders(axes: Axes) -> tuple[Axes, ...]:
+    """Every choice of the axes in every order."""
+    return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
 
 
 def _free(spec: TensorSpec) -> Axes:
@@ -240,8 +306,8 @@ def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Ca
             if not _can_part(spec, source, kept, gone):
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
-            for dim, now, new, cut in _cuts(spec, gone, target):
-                if dim != source and new == gone:
+            for dim, now, new, cut in _cuts(spec, gone, target, True):
+                if dim != source:
                     options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
                     yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
 
@@ -256,17 +322,23 @@ def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator
             yield call("psum_unreduced", mesh, axes), _moved(spec, {}, left)
             if want.reduced.issuperset(axes):
                 yield call("psum_to_reduced", mesh, axes), _moved(spec, {}, left, have.reduced.union(axes))
-            for dim, now, new, options in _cuts(spec, axes, None):
-                if new == axes:  # parts of any dim: they are fewer bytes to move on than the whole
-                    after = _moved(spec, {dim: (*now, *new)}, left)
-                    yield call("psum_scatter_unreduced", mesh, new, options), after
+            for dim, now, new, options in _cuts(spec, axes, None, True):  # parts are fewer bytes to move on
+                after = _moved(spec, {dim: (*now, *new)}, left)
+                yield call("psum_scatter_unreduced", mesh, new, options), after
     free = frozenset(_free(spec))
-    if axes := mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced):
+    for axes in _some(mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced), anywhere):
         yield call("reduced_to_invariant", mesh, axes), _moved(spec, {}, None, have.reduced.difference(axes))
-    if axes := mesh.ordered(free & want.reduced):
+    for axes in _some(mesh.ordered(free & want.reduced), anywhere):
         yield call("invariant_to_reduced", mesh, axes), _moved(spec, {}, None, have.reduced.union(axes))
-    if axes := mesh.ordered(free & want.unreduced):
+    for axes in _some(mesh.ordered(free & want.unreduced), anywhere):
         yield call("invariant_to_unreduced", mesh, axes), _moved(spec, {}, have.unreduced.union(axes))
+
+
+def _some(axes: Axes, any_of_them: bool) -> Iterator[Axes]:
+    """All of the axes, or every choice of them."""
+    for n in range(1 if any_of_them else len(axes), len(axes) + 1):
+        if n:
+            yield from itertools.combinations(axes, n)
 
 
 def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
@@ -288,11 +360,14 @@ def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[
             yield _reblock(spec, after)
 
 
+_FEW = 3  # axes, up to which every layout of them may be on the way
+
+
 @functools.lru_cache(maxsize=256)
 def _placements(axes: Axes, ndim: int) -> frozenset[tuple[Axes, ...]]:
     """Every way to cut dims over some of the axes, in every order."""
     found = set()
-    for order in itertools.permutations(axes) if len(axes) <= _MANY else ():
+    for order in itertools.permutations(axes) if len(axes) <= _FEW else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
             found.add(tuple(tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim)))
     return frozenset(found)
