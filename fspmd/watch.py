@@ -149,14 +149,10 @@ def _ranks(call: Call) -> int:
 def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
     """What a call costs on a block of a shape."""
     o, n = call.options, _ranks(call)
-    before = after = prod(shape) * dtype.itemsize
+    before = prod(shape) * dtype.itemsize
+    after = prod(_shape_after(call, shape, n)) * dtype.itemsize
     received = None
-    if call.pair.kernel in ("gather", "gather_once"):
-        length = sum(o.sizes) if o.sizes is not None else n * (shape[o.dim] if shape else 1)
-        after = prod(shape[: o.dim]) * length * prod(shape[o.dim + 1 :]) * dtype.itemsize
-    elif call.pair.kernel == "reduce_scatter":
-        after = before // n
-    elif o.move is not None:
+    if o.move is not None:
         after = prod(o.move.target.block_shape) * dtype.itemsize
         received = (traffic(o.move).messages, traffic(o.move).elements * dtype.itemsize)
     elif o.routes is not None:
@@ -165,6 +161,18 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
         after = route.lands.length * row
         received = (n - 1, (sum(route.sends) - route.sends[_place(call)]) * row)
     return price(call.pair.kernel, call.mesh, call.axes, before, after, traffic=received, ranks=n)
+
+
+def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Of the block of the first rank, which is the longest, after a collective that cuts or joins."""
+    o, kernel, after = call.options, call.pair.kernel, list(shape or (1,))
+    if kernel in ("reduce_scatter", "exchange"):
+        after[o.dim] = after[o.dim] // n if o.sizes is None else max(o.sizes)
+    if kernel in ("gather", "gather_once"):
+        after[o.dim] = after[o.dim] * n if o.sizes is None else sum(o.sizes)
+    if kernel == "exchange":
+        after[o.concat_dim] = after[o.concat_dim] * n if o.concat_sizes is None else sum(o.concat_sizes)
+    return tuple(after)
 
 
 def _place(call: Call) -> int:

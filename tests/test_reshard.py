@@ -22,6 +22,7 @@ from fspmd import (
     SpecError,
     TensorSpec,
     TreeError,
+    communication_log,
     device_get,
     device_put,
     explain,
@@ -32,8 +33,10 @@ from fspmd import (
     shard_map,
     with_spec,
 )
+from fspmd.routes import Route
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
+from fspmd.watch import communicates
 
 F64 = torch.float64
 FULL = os.environ.get("FSPMD_FULL") == "1"
@@ -146,6 +149,63 @@ UNEVEN = (
 def test_uneven_dims_move_only_what_is_lacking(source: P, target: P, elements: int) -> None:
     grid = mesh((2, 2), "xy")
     assert explain(TensorSpec(grid, source, (5, 6), F64), target).price.moved == elements * 8
+
+
+#: meshes on which and from which to which each layout goes to each other
+SITES = [*(((sizes, names), None) for sizes, names in (((4,), "x"), ((6,), "x"), ((2, 2), "xy"), ((2, 3), "xy")))]
+SITES += [*MESHES.values()]
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (5, 7), (0, 6)])
+@pytest.mark.parametrize(("here", "there"), SITES)
+def test_what_is_explained_is_what_is_recorded(here: Any, there: Any, shape: tuple[int, ...]) -> None:
+    """Step by step: what moves, over which axes, bytes, time and peak; every step by brute force over elements."""
+    before = mesh(*here)
+    after = mesh(*there) if there else before
+    for source, target in ways(before, after, 2, 1 if FULL else 29, sum(shape) % 29):
+        x = device_put(value(shape), source, mesh=before)
+        ((_, way),) = explain(x, target, after).routes
+        with communication_log() as log:
+            reshard(x, target, after)
+        explained = [step for step in way.steps if communicates(step.call)]
+        assert [(s.call.pair.name, s.call.axes) for s in explained] == [(one.kind, one.axes) for one in log]
+        for step, one in zip(explained, log, strict=True):
+            expected = step.price.moved, step.price.time, step.price.peak
+            assert (one.price.moved, one.price.time, one.price.peak) == pytest.approx(expected, rel=1e-12)
+        check_accounts(x, way)
+
+
+def check_accounts(x: Sharded, way: Route) -> None:
+    """Run the steps: blocks fill the peak, and what a rank is said to receive is what it lacks.
+
+    Collectives other than reblocks are reckoned with blocks of equal lengths.
+    """
+    held, spec = x.local, x.spec
+    for step in way.steps:
+        result = step.call.run(held)
+        sizes = [
+            [part.nbytes for part in shards_of(value, frame(on.mesh, on.mesh.axis_names))]
+            for value, on in ((held, spec), (result, step.spec))
+        ]
+        assert max(sizes[0]) + max(sizes[1]) == step.price.peak
+        name = step.call.pair.name
+        if name == "reblock" or (name.startswith("all_") and all(n % 12 == 0 for n in spec.shape)):
+            assert step.price.moved == lacked(spec, step.spec) * spec.dtype.itemsize
+        held, spec = result, step.spec
+    assert spec is way.target
+
+
+def lacked(before: TensorSpec, after: TensorSpec) -> int:
+    """Elements of its new block that the rank which lacks most has not."""
+    most = 0
+    for rank in after.mesh.ranks:
+        blocks = []
+        for spec in (before, after):
+            at = spec.mesh.coordinate(rank)
+            spans = [] if at is None else zip(spec.offset(at), spec.local_shape(at), strict=True)
+            blocks.append(set() if at is None else {*itertools.product(*(range(a, a + n) for a, n in spans))})
+        most = max(most, len(blocks[1] - blocks[0]))
+    return most
 
 
 def test_trees_take_a_prefix_of_specs() -> None:
