@@ -61,7 +61,7 @@ class _Cache:
         """Of a call that the cache does not have."""
         plan = plan_call(func, args, kwargs)
         self.misses += 1
-        if not _by_default_dtype(plan, sharded_values(args, kwargs)):
+        if not _by_default_dtype(plan, key):
             _plans[key] = plan
             self.shrink()
         return plan
@@ -225,11 +225,18 @@ def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return spec if spec.dtype == dtype else TensorSpec(spec.mesh, spec.partition, spec.shape, dtype)
 
 
-def _by_default_dtype(plan: OpPlan, values: list[Sharded]) -> bool:
+def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
     """Whether the dtype of the result is torch's default one, which may change: integers divided, for example."""
     results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
-    made = any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in results)
-    return made and not any(x.dtype.is_floating_point or x.dtype.is_complex for x in values)
+    return any(map(_is_float, results)) and not any(map(_has_float, key))
+
+
+def _is_float(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _has_float(part: Any) -> bool:
+    return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and _is_float(part)
 
 
 def _is_free(func: Any) -> bool:

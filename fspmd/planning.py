@@ -37,19 +37,19 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         ArgumentError: there is no way to run it, or it fails on the global tensors too.
         MeshError: the values lie on several meshes.
     """
-    values = sharded_values(args, kwargs)
-    mesh = values[0].spec.mesh
-    for x in values:
-        if x.spec.mesh != mesh:
+    tensors = tensors_of(args, kwargs)
+    specs = [x.spec for x in tensors if isinstance(x, Sharded)]
+    mesh = specs[0].mesh
+    for spec in specs:
+        if spec.mesh != mesh:
             raise MeshError(
-                f"{shown(func)} got values on two meshes, {mesh!r} and {x.spec.mesh!r}; move one with device_put"
+                f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
-    if any(type(one) is LocalTensor for one in tensors_of(args, kwargs)):
+    if any(type(one) is LocalTensor for one in tensors):
         raise ArgumentError(
             f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
             "computed); pass the Sharded itself, or a global tensor"
         )
-    specs = [x.spec for x in values]
     if kwargs.get("out") is not None and func is not F.normalize:
         raise ArgumentError(
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
@@ -63,12 +63,12 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
     if args and isinstance(args[0], Sharded) and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
-    if is_ragged(func, len(tensors_of(args, kwargs))):
+    if is_ragged(func, len(tensors)):
         return as_whole(functools.partial(_gathered, func))
     if (composite := composite_of(func, kwargs)) is not None:
         return as_whole(lambda args, kwargs: composite(*args, **kwargs))
-    operands, all_found = _operands(args, kwargs, mesh)
-    plan = propagate(func, args, kwargs, operands) if all_found else None
+    operands = _operands(args, kwargs, mesh)
+    plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
     if plan is not None:
         return plan
     try:
@@ -110,8 +110,8 @@ def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, 
         refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tuple[list[tuple[Place, TensorSpec]], bool]:
-    """The tensors among the arguments and in lists there, and whether that is all of them."""
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
+    """The tensors among the arguments and in lists there."""
     found: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
@@ -119,7 +119,7 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tupl
             if isinstance(one, (Tensor, Sharded)):
                 spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
                 found.append(((i, k) if listed else i, spec))
-    return found, len(found) == len(tensors_of(args, kwargs))
+    return found
 
 
 def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:

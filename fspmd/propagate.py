@@ -105,7 +105,7 @@ def ask(
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
         return None
-    results = [TensorSpec(specs[0].mesh, P(), tuple(one.shape), one.dtype) for one in outs]
+    results = [TensorSpec(specs[0].mesh, P(*(None,) * one.dim()), tuple(one.shape), one.dtype) for one in outs]
     shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
     plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
     try:

@@ -80,6 +80,8 @@ def _bytes(spec: TensorSpec) -> int:
 @functools.lru_cache(maxsize=8192)
 def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
     """The cheapest way; of equally quick ones that which holds less, then that of fewer steps."""
+    if source is target:
+        return Route(source, target, ())
     steps = _across(source, target, topology) if source.mesh != target.mesh else _within(source, target, topology)
     return Route(source, target, steps)
 

@@ -133,6 +133,11 @@ def entry_axes(entry: Entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
+def entry_of(axes: tuple[str, ...]) -> Entry:
+    """The entry of some axes, as a P has it."""
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
 @functools.lru_cache(maxsize=4096)
 def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """``(offset, length)`` of every block of a dim of ``size`` cut by axes of sizes ``parts``, in row-major order.

@@ -21,7 +21,7 @@ from fspmd.cost import Topology, work
 from fspmd.moves import moves
 from fspmd.routes import route
 from fspmd.rules.factors import Dims, Factors
-from fspmd.spec import P, TensorSpec, blocks, entry_axes
+from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes, entry_of
 
 #: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
 Choice = int | str
@@ -171,7 +171,7 @@ def _strategy(
     for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
         states = {axis: _state(choice, i, dims, factors, spec, axis) for axis, choice in choices.items()}
         unreduced, reduced = (
-            [axis for axis, s in states.items() if s in kinds] for kinds in (("U",), ("R", "R, cast"))
+            frozenset(axis for axis, s in states.items() if s in kinds) for kinds in (("U",), ("R", "R, cast"))
         )
         needs.append(spec.with_partition(P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)))
         casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
@@ -198,8 +198,8 @@ def _strategy(
             time += way.forward + (way.backward if i in gradients else 0.0)
             later += way.casting if i in gradients else 0.0
     if time <= limit + _ROUNDING:
-        settled = (spec.with_partition(P(*spec.partition)) for spec in laid)
-        later += sum(route(spec, end, topology).price.time for spec, end in zip(laid, settled, strict=True))
+        pending = [spec for spec in laid if spec.partition.unreduced]
+        later += sum(route(spec, spec.with_partition(P(*spec.partition)), topology).price.time for spec in pending)
     times = (round(time, 6), round(later, 6))
     return Strategy(tuple(needs), tuple(casts), outs, times, bool(by_body), axes_of, within)
 
@@ -254,8 +254,8 @@ def _state(choice: Choice, operand: int, dims: Dims, factors: Factors, spec: Ten
     return "R, cast" if axis in spec.partition.reduced else "I, cast"
 
 
-def _entries(dims: Dims, axes_of: dict[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    return [() if factor is None else axes_of.get(factor, ()) for factor in dims]
+def _entries(dims: Dims, axes_of: dict[int, tuple[str, ...]]) -> list[Entry]:
+    return [None if factor is None else entry_of(axes_of.get(factor, ())) for factor in dims]
 
 
 def _ordered(
@@ -273,12 +273,12 @@ def _ordered(
 
 
 def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], axes_of: dict[int, tuple[str, ...]]) -> P:
-    unreduced = {
+    unreduced = frozenset(
         axis
         for axis, choice in choices.items()
         if choice in factors.summed or (isinstance(choice, str) and "U" in choice)
-    }
-    reduced = {
+    )
+    reduced = frozenset(
         axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
-    }
+    )
     return P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)
