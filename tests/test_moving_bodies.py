@@ -117,6 +117,14 @@ CASES |= {
 }
 
 CASES |= {
+    "flatten": (torch.flatten, ((5, 6),)),
+    "flatten of more": (lambda x: x.flatten(1, 2), ((2, 5, 6),)),
+    "unflatten": (lambda x: x.unflatten(0, (2, 3)), ((6, 5),)),
+    "unflatten of pieces": (lambda x: x.view(3, 5, 2, 3), ((15, 6),)),
+    "reshape": (lambda x: x.reshape(4, 9), ((6, 3, 2),)),
+    "reshape with ones": (lambda x: x.reshape(1, 6, 1, 7, 1), ((3, 1, 2, 7),)),
+    "repeat_interleave": (lambda x: x.repeat_interleave(3, 0), ((5, 2),)),
+    "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), ((1, 8, 2, 3),)),
     "diagonal": (torch.diagonal, ((5, 5),)),
     "diagonal of more rows": (lambda x: x.diagonal(-2, 2, 1), ((2, 5, 7),)),
     "diagonal of more columns": (lambda x: x.diagonal(1), ((4, 9, 2),)),
@@ -227,6 +235,11 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), ((1, 2, 13, 8),), (_SPACE,), 2 * 8 * 2),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 3)), ((1, 2, 14, 8),), (_SPACE,), 2 * 8),
     "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), ((1, 2, 14, 8),), (_SPACE,), 0),
+    "flatten": (torch.flatten, ((13, 64),), (_ROW,), 2 * 64),
+    "flatten of columns": (torch.flatten, ((13, 64),), (_COLUMN,), 13 * 16),
+    "unflatten": (lambda x: x.view(2, 7, 64), ((14, 64),), (_ROW,), 4 * 64),
+    "roll of all": (lambda x: x.roll(5), ((13, 64),), (_ROW,), 64),
+    "roll of all, columns": (lambda x: x.roll(5), ((13, 64),), (_COLUMN,), 13 * 8),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.regroups import regrouped
 from fspmd.rules.windows import Places, block_places, fetched, passing, per_rank, picked, still, taken
 
 
@@ -110,8 +111,13 @@ def flip(site: Site, x: Tensor, dims: int | Sequence[int], *more: int) -> Tensor
 
 
 @passing
-def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int]) -> Tensor:
+def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Tensor:
     """The rows moved on, those at the end to the front."""
+    if not isinstance(dims, int) and not dims:
+        (shift,) = [shifts] if isinstance(shifts, int) else shifts
+        return (
+            regrouped(site, x, range(x.dim()), range(x.dim()), shift) if 0 not in site.operands[0].shape else x.clone()
+        )
     pairs = zip(*(([v] if isinstance(v, int) else v) for v in (shifts, dims)), strict=True)
     for k, (shift, dim) in enumerate(pairs):
         d = dim % x.dim()

@@ -231,8 +231,7 @@ def adaptive_max(count: int) -> Bodied:
             x, best = torch.max(split.masked_fill(_left_out(split, lengths, d), limit(x.dtype, True)), d + 1)
             place = (best + _of_dim(best, d, begins)) * math.prod(site.operands[0].shape[d + 1 :])
             if at is not None:
-                others, _, _ = _shares(site, at, k, d)
-                place = place + others.gather(d + 1, best.unsqueeze(d + 1)).squeeze(d + 1)
+                place = place + _shares(site, at, k, d)[0].gather(d + 1, best.unsqueeze(d + 1)).squeeze(d + 1)
             at = place
         return (x, at) if len(site.results) > 1 else x
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,25 +60,43 @@ def last_swapped(whole: Whole) -> Dims:
 
 
 def reshaped(whole: Whole) -> Factors:
-    """Groups of dims of equal products: the leading dim of a group may stay sharded, the others must be whole."""
+    """Groups of dims of equal products: the leading dim of a group may stay sharded, where its blocks stay blocks.
+
+    Otherwise one dim of one group, as one dim of that group in the result, by a body.
+    """
     before, after = whole.shapes[0], whole.results[0]
     if any(isinstance(arg, torch.dtype) for arg in (*whole.args, *whole.kwargs.values())):
         return NO_RULE  # a view of the bits
-    operand: list[int | None] = list(range(len(before)))
+    operand: list[int | None] = [None] * len(before)
     result: list[int | None] = [None] * len(after)
-    whole_dims: set[int] = set()
-    for source, target in _groups(before, after):
-        leading = next((d for d in source if before[d] != 1), None)
-        first = next((d for d in target if after[d] != 1), None)
-        whole_dims.update(d for d in source if d != leading)
-        if leading is not None and first is not None:
-            result[first] = leading
-        elif leading is not None:
-            whole_dims.add(leading)
-    return Factors((tuple(operand),), (tuple(result),), whole=frozenset(whole_dims))
+    ways: list[tuple[list[int], list[int]]] = []
+    for source, target in groups(before, after):
+        pair = [d for d in source if before[d] != 1], [d for d in target if after[d] != 1]
+        if all(pair):
+            operand[pair[0][0]] = result[pair[1][0]] = pair[0][0]
+            if source != [pair[0][0]] or target != [pair[1][0]]:
+                ways.append(pair)
+    found = Factors((tuple(operand),), (tuple(result),))
+    others = tuple(_one_way(found, pair, s, t) for pair in ways for s in pair[0] for t in _roomy_first(pair[1], after))
+    return replace(found, others=others)
 
 
-def _groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
+def _one_way(found: Factors, pair: tuple[list[int], list[int]], s: int, t: int) -> Factors:
+    """Of a group, ``pair``, dim ``s`` of the operand as dim ``t`` of the result."""
+    operand = (None if d in pair[0] and d != s else s if d == s else f for d, f in enumerate(found.operands[0]))
+    result = (s if d == t else None if d in pair[1] else f for d, f in enumerate(found.results[0]))
+    return Factors((tuple(operand),), (tuple(result),), whole=frozenset({s}))
+
+
+def _roomy_first(dims: list[int], sizes: Shape) -> list[int]:
+    """The first of dims that most meshes can cut, before those that they cannot."""
+    return sorted(dims, key=lambda d: -min(sizes[d], _ROOMY))
+
+
+_ROOMY = 8
+
+
+def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     """The smallest runs of dims, side by side, whose sizes multiply to the same."""
     if 0 in before:
         return [(list(range(len(before))), [])]
@@ -182,12 +201,17 @@ def wrapped(whole: Whole) -> Factors:
 
 
 def rolled(whole: Whole) -> Factors:
-    """Dims along which elements move on must be whole; without such all, as of one."""
+    """Dims along which elements move on must be whole; without such all, as of one, of which a body can take one."""
     dims = whole.argument(2, "dims")
     every: Dims = tuple(range(whole.ndim))
     if isinstance(dims, int) or dims:
         return Factors((every,), (every,), whole=frozenset(whole.dims(2, "dims")))
-    return Factors(((None,) * whole.ndim,), ((None,) * whole.ndim,))
+    nothing: Dims = (None,) * whole.ndim
+    others = []
+    for one in range(whole.ndim):
+        way: Dims = (*nothing[:one], one, *nothing[one + 1 :])
+        others.append(Factors((way,), (way,), whole=frozenset({one})))
+    return Factors((nothing,), (nothing,), others=tuple(others))
 
 
 def triangle(whole: Whole) -> Factors:

@@ -74,32 +74,52 @@ def fetched(
 
     Backward sends each row's cotangent back, where those of rows sent more than once are added.
     """
+    return exchanged(site, key, x, d, axes, lambda at: block_places(cut, at), wanted)
+
+
+def exchanged(
+    site: Site,
+    key: Any,
+    x: Tensor,
+    d: int,
+    axes: tuple[str, ...],
+    held: Callable[[int], Tensor],
+    wanted: Callable[[int], Tensor],
+) -> Tensor:
+    """The same of rows of which ``held(at)``, in ascending order, are those of a rank's block."""
 
     def made() -> Call:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            rows = [wanted(at) for at in range(len(cut))]
-            routes = tuple(_route(site, cut, rows, at) for at in positions(site.mesh, axes))
-        held = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
-        return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, held)))
+            places = range(site.mesh.axis_size(axes))
+            before, after = [held(at) for at in places], [wanted(at) for at in places]
+            routes = tuple(_route(site, before, after, at) for at in positions(site.mesh, axes))
+        ranks = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
+        return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks)))
 
     call = site.once(key, made)
     with torch._C.DisableTorchFunction():
         return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
 
 
-def _route(site: Site, cut: Sequence[tuple[int, int]], wanted: Sequence[Tensor], at: int) -> Route:
+def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int) -> Route:
     """What the rank at a place sends and receives."""
-    start, length = cut[at]
-    sent = [rows[(rows >= start) & (rows < start + length)] - start for rows in wanted]
-    mine = wanted[at]
-    landed = [((mine >= other) & (mine < other + size)).nonzero().squeeze(1) for other, size in cut]
+    sent = [found[hit] for found, hit in (_found(rows, held[at]) for rows in wanted)]
+    landed = [_found(wanted[at], rows)[1].nonzero().squeeze(1) for rows in held]
     packs, lands, device = torch.cat(sent), torch.cat(landed), site.mesh.device
     return Route(
-        RowMap(packs.to(device), length, True, len(packs.unique()) == len(packs)),
+        RowMap(packs.to(device), len(held[at]), True, len(packs.unique()) == len(packs)),
         tuple(map(len, sent)),
         tuple(map(len, landed)),
-        RowMap(lands.to(device), len(mine), True, True),
+        RowMap(lands.to(device), len(wanted[at]), True, True),
     )
+
+
+def _found(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of rows among others, in ascending order, and which of them are there."""
+    if not len(among):
+        return rows, torch.zeros(len(rows), dtype=torch.bool)
+    places = torch.searchsorted(among, rows).clamp(max=len(among) - 1)
+    return places, among[places] == rows
 
 
 def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows: Places) -> Tensor:
