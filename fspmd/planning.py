@@ -37,6 +37,17 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         ArgumentError: there is no way to run it, or it fails on the global tensors too.
         MeshError: the values lie on several meshes.
     """
+    if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _NUMBERS):
+        return as_whole(functools.partial(_with_numbers, func))
+    try:
+        return _plan(func, args, kwargs)
+    except ArgumentError:
+        if any(map(_is_index, tensors_of(args[1:], kwargs))):
+            return as_whole(functools.partial(_with_numbers, func))
+        raise
+
+
+def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     tensors = tensors_of(args, kwargs)
     specs = [x.spec for x in tensors if isinstance(x, Sharded)]
     mesh = specs[0].mesh
@@ -55,8 +66,6 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
             "y.copy_(result)"
         )
-    if any(isinstance(kwargs.get(name), Sharded) for name in _NUMBERS):
-        return as_whole(functools.partial(_with_numbers, func))
     if _is_not_defined(func, args):
         return as_whole(lambda args, kwargs: NotImplemented)
     if (handler := handler_of(func)) is not None:
@@ -134,9 +143,19 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A 0-d tensor where torch wants a number, and takes that of the tensor."""
-    numbers = {name: kwargs[name].item() for name in _NUMBERS if isinstance(kwargs.get(name), Sharded)}
-    return above.dispatch(func, (), args, {**kwargs, **numbers})
+    """The call with numbers for 0-d tensors, of which torch takes them: ``x[i]``, ``x.roll(i)``, ``alpha=t``."""
+
+    def number(x: Any) -> Any:
+        return x.item() if _is_index(x) else x
+
+    rest: Any = optree.tree_map(number, (args[1:], kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    numbers = {name: kwargs[name].item() for name in _NUMBERS if isinstance(kwargs.get(name), (Sharded, Tensor))}
+    return above.dispatch(func, (), (args[0], *rest[0]), {**rest[1], **numbers})
+
+
+def _is_index(x: Any) -> bool:
+    kind = x.dtype if isinstance(x, (Sharded, Tensor)) and not x.ndim else torch.bool
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
 
 
 def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -24,6 +24,11 @@ GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
 
 
+def _with_row(x: Any, index: Any, row: Any) -> Any:
+    x[index] = row * 2
+    return x
+
+
 CASES: dict[str, Case] = {
     "add": (lambda x, y: x + y, ((5, 6), (5, 6))),
     "add, broadcast": (lambda x, y: x + y, ((5, 6), (6,))),
@@ -87,6 +92,15 @@ CASES: dict[str, Case] = {
     "reshape to itself and ones": (lambda x: x.reshape(1, 5, 1, 6, 1), ((5, 6),)),
     "expand": (lambda x: x.expand(3, 5, 6) * x.unsqueeze(0), ((5, 1),)),
     "getitem": (lambda x: x[:, 1:3] * x[..., None, 2], ((5, 6),)),
+    "indices that are tensors": (
+        lambda x: x[torch.tensor(2)] + x[1, torch.tensor(0)] + x[x[:, 0].argmax()] + x.select(0, torch.tensor(-1)),
+        ((5, 6),),
+    ),
+    "numbers that are tensors": (
+        lambda x: torch.add(x.roll(torch.tensor(1), 0), x, alpha=torch.tensor(2.0, dtype=F64)),
+        ((5, 6),),
+    ),
+    "set at an index that is a tensor": (lambda x: _with_row(x * 1, x[:, 1].argmin(), x[0]), ((5, 6),)),
     "getitem of rows": (lambda x: (x[0], x[-2:], x[None]), ((5, 6),)),
     "select and narrow": (lambda x: x.select(0, 2) + x.narrow(0, 1, 2).sum(0), ((5, 6),)),
     "split": (lambda x: (*x.split(2), *x.split([1, 5], dim=1)), ((5, 6),)),

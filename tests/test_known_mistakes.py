@@ -64,6 +64,21 @@ def test_cross_entropy(mesh: fspmd.Mesh, shape: tuple[int, int], reduction: str,
     check_case("cross_entropy", (loss, (shape,)), mesh, 12)
 
 
+LABELS = torch.tensor([[0, 2, -1], [1, -1, 0], [-1, 0, 0], [2, 1, 0], [0, -1, 1]])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("rows", [5, 1, None])
+def test_multilabel_margin_loss(reduction: str, rows: int | None) -> None:
+    """Torch's graph of it, which others decompose, counts labels after the end."""
+    target = LABELS[0] if rows is None else LABELS[:rows]
+
+    def loss(x: Any) -> Any:
+        return F.multilabel_margin_loss(x, target, reduction=reduction)
+
+    check_case("multilabel", (loss, (tuple(target.shape),)), GRID, 12)
+
+
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("order", [0.5, 1, 2, 3, math.inf])

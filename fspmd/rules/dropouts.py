@@ -24,6 +24,7 @@ _ALPHA: Final = 1.7580993408473766  # of SELU, times its scale: what alpha dropo
 
 def _kept(x: Value, p: float, features: bool, one: float = 1.0) -> Value:
     """``one`` where an element is kept, 0 where it is dropped; ``features``: alike over all dims from the third on."""
+    p = float(p)
     if not 0 <= p <= 1:
         raise ArgumentError(f"dropout got p={p!r}; give it a probability, between 0 and 1")
     spec = settled(x.spec)

@@ -54,7 +54,10 @@ def _like(function: Callable[..., Tensor], x: Sharded, *args: Any, **options: An
     spec = settled(x.spec, options.get("dtype"))
     like = x if spec.partition is x.spec.partition else _filled(torch.empty, spec, x.device)
     options = {key: value for key, value in options.items() if key in ("fill_value", "requires_grad")}
-    return Sharded(function(like.local.detach(), *args, dtype=spec.dtype, **options), spec)
+    if "fill_value" in options:
+        args = (options.pop("fill_value"),)
+    numbers = (value.item() if isinstance(value, Sharded) else value for value in args)
+    return Sharded(function(like.local.detach(), *numbers, dtype=spec.dtype, **options), spec)
 
 
 def _new(function: Callable[..., Tensor], x: Sharded, *size: Any, **options: Any) -> Sharded:

@@ -145,10 +145,26 @@ def _triplet(
     return _reduce((margin + near - far).clamp_min(0), reduction)
 
 
+def _multilabel_margin(
+    x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Any:
+    """Torch's own graph of it, in terms of others, counts what stands after the first -1 as labels 0."""
+    if x.shape != target.shape or x.dim() not in (1, 2) or not x.size(-1):
+        raise ValueError(f"expected input and target of one shape [N, C] or [C], got {x.shape} and {target.shape}")
+    labels = (target == -1).cumsum(-1) == 0  # before the first -1
+    chosen = x.gather(-1, torch.where(labels, target, 0))
+    classes = torch.arange(x.size(-1), device=x.device)
+    hit = (labels.unsqueeze(-1) & (target.unsqueeze(-1) == classes)).any(-2)
+    margins = (1 - chosen.unsqueeze(-1) + x.unsqueeze(-2)).clamp_min(0)
+    counted = labels.unsqueeze(-1) & ~hit.unsqueeze(-2)
+    return _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction, size_average, reduce)
+
+
 LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(F, name): _of_elements(getattr(F, name)) for name in ELEMENTWISE},
     F.gaussian_nll_loss: _gaussian_nll,
     F.pairwise_distance: _pairwise_distance,
+    F.multilabel_margin_loss: _multilabel_margin,
     F.cosine_embedding_loss: _cosine_embedding,
     F.triplet_margin_loss: _triplet_margin,
     F.triplet_margin_with_distance_loss: _triplet,
