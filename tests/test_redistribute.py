@@ -170,7 +170,7 @@ def _on_processes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     x, weight, here = value(shape), value(shape) + 2, mesh.coordinate()
     assert here is not None
     at = frame(simulated, axes)
-    for source, target in pairs(simulated, shape, 5 if FULL else 23 ** len(sizes) // 7):
+    for source, target in pairs(simulated, shape, (1, 5, 101)[len(sizes) - 1] if FULL else 23 ** len(sizes) // 7):
         leaf = x.clone().requires_grad_()
         found = moved(leaf, source, target, mesh)
         blocks = shards_of(moved(x, source, target, simulated).local, at)
@@ -180,8 +180,12 @@ def _on_processes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         torch.testing.assert_close(leaf.grad, weight, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(4, (4,)), (4, (2, 2)), (6, (2, 3))])
-def test_on_processes_as_simulated(count: int, sizes: tuple[int, ...]) -> None:
+#: processes, and the meshes that they make
+POOLS = ((4, ((4,), (2, 2), (2, 1, 2))), (6, ((6,), (2, 3), (3, 1, 2))))
+
+
+@pytest.mark.parametrize(("count", "meshes"), POOLS)
+def test_on_processes_as_simulated(count: int, meshes: tuple[tuple[int, ...], ...]) -> None:
     with Processes(count) as pool:
-        for shape in ((12, 12), (5, 7)):
-            pool.run(_on_processes, shape, sizes, seconds=120)
+        for sizes, shape in itertools.product(meshes, ((12, 12), (5, 7))):
+            pool.run(_on_processes, shape, sizes, seconds=300 if FULL else 120)
