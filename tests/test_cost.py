@@ -191,3 +191,100 @@ def test_what_does_not_fit_is_avoided() -> None:
     assert way(P("x"), P("y"), mesh, (4096, 4096), figures).price.peak <= whole
     full = price("gather", mesh, ("x",), whole // 2, whole, figures)
     assert full.time > price("gather", mesh, ("x",), whole // 2, whole).time
+
+
+# --- problems of the scaling literature -----------------------------------------------------------------------------
+
+#: TPU v5p, as Austin et al. reckon: operations in a µs, and bytes in a µs both ways along one axis of the torus
+CHIP, AXIS = 4.59e8, 1.8e5
+WIDTH, INNER = 8192, 28672  # D and F of LLaMA 3 70B
+
+
+def torus(axes: int) -> Topology:
+    return Topology(Link(0.0, axes * AXIS), Link(0.0, axes * AXIS), launch=0.0, memory=float("inf"))
+
+
+def two_matmuls(tokens: float) -> float:
+    """µs of a chip for tokens through [D, F] and [F, D]."""
+    return 4 * tokens * WIDTH * INNER / CHIP
+
+
+def gathered(n: int, elements: float, figures: Topology) -> float:
+    return time("gather", n, int(2 * elements / n), int(2 * elements), figures)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 64, 512])
+def test_bytes_on_the_wire_are_the_least_possible(n: int) -> None:
+    """Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009): 2 (n - 1) / n of the bytes; or a half."""
+    size = 512 * 9 * 1024
+    for kernel, before, after, share in (
+        ("reduce", size, size, 2 * (n - 1) / n),
+        ("reduce_scatter", size, size // n, (n - 1) / n),
+        ("gather", size // n, size, (n - 1) / n),
+        ("exchange", size, size, (n - 1) / n),
+    ):
+        assert price(kernel, line(n), ("x",), before, after, LARGE).moved == pytest.approx(share * size, rel=1e-3)
+
+
+@pytest.mark.parametrize(("axes", "critical"), [(1, 2550), (2, 1275), (3, 850)])
+def test_sharded_weights_are_gathered_in_time_from_a_batch_on(axes: int, critical: int) -> None:
+    """FSDP is bound by computing where a chip has more than C / W tokens: 2550, on three axes 850 (chapter 5)."""
+    for n in (256, 4096):
+        least = 2 * gathered(n, WIDTH * INNER, torus(axes)) / two_matmuls(1)
+        assert least == pytest.approx(critical, rel=1 / n + 1e-3)
+    assert 2 * gathered(8960, WIDTH * INNER, torus(3)) > two_matmuls(4e6 / 8960)  # LLaMA 3 70B: 446 tokens a chip
+
+
+def test_data_parallel_gradients_take_as_long_as_sharded_weights() -> None:
+    """Backward computes twice as much, and all-reduces what FSDP gathers and reduce-scatters: the same batch."""
+    n, size = 1024, 2 * WIDTH * INNER
+    reduced = 2 * time("reduce", n, size, size, torus(1))
+    assert reduced / (2 * two_matmuls(1)) == pytest.approx(2550, rel=2e-3)
+
+
+@pytest.mark.parametrize(("axes", "most"), [(1, 11), (2, 22)])
+def test_tensor_parallel_layers_wait_from_some_width_on(axes: int, most: int) -> None:
+    """Y < F W / C (chapter 5): a gather before the layer and a reduce-scatter after it, whatever the batch."""
+    for tokens in (1 << 10, 1 << 18):
+        waits = []
+        for n in range(2, 64):
+            size = 2 * tokens * WIDTH
+            moved = gathered(n, tokens * WIDTH, torus(axes)) + time("reduce_scatter", n, size, size // n, torus(axes))
+            waits.append(moved * n / (n - 1) > two_matmuls(tokens / n))
+        assert waits.index(True) + 1 == most
+
+
+@pytest.mark.parametrize(("tokens", "chips"), [(48_000, 64), (1 << 20, 1024), (1 << 22, 4096)])
+def test_the_best_mix_of_both_is_the_root_of_batch_times_chips_over_width(tokens: int, chips: int) -> None:
+    """X = sqrt(B N / F) ranks of FSDP beside N / X of tensor parallelism move the least (chapter 5)."""
+    figures = torus(1)
+
+    def moved(x: int) -> float:
+        y = chips // x
+        size = int(2 * tokens * WIDTH / x)
+        weights = 2 * gathered(x, WIDTH * INNER / y, figures) if x > 1 else 0.0
+        shared = gathered(y, tokens * WIDTH / x, figures) + time("reduce_scatter", y, size, size // y, figures)
+        return weights + shared
+
+    best = min((1 << i for i in range(chips.bit_length())), key=moved)
+    assert best / 2 <= (tokens * chips / INNER) ** 0.5 <= best * 2
+
+
+@pytest.mark.parametrize("tokens", [1 << 8, 1 << 12, 1 << 14, 1 << 18])
+def test_weights_are_gathered_for_many_tokens_and_activations_for_few(tokens: int) -> None:
+    """x[B, D@x] w[D@x, F]: B F partial products are added, or D F weights gathered once x is cut by rows."""
+    mesh, figures = line(8), torus(1)
+    added = way(P(unreduced={"x"}), P("x"), mesh, (tokens, INNER), figures).price.time
+    turned = way(P(None, "x"), P("x"), mesh, (tokens, WIDTH), figures).price.time
+    weights = turned + way(P("x"), P(), mesh, (WIDTH, INNER), figures).price.time
+    assert (weights < added) == (tokens * (INNER - WIDTH / 8) > WIDTH * INNER)
+
+
+def test_hosts_add_up_their_gradients_first() -> None:
+    """8 hosts of 8: inside a reduce-scatter and a gather, between them an all-reduce of an eighth (chapter on GPUs)."""
+    mesh = make_mesh((8, 8), ("dp", "tp"), transport="simulation")
+    size = 2 * 8192 * 8192
+    figures = Topology(Link(0.0, 450e3), Link(0.0, 50e3), launch=0.0, memory=float("inf"))
+    found = way(P(unreduced={"dp", "tp"}), P(), mesh, (8192, 8192), figures)
+    expected = 2 * size * 7 / 8 / 450e3 + 2 * (size / 8) * 7 / 8 / 50e3
+    assert found.price.time == pytest.approx(expected, rel=1e-9)
