@@ -108,7 +108,7 @@ def _solved(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Place, _Operand]
 ) -> tuple[list[str], Needs, list[str]]:
     """What moves, how the operands must lie so that nothing is implied, and the other ways to compute it."""
-    if handler_of(func) is not None or composite_of(func, kwargs) is not None:
+    if handler_of(func) is not None or composite_of(func, args, kwargs) is not None:
         return [], [], []
     question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
     if question is None:

@@ -74,7 +74,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         return as_whole(functools.partial(_in_place, func))
     if is_ragged(func, len(tensors)):
         return as_whole(functools.partial(_gathered, func))
-    if (composite := composite_of(func, kwargs)) is not None:
+    if (composite := composite_of(func, args, kwargs)) is not None:
         return as_whole(lambda args, kwargs: composite(*args, **kwargs))
     operands = _operands(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None

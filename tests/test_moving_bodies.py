@@ -254,6 +254,41 @@ def test_what_moves(name: str) -> None:
     assert log.moved <= most * 8, log
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_drops_the_same_shares_under_every_layout(causal: bool) -> None:
+    """Each share is dropped, or divided by the chance to stay; gradients are those of the shares that stay."""
+    shapes = ((4, 4, 5, 3), (4, 2, 5, 3), (4, 2, 5, 5))
+    q, k, v = (x.requires_grad_() for x in values(shapes))
+    scores = (q @ k.repeat_interleave(2, 1).mT) / 3**0.5
+    shares = (scores.masked_fill(torch.ones(5, 5).triu(1) == 1, -math.inf) if causal else scores).softmax(-1)
+
+    def attended(mesh: Mesh, specs: tuple[P, ...], value: torch.Tensor) -> tuple[Any, list[Any]]:
+        given = [
+            device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip((q, k, value), specs, strict=True)
+        ]
+        torch.manual_seed(3)
+        return _attend(*given, dropout_p=0.4, is_causal=causal, enable_gqa=True), given
+
+    kept = device_get(attended(LINE, (P(), P(), P()), torch.eye(5, dtype=torch.float64).expand(4, 2, 5, 5))[0]) != 0
+    assert 0.3 < 1 - kept.sum() / shares.count_nonzero() < 0.5
+    expected = (shares * kept / 0.6) @ v.repeat_interleave(2, 1)
+    grads = torch.autograd.grad(expected.sin().sum(), (q, k, v))
+    for mesh in (LINE, GRID):
+        for specs in placements(mesh, shapes, 12):
+            out, given = attended(mesh, specs, v)
+            torch.testing.assert_close(device_get(out), expected, rtol=1e-12, atol=1e-12)
+            for found, want in zip(torch.autograd.grad(out.sin().sum(), given), grads, strict=True):
+                torch.testing.assert_close(device_get(found), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("spec", [_ROW, _COLUMN], ids=repr)
+def test_attention_with_dropout_moves_nothing(spec: P) -> None:
+    given = [device_put(x, spec, mesh=LINE).requires_grad_() for x in values(((4, 4, 5, 3),) * 3)]
+    with communication_log() as log:
+        _attend(*given, dropout_p=0.4).sum().backward()
+    assert not log
+
+
 def _on_processes(sizes: tuple[int, ...]) -> None:
     set_topology(BYTES)
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])

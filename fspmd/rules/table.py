@@ -277,13 +277,15 @@ def _is_torch(func: Any) -> bool:
     return not isinstance(func, FunctionType) or func.__module__.startswith("torch")
 
 
-def composite_of(func: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """The function in terms of others, where it has no row: of torch's Python functions, not of ops of a graph."""
     if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
         return None
     name = name_of(func)
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return None
+    if name == "scaled_dot_product_attention":
+        return attention.with_dropout if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) else None
     if func in WEIGHED and kwargs.get("weight") is not None:
         return None
     if name in ELEMENTWISE and kwargs.get("reduction") == "none":

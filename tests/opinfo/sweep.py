@@ -172,7 +172,7 @@ def _run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> 
         grads = gradients(expected, plain)
     except Exception:
         return  # the sample itself fails
-    if name_of(op).removesuffix(".with_train") in DRAWS:
+    if name_of(op).removesuffix(".with_train") in DRAWS or sample.kwargs.get("dropout_p"):
         expected, grads = _on_one_rank(call, tensors, expected)
     for specs in placements(tensors, mesh, most):
         report.runs += 1
