@@ -66,6 +66,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
             "y.copy_(result)"
         )
+    _check_device(func, args, kwargs)
     if _is_not_defined(func, args):
         return as_whole(lambda args, kwargs: NotImplemented)
     if (handler := handler_of(func)) is not None:
@@ -140,6 +141,23 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
+
+
+def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A mesh has one device for what it moves: of what is still to be moved no block leaves it."""
+    name = name_of(func)
+    if name not in ("to", "cpu", "cuda") or not is_sharded(args[0]) or not args[0].spec.partition.mentioned:
+        return
+    given = [name] if name != "to" else [kwargs.get("device"), *args[1:2]]
+    asked = next((torch.device(one) for one in given if isinstance(one, (str, torch.device))), None)
+    home = args[0].spec.mesh.device
+    if asked is None:
+        return
+    if asked.type != home.type or (None not in (asked.index, home.index) and asked.index != home.index):
+        raise ArgumentError(
+            f"{shown(func)} would take {args[0]!r} to {str(asked)!r}, but its mesh moves what lies on {str(home)!r}; "
+            f"write device_get(x).to({str(asked)!r})"
+        )
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -102,6 +102,10 @@ class Sharded:
         """Whether autograd follows the local tensor."""
         return self.local.requires_grad
 
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad_(value)
+
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
         """Make the local tensor a leaf that autograd follows."""
         self.local.requires_grad_(requires_grad)
@@ -409,7 +413,10 @@ optree.register_pytree_node(
     Sharded, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
 )
 torch.utils._pytree.register_pytree_node(  # so that torch.func transforms take trees of Sharded
-    Sharded, lambda x: ([x.local], x.spec), lambda children, spec: _unflatten(spec, children)
+    Sharded,
+    lambda x: ([x.local], x.spec),
+    lambda children, spec: _unflatten(spec, children),
+    flatten_with_keys_fn=lambda x: ([(torch.utils._pytree.GetAttrKey("local"), x.local)], x.spec),
 )
 
 

@@ -40,6 +40,14 @@ def test_protocols(x: Any) -> None:
     assert (x.size(-1), x.size(dim=0)) == (3, 5)
 
 
+def test_attributes_and_trees(x: Any) -> None:
+    x.requires_grad = True
+    assert x.local.requires_grad
+    paths = [path for path, _ in torch.utils._pytree.tree_flatten_with_path({"w": x})[0]]
+    assert [torch.utils._pytree.keystr(path) for path in paths] == ["['w'].local"]
+    assert x.to("cpu").spec is x.spec
+
+
 def test_data_shares_memory(x: Any) -> None:
     leaf = x.requires_grad_()
     leaf.data.mul_(2)
@@ -81,15 +89,18 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a parameter": (nn.Parameter, ArgumentError, r"torch.nn.Parameter got Sharded .*functional_call"),
     "an address": (lambda x: x.data_ptr(), ArgumentError, r"write x.local.data_ptr\(...\), of this rank's block"),
     "a function": (lambda x: x.apply_(abs), ArgumentError, r"write x.local.apply_\(...\)"),
+    "a device": (
+        lambda x: (x * 1 if x.spec.partition.mentioned else device_put(PLAIN, P("x"), mesh=LINE)).to("meta"),
+        ArgumentError,
+        r"to 'meta', but its mesh moves what lies on 'cpu'; write device_get\(x\).to\('meta'\)",
+    ),
     "a size": (lambda x: x.resize_(3, 5), ArgumentError, r"write x.new_empty\(size\)"),
 }
 
 
 def test_a_write_that_would_end_a_pending_sum() -> None:
     x = device_put(PLAIN, P(unreduced={"x"}), mesh=LINE)
-    with pytest.raises(
-        VarianceError, match=r"a sum pending over 'x' that would end; write x = x.sigmoid"
-    ):
+    with pytest.raises(VarianceError, match=r"a sum pending over 'x' that would end; write x = x.sigmoid"):
         x.sigmoid_()
 
 
