@@ -160,6 +160,7 @@ def work(products: float, held: float, topology: Topology) -> float:
 
 
 _current = Topology()
+_planned: list[Callable[[], None]] = []
 
 
 def topology() -> Topology:
@@ -167,12 +168,20 @@ def topology() -> Topology:
     return _current
 
 
+def replan_with(forget: Callable[[], None]) -> None:
+    """Call ``forget`` when other figures are set: it lets go of what was planned by the old ones."""
+    _planned.append(forget)
+
+
 def set_topology(topology: Topology) -> None:
-    """Reckon with other figures from here on, in this process; every rank must set the same."""
+    """Reckon with other figures from here on, in this process, and plan anew; every rank must set the same."""
     global _current
     if not isinstance(topology, Topology):
         raise ArgumentError(
             f"set_topology got {described(topology)}; give it a Topology, such as "
             "Topology(inside=Link(latency=2.0, bandwidth=450e3), per_host=8)"
         )
+    if topology != _current:
+        for forget in _planned:
+            forget()
     _current = topology

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.cost import replan_with
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import Call, apply
@@ -90,10 +91,13 @@ def propagation_cache_clear() -> None:
 
 
 def forget_plans() -> None:
-    """Plan every call anew: a rule has changed."""
+    """Plan every call anew: a rule has changed, or what prices are reckoned with."""
     _plans.clear()
     _free.clear()
     _counting.clear()
+
+
+replan_with(forget_plans)
 
 
 def propagation_cache_resize(maxsize: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from simulated import layouts
 from torch import Tensor
 
-from fspmd import Mesh, P, TensorSpec, make_mesh
+from fspmd import Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
 from fspmd.bounds import bound
 from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
 from fspmd.routes import Route, _moves, _reblock, _step, route
@@ -133,6 +133,21 @@ def test_links_are_found_from_where_ranks_stand() -> None:
     named = Topology(axes=(("tp", Link(9.0, 1e3)),))
     assert named.link(mesh, ("tp",)) == Link(9.0, 1e3)
     assert named.link(mesh, ("dp", "tp")) == Link(9.0, 1e3)
+
+
+def test_calls_are_planned_anew_by_other_figures() -> None:
+    mesh, before = line(4), topology()
+    x, w = (device_put(torch.ones(64, 64), spec, mesh=mesh) for spec in (P(None, "x"), P("x")))
+    x @ w
+    planned = propagation_cache_info().currsize
+    try:
+        set_topology(Topology(axes=(("x", ETHERNET),)))
+        assert planned > propagation_cache_info().currsize == 0
+        x @ w
+        set_topology(topology())
+        assert propagation_cache_info().currsize == 1
+    finally:
+        set_topology(before)
 
 
 def test_large_gathers_take_bytes_over_bandwidth_whatever_the_axis() -> None:
