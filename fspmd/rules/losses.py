@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
+from fspmd.errors import ShapeError
 from fspmd.rules.factors import Factors
 from fspmd.rules.reductions import along
 from fspmd.rules.whole import Whole
@@ -149,8 +150,11 @@ def _multilabel_margin(
     x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Any:
     """Torch's own graph of it, in terms of others, counts what stands after the first -1 as labels 0."""
-    if x.shape != target.shape or x.dim() not in (1, 2) or not x.size(-1):
-        raise ValueError(f"expected input and target of one shape [N, C] or [C], got {x.shape} and {target.shape}")
+    if x.shape != target.shape or x.dim() > 2 or 0 in x.shape[-1:]:
+        shapes = f"{tuple(x.shape)} and {tuple(target.shape)}"
+        raise ShapeError(f"multilabel_margin_loss got shapes {shapes}; give it input and target alike, [N, C] or [C]")
+    if not x.dim():
+        x, target = x.unsqueeze(0), target.unsqueeze(0)
     labels = (target == -1).cumsum(-1) == 0  # before the first -1
     chosen = x.gather(-1, torch.where(labels, target, 0))
     classes = torch.arange(x.size(-1), device=x.device)
