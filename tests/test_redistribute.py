@@ -170,7 +170,7 @@ def _on_processes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     x, weight, here = value(shape), value(shape) + 2, mesh.coordinate()
     assert here is not None
     at = frame(simulated, axes)
-    for source, target in pairs(simulated, shape, (1, 5, 101)[len(sizes) - 1] if FULL else 23 ** len(sizes) // 7):
+    for source, target in pairs(simulated, shape, (1, 1, 29)[len(sizes) - 1] if FULL else 23 ** len(sizes) // 7):
         leaf = x.clone().requires_grad_()
         found = moved(leaf, source, target, mesh)
         blocks = shards_of(moved(x, source, target, simulated).local, at)
