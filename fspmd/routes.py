@@ -101,9 +101,33 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
         for move, after in _moves(spec, target, False):
             if after not in done:
                 step = _step(move, spec, after, topology)
+                if after is target and not steps and _is_unbeaten(step, source, topology):
+                    return (step,)
                 label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
                 heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
     return _round(source, target, topology, steps) if _round_pays(source, target, topology) else steps
+
+
+def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
+    """Whether no route beats a native collective that leads to the target, as far as that is plain to see.
+
+    What is over when two collectives have only begun is not beaten by two. Over links that are alike it sends what
+    ranks lack, and no less will do; more steps have fewer rounds only over fewer axes at a time. But those that hold
+    copies may share a sum.
+    """
+    mesh, before, after = source.mesh, source.partition, step.spec.partition
+    if step.call.pair.name == "reblock" or not (source.even and step.spec.even):
+        return False
+    if step.price.time <= 2 * topology.launch:
+        return True
+    axes = frozenset(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    copied = not axes <= before.axes | before.unreduced
+    if (before.unreduced - after.unreduced and copied) or (len(axes) > 2 and after.unreduced | after.reduced):
+        return False
+    sizes = [mesh.shape[axis] for axis in step.call.axes]
+    spared = 2 * (prod(sizes) - 1 - sum(n - 1 for n in sizes))  # rounds, by one step per axis
+    latency = topology.link(mesh, step.call.axes).latency
+    return spared * latency <= topology.launch and not _links_differ(source, topology)
 
 
 def _weight(move: Call) -> int:
@@ -167,9 +191,17 @@ def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology
 def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
     """Whether a way round may: past a pending sum, where links differ in speed, and on many axes to a pending sum."""
     mesh, before, after = source.mesh, source.partition, target.partition
+    many = sum(n > 1 for n in mesh.shape.values()) > 2
+    return bool(
+        before.unreduced - after.unreduced
+        or (many and after.unreduced | after.reduced)
+        or _links_differ(source, topology)
+    )
+
+
+def _links_differ(spec: TensorSpec, topology: Topology) -> bool:
+    mesh = spec.mesh
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-    if before.unreduced - after.unreduced or (len(axes) > 2 and after.unreduced | after.reduced):
-        return True
     groups = [(axis,) for axis in axes] + [axes] * (len(axes) > 1)
     return len({topology.link(mesh, group) for group in groups}) > 1
 

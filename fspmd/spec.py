@@ -172,13 +172,14 @@ class TensorSpec:
     [(2, 3), (2, 3), (1, 3), (0, 3)]
     """
 
-    __slots__ = ("__weakref__", "cuts", "dtype", "even", "mesh", "partition", "shape")
+    __slots__ = ("__weakref__", "block_shape", "cuts", "dtype", "even", "mesh", "partition", "shape")
     mesh: Mesh
     partition: P
     shape: tuple[int, ...]
     dtype: torch.dtype
     cuts: tuple[tuple[int, tuple[str, ...], tuple[int, ...]], ...]  # (dim, axes, axis sizes) of each sharded dim
     even: bool  # every rank holds a block of the same shape
+    block_shape: tuple[int, ...]  # of the first rank, which no other rank's exceeds in any dim
 
     def __new__(cls, mesh: Mesh, partition: P, shape: Iterable[int], dtype: torch.dtype) -> TensorSpec:
         shape = tuple(shape) if isinstance(shape, Iterable) else shape
@@ -203,11 +204,6 @@ class TensorSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorSpec, (self.mesh, self.partition, self.shape, self.dtype)
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """The shape of the first rank's block, which no other rank's exceeds in any dim."""
-        return self.local_shape((0,) * len(self.mesh.axis_names))
 
     @property
     def ndim(self) -> int:
@@ -269,9 +265,12 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
         for dim, entry in enumerate(partition)
         if (axes := entry_axes(entry))
     )
-    even = all(len({length for _, length in blocks(shape[dim], sizes)}) == 1 for dim, _, sizes in cuts)
+    even, first = True, list(shape)
+    for dim, _, sizes in cuts:
+        lengths = [length for _, length in blocks(shape[dim], sizes)]
+        even, first[dim] = even and len(set(lengths)) == 1, lengths[0]
     values = (("mesh", mesh), ("partition", partition), ("shape", shape), ("dtype", dtype))
-    for slot, value in (*values, ("cuts", cuts), ("even", even)):
+    for slot, value in (*values, ("cuts", cuts), ("even", even), ("block_shape", tuple(first))):
         object.__setattr__(spec, slot, value)
 
 
