@@ -13,12 +13,13 @@ from fspmd.errors import AxisError
 from fspmd.mesh import Mesh
 from fspmd.messages import described, quoted
 from fspmd.transport import Transport, transport_of
+from fspmd.transport.frame import UNEVEN
 
 
 class Body:
     """What holds inside a body. One object serves every call of the same plan."""
 
-    __slots__ = ("axes", "calls", "checked", "foreign", "mesh", "name", "outer", "transport", "typed", "uneven")
+    __slots__ = ("_uneven", "axes", "calls", "checked", "foreign", "mesh", "name", "outer", "transport", "typed")
     mesh: Mesh
     axes: frozenset[str]  # bound axes, those of enclosing bodies too
     typed: frozenset[str]  # axes over which the types of values are known
@@ -35,7 +36,18 @@ class Body:
         self.foreign = axes - self.typed if checked else self.typed
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
-        self.uneven = False  # a block's shape may differ from rank to rank
+        self._uneven = False
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a block's shape may differ from rank to rank."""
+        return self._uneven
+
+    @uneven.setter
+    def uneven(self, uneven: bool) -> None:
+        self._uneven = uneven
+        if uneven and self.mesh.transport != "simulation":  # there a size that does differ says so
+            UNEVEN.add(self.mesh)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The sizes of mesh axes."""

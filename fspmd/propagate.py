@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.bodied import as_local_call
+from fspmd.connected import connected
 from fspmd.copies import as_copies, handed_on, refuse_copy
 from fspmd.cost import moves as kernel_moves
 from fspmd.cost import topology
@@ -210,8 +211,11 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
     elif row.blocks is not None:
         whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
         local = functools.partial(_of_first, whole)
-    if mesh.transport == "simulation" and not all(spec.even for spec in (*final, *best.operands)):
-        local = functools.partial(_rank_by_rank, local, not written, question.views)
+    if not all(spec.even for spec in (*final, *best.operands)):
+        if mesh.transport == "simulation":
+            local = functools.partial(_rank_by_rank, local, not written, question.views)
+        elif not written and not question.views:
+            local = functools.partial(connected, local)
     if written:
         local = functools.partial(_unless_copy, local, shown(func))
     elif question.views and moves:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body, state
+from fspmd.connected import connected
 from fspmd.errors import VarianceError
 from fspmd.indexing import IndexMode, index_by_tensor
 from fspmd.modes import BodyMode, again
@@ -68,8 +69,8 @@ class Tracker(BodyMode):
         op = OPS.get(func) or learn(func)
         if op.asks:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if UNEVEN and self.simulated:
-            return self._uneven(op, func, args, kwargs or {})
+        if UNEVEN and (self.simulated or self.body.uneven):
+            return (self._uneven if self.simulated else self._general)(op, func, args, kwargs or {})
         if op.special or (kwargs and "out" in kwargs):
             return self._general(op, func, args, kwargs or {})
         if op.sometimes is not None and op.sometimes(*args, **(kwargs or {})):
@@ -132,6 +133,8 @@ class Tracker(BodyMode):
             out = index_by_tensor(func, args, kwargs)
         elif UNEVEN and self.simulated:
             out = call_uneven(func, args, kwargs, numbers, op.pure)
+        elif UNEVEN and self.body.uneven and op.pure:
+            out = connected(func, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         if result.unreduced and op.linear != "metadata":

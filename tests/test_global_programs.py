@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from dispatch_cases import check_lies_as_told
 from global_programs import Program, leaf, program, run
+from processes import Processes
 from torch import Tensor
 
 from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh
@@ -41,8 +44,8 @@ def scalar(values: list[Any]) -> Any:
     )
 
 
-def check(written: Program) -> None:
-    mesh = make_mesh(written.axes, ("x", "y")[: len(written.axes)], transport="simulation")
+def check(written: Program, transport: str | None = "simulation") -> None:
+    mesh = make_mesh(written.axes, ("x", "y")[: len(written.axes)], transport=transport)
     plain = [leaf(i, shape).requires_grad_() for i, (shape, _) in enumerate(written.leaves)]
     mine = [
         device_put(x.detach(), spec, mesh=mesh).requires_grad_()
@@ -69,11 +72,26 @@ def check(written: Program) -> None:
         torch.testing.assert_close(whole(y.grad), x.grad, rtol=1e-8, atol=1e-8)
 
 
+def check_seeds(seeds: Iterable[int], ranks: int | None = None) -> None:
+    """Programs by seed; of meshes of so many ranks on processes, any in simulation."""
+    for seed in seeds:
+        written = program(seed)
+        if ranks in (None, math.prod(written.axes)):
+            try:
+                check(written, "simulation" if ranks is None else None)
+            except Exception as error:
+                error.add_note(f"seed {seed}: {written}")
+                raise
+
+
 @pytest.mark.parametrize("seed", range(0, 2000 if FULL else 60, 20))
 def test_a_chain_of_calls_means_what_it_means_on_whole_tensors(seed: int) -> None:
-    for one in range(seed, seed + 20):
-        try:
-            check(program(one))
-        except Exception as error:
-            error.add_note(f"seed {one}: {program(one)}")
-            raise
+    check_seeds(range(seed, seed + 20))
+
+
+@pytest.mark.parametrize("ranks", [4, 6] if FULL else [4])
+def test_and_on_processes(ranks: int) -> None:
+    """In 637 the gradient of an empty block takes part in communication twice."""
+    with Processes(ranks) as pool:
+        for seed in range(0, 2000, 40) if FULL else [0, 630]:
+            pool.run(check_seeds, range(seed, seed + 40), ranks, seconds=120)

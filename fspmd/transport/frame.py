@@ -44,8 +44,8 @@ def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
     return _frame(mesh, mesh.ordered(frozenset(axes)))
 
 
-#: meshes on which sizes have differed from rank to rank: of blocks, or of slices. On them a value cast to varying is
-#: held once per rank: autograd asks it for such sizes, which a plain tensor cannot answer.
+#: meshes on which sizes have differed from rank to rank: of blocks, or of slices. On simulated ones a value cast to
+#: varying is held once per rank: autograd asks it for such sizes, which a plain tensor cannot answer.
 UNEVEN: set[Mesh] = set()
 
 

@@ -1,0 +1,128 @@
+"""Gradients of calls on empty blocks that depend on what they depend on where blocks are not empty.
+
+Where a block is empty torch often gives new zeros as its gradient, which depend on nothing. In gradients of gradients
+this rank would then leave out the collectives that such a gradient came through, and the others would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def connected(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``func(*args, **kwargs)``, a call without side effects; empty operands have gradients as others would."""
+    if not torch.is_grad_enabled() or _transforms_active() or not any(map(_is_empty, (*args, *kwargs.values()))):
+        return func(*args, **kwargs)
+    leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    call = func, [_outline(x) for x in leaves], treedef
+    link = _Link(call, followed, [_nothing_of(leaves[i]) for i in followed])
+    for place, i in enumerate(followed):
+        leaves[i] = _operand(leaves[i], link, place)
+    args, kwargs = optree.tree_unflatten(treedef, leaves)
+    return optree.tree_map(link.result, func(*args, **kwargs))
+
+
+def _is_empty(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.requires_grad and x.numel() == 0
+    return isinstance(x, (list, tuple)) and any(map(_is_empty, x))
+
+
+def _nothing_of(x: Tensor) -> Tensor:
+    """Zero, which depends on ``x``."""
+    return x.flatten()[:0].abs().sum()
+
+
+def _outline(x: Any) -> Any:
+    """A tensor like ``x`` whose dims of no size are of size one, to try a call on; what is no tensor is itself."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty([max(1, size) for size in x.shape], dtype=x.dtype, device="meta")
+
+
+class _Link:
+    """One call: its operands' anchors, the gradients that have arrived at its results, and a way to try it."""
+
+    def __init__(self, call: tuple[Any, list[Any], Any], followed: Sequence[int], anchors: list[Tensor]) -> None:
+        self.call = call
+        self.followed = followed
+        self.anchors = anchors
+        self.arrived: list[Tensor] = []  # in place of those that have not, zeros
+
+    def result(self, x: Any) -> Any:
+        """A result of the call, whose gradient will be noted."""
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        self.arrived.append(x.new_zeros(()))
+        return _result(x, self, len(self.arrived) - 1)
+
+    def sources(self, place: int) -> list[Tensor]:
+        """What the gradient of an operand depends on where blocks are not empty: operands, gradients of results."""
+        found = _dependencies(*self.call, self.followed)
+        if found is None:  # the call could not be tried: what is true of any
+            return self.arrived
+        return [x for x, needed in zip((*self.anchors, *self.arrived), found[place], strict=True) if needed]
+
+
+def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence[int]) -> list[list[bool]] | None:
+    """For each operand whether its gradient depends on each operand, and on the gradient of each result."""
+    leaves = list(leaves)
+    operands = [leaves[i].requires_grad_() for i in followed]
+    try:
+        with torch._C.DisableTorchFunction(), torch.enable_grad():
+            args, kwargs = optree.tree_unflatten(treedef, leaves)
+            out = optree.tree_leaves(func(*args, **kwargs))
+            results = [x for x in out if isinstance(x, Tensor) and x.requires_grad]
+            given = [torch.empty_like(x).requires_grad_() for x in results]
+            gradients = torch.autograd.grad(results, operands, given, create_graph=True, allow_unused=True)
+            return [
+                [one is not None for one in torch.autograd.grad(g.abs().sum(), [*operands, *given], allow_unused=True)]
+                if g is not None and g.requires_grad
+                else [False] * (len(operands) + len(given))
+                for g in gradients
+            ]
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return None
+
+
+class _Operand(torch.autograd.Function):
+    """The identity, whose gradient depends on what it depends on elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: _Link, place: int) -> Tensor:
+        ctx.link, ctx.place = link, place
+        return x.detach()  # no view: it may be written into
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            for one in ctx.link.sources(ctx.place):
+                if one.requires_grad:
+                    g = g + _nothing_of(one).to(g.dtype)
+        return g, None, None
+
+
+class _Result(torch.autograd.Function):
+    """The identity, which notes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: _Link, place: int) -> Tensor:
+        ctx.link, ctx.place = link, place
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        ctx.link.arrived[ctx.place] = g
+        return g, None, None
+
+
+_operand = super(torch.autograd.Function, _Operand).apply  # what Function.apply calls when no transform is active
+_result = super(torch.autograd.Function, _Result).apply
