@@ -190,7 +190,8 @@ def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[Ro
             return source.against(tree_text(mine), tree_text(treedef))
     skeleton = treedef.unflatten(range(len(rows)))
     partitions = broadcast_prefix(specs, skeleton, "specs", "tree", "specs that do not match the tree")
-    found = (row.differs(*pair, source) for row, *pair in zip(rows, leaves, partitions, strict=True))
+    given = zip(rows, leaves, partitions, strict=True)
+    found = (row.differs(leaf, partition, source) for row, leaf, partition in given)
     return next(filter(None, found), "")
 
 

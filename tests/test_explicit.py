@@ -141,7 +141,8 @@ def test_parameters_of_a_module_are_named() -> None:
 def test_a_part_of_a_function_is_named() -> None:
     x, y = put(8, 4, spec=P("x"), grad=False), put(8, 4, spec=P(None, "x"), grad=False)
     message = refusal(lambda: F.mse_loss(x, y))
-    assert message.startswith("F.mse_loss(x, y) communicates, which is not written\n  in mse_loss(), which it is made of\n")
+    first = "F.mse_loss(x, y) communicates, which is not written\n  in mse_loss(), which it is made of\n"
+    assert message.startswith(first)
     assert "[all_to_all over 'x', 48 B, 13 µs]" in message
 
 
