@@ -145,6 +145,14 @@ CASES |= {
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, padding=1), ((2, 3, 9), (4, 3, 3), (4,))),
     "conv1d, stride": (lambda x, w: F.conv1d(x, w, stride=2, padding=2, dilation=2), ((1, 2, 11), (2, 2, 3))),
     "conv1d, groups": (lambda x, w, b: F.conv1d(x, w, b, groups=2), ((2, 4, 6), (4, 2, 4), (4,))),
+    "conv1d, a group per channel": (
+        lambda x, w, b: F.conv1d(x, w, b, padding=1, groups=5),
+        ((2, 5, 6), (10, 1, 3), (10,)),
+    ),
+    "conv_transpose1d, a group per channel": (
+        lambda x, w, b: F.conv_transpose1d(x, w, b, groups=4),
+        ((2, 4, 5), (4, 1, 3), (4,)),
+    ),
     "conv2d, channels and space": (
         lambda x, w, b: F.conv2d(x, w, b, stride=(2, 1), padding=(1, 2)),
         ((2, 4, 5, 6), (4, 4, 3, 3), (4,)),
@@ -240,6 +248,12 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
     "unflatten": (lambda x: x.view(2, 7, 64), ((14, 64),), (_ROW,), 4 * 64),
     "roll of all": (lambda x: x.roll(5), ((13, 64),), (_ROW,), 64),
     "roll of all, columns": (lambda x: x.roll(5), ((13, 64),), (_COLUMN,), 13 * 8),
+    "conv1d, a group per channel": (
+        lambda x, w: F.conv1d(x, w, groups=14),
+        ((2, 14, 64), (14, 1, 3)),
+        (_COLUMN, _ROW),
+        0,
+    ),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 

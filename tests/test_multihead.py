@@ -96,6 +96,16 @@ def test_nothing_moves_where_batch_and_heads_are_sharded(need_weights: bool) -> 
     assert out.spec.partition == P(None, "dp", None, unreduced={"tp"})
 
 
+def test_a_packed_projection_cut_along_all_three_is_exchanged_once() -> None:
+    x = device_put(waves(L, B, E), P(), mesh=LINE)
+    rows, columns = (
+        device_put(waves(*shape), spec, mesh=LINE) for shape, spec in (((3 * E, E), P("x")), ((E, E), P(None, "x")))
+    )
+    with communication_log() as log:
+        called(x, x, (rows, None, columns, None), need_weights=False)
+    assert [one.kind for one in log] == ["ragged_all_to_all"]
+
+
 def test_what_torch_refuses_is_refused() -> None:
     x = device_put(waves(L, B, E), P("x"), mesh=LINE)
     with pytest.raises(RuntimeError, match="hint about attn_mask"):

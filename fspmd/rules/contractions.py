@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-from fspmd.rules.factors import Factors, match, parse
+import torch
+
+from fspmd.rules.factors import Factors, Shape, match, parse
 from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 _MATMUL: Final = {
@@ -31,15 +33,31 @@ def einsum(whole: Whole) -> Factors:
 
 
 def convolution(whole: Whole) -> Factors:
-    """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``."""
+    """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``.
+
+    With a group per channel the result's channels are cut as the operand's; with other groups they are whole.
+    """
     window = " ".join("1" for _ in whole.shapes[0][2:])
     kernel = "i o" if whole.args[6] else "o i"
     space = " ".join(f"[{d}]" for d in range(2, whole.ndim))
-    if whole.args[8] != 1:  # groups
-        found = match(parse(f"n 1 {space}, 1 1 {window}, 1 -> n 1 {space}"), whole.shapes)
-    else:
+    groups = whole.args[8]
+    if groups == 1:
         found = match(parse(f"n i {space}, {kernel} {window}, o -> n o {space}"), whole.shapes)
+    elif groups == whole.shapes[0][1]:
+        found = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), whole.shapes)
+        found = replace(found, scaled=frozenset({found.names["c"]}))
+    else:
+        found = match(parse(f"n 1 {space}, 1 1 {window}, 1 -> n 1 {space}"), whole.shapes)
     return replace(found, added=frozenset({2}))
+
+
+def convolution_of_blocks(shape: Shape, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+    """A group per channel is one per channel of the block; ``shape`` is that of the global tensor."""
+    groups = x.shape[1] if args[-1] == shape[1] else args[-1]
+    return _convolve(x, weight, bias, *args[:-1], groups)
+
+
+_convolve: Any = torch.convolution
 
 
 def with_added(text: str, place: int) -> Rule:

@@ -91,6 +91,8 @@ def convolution(
         else:
             x = windows(site, str(d), x, d, window)
         left[d - 2] = 0
+    if site.axes.get("c"):  # a group per channel
+        groups = weight.shape[0] * groups // site.operands[1].shape[0]
     pending = () if bias is None else tuple(site.mesh.ordered(get_variance(bias).unreduced))
     own = None if pending else bias
     out: Tensor = torch.convolution(x, weight, own, strides, left, spread, transposed, behind, groups)

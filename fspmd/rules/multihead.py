@@ -84,9 +84,12 @@ def _check(query: Any, key: Any, value: Any, width: int, heads: int, bias_k: Any
 
 
 def _projected(query: Any, key: Any, value: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
-    """By one weight [3 E, E]: of one input at once, of others by its parts."""
+    """By one weight [3 E, E]: of one input at once, of others by its parts.
+
+    Cut along 3 E, the result's parts are cut along E in one exchange.
+    """
     if query is key and key is value:
-        q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+        q, k, v = F.linear(query, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
         return q, k, v
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True))

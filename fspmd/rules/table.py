@@ -31,7 +31,7 @@ from fspmd.rules import (
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES
-from fspmd.rules.contractions import convolution, einsum, matmul, with_added
+from fspmd.rules.contractions import convolution, convolution_of_blocks, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED
@@ -228,7 +228,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
-    "convolution": Row(convolution, "product", empty=False, body=halos.convolution),
+    "convolution": Row(convolution, "product", local=convolution_of_blocks, empty=False, body=halos.convolution),
     **{f"avg_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
     "max_pool1d": Row(pools.pooled(1), empty=False, body=pools.max_pool(1, places=False)),
     **{f"max_pool{n}d_with_indices": Row(pools.pooled(n), empty=False, body=pools.max_pool(n)) for n in (2, 3)},
