@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fspmd
 from fspmd import P
+from fspmd.moves import moves
 from fspmd.routes import route
 
 N = 64  # each dim of a global tensor
@@ -71,6 +72,7 @@ def _first(call: Callable[..., Any], values: list[Any], forget: Callable[[], Non
 def _forget_ours() -> None:
     fspmd.propagation_cache_clear()
     route.cache_clear()
+    moves.cache_clear()
 
 
 def _forget_theirs() -> None:

@@ -72,13 +72,12 @@ class Question:
     names: tuple[str, ...]  # of the keyword arguments
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
-    def solve(self, choose: Callable[..., T]) -> T:
+    def solve(self, choose: Callable[..., T], **options: Any) -> T:
         """The strategy, or strategies, that ``choose`` takes."""
         specs, body, first = [spec for _, spec in self.operands], self.row.body, self.factors.operands[0]
         whole = frozenset(d for d, factor in enumerate(first) if factor in self.factors.whole)
         time = body and body.timed(self.results, specs[0].shape, whole)
-        options: dict[str, Any] = {"fixed": self.fixed, "empty": self.row.empty, "body": time}
-        options["gradients"] = self.gradients
+        options |= {"fixed": self.fixed, "empty": self.row.empty, "body": time, "gradients": self.gradients}
         return choose(self.factors, self.linear, specs, self.results, topology(), **options)
 
 
@@ -132,7 +131,8 @@ def propagate(
     question = ask(func, args, kwargs, operands)
     if question is None:
         return None
-    best = question.solve(best_strategy)
+    known: list[Any] = []
+    best = question.solve(best_strategy, known=known)
     if best is None:
         _refuse_write(func, [spec for _, spec in question.operands])
     plan = _plan(func, len(args), question, best)
@@ -140,7 +140,7 @@ def propagate(
     empty = any(0 in spec.shape for _, spec in question.operands)
     if not floating or not (plan.needs_redistribute or best.by_body or empty):
         return plan
-    if _same(best, replace(question, gradients=floating).solve(best_strategy)):
+    if _same(best, replace(question, gradients=floating).solve(best_strategy, known=known)):
         return plan
     return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
 

@@ -61,15 +61,21 @@ def best_strategy(
     empty: bool = True,
     body: BodyTime | None = None,
     gradients: frozenset[int] = _NONE,
+    known: list[_Layouts | None] | None = None,
 ) -> Strategy | None:
     """The cheapest combination; of equal ones that whose pending sums are.
 
     Combinations are made one by one, the preferred first: none is priced to its end that is dearer than the best.
+    ``known``: those made before, for other ``gradients``; new ones are appended.
     """
     best: Strategy | None = None
-    for reading, chosen in _combinations(factors, linear, operands, body):
+    known = [] if known is None else known
+    for i, (reading, chosen) in enumerate(_combinations(factors, linear, operands, body)):
+        if i == len(known):
+            known.append(_layouts(reading, chosen, operands, results, topology, empty, body))
         limit = inf if best is None else best.time[0]
-        one = _strategy(reading, chosen, operands, results, topology, empty, body, gradients, limit)
+        laid = known[i]
+        one = None if laid is None else _strategy(laid, operands, topology, gradients, limit)
         if one is not None and _may(one, operands[0], fixed) and (best is None or one.time < best.time):
             best = one
             if best.time == (0, 0):
@@ -95,10 +101,11 @@ def strategies(
     the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs. ``gradients``: the
     operands that will have one.
     """
-    found = (
-        _strategy(reading, chosen, operands, results, topology, empty, body, gradients, inf)
+    every = (
+        _layouts(reading, chosen, operands, results, topology, empty, body)
         for reading, chosen in _combinations(factors, linear, operands, body)
     )
+    found = (_strategy(laid, operands, topology, gradients, inf) for laid in every if laid is not None)
     return [one for one in found if one is not None and _may(one, operands[0], fixed)]
 
 
@@ -152,7 +159,20 @@ def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterat
                 yield factor
 
 
-def _strategy(
+@dataclass(frozen=True, slots=True)
+class _Layouts:
+    """How all of a call lies in one combination; µs of its computation, and of the collectives in a body."""
+
+    operands: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]
+    results: tuple[TensorSpec, ...]
+    by_body: bool
+    axes: dict[int, tuple[str, ...]]
+    work: float  # none where operands lie right
+    body: float
+
+
+def _layouts(
     factors: Factors,
     choices: dict[str, Choice],
     operands: Sequence[TensorSpec],
@@ -160,10 +180,8 @@ def _strategy(
     topology: Topology,
     empty: bool,
     body: BodyTime | None,
-    gradients: frozenset[int],
-    limit: float,
-) -> Strategy | None:
-    """The layouts of a combination; None where blocks do not fit, or it costs more than ``limit``."""
+) -> _Layouts | None:
+    """The layouts of a combination; None where blocks do not fit."""
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
     axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
     needs: list[TensorSpec] = []
@@ -183,25 +201,32 @@ def _strategy(
         return None
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
     stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
-    time = 0.0 if stays else _working(factors, needs, laid, topology) * (_PASSES if gradients else 1)
-    within = later = 0.0
+    computing = 0.0 if stays else _working(factors, needs, laid, topology)
+    within = 0.0
     if by_body and body is not None:
         casts = [()] * len(casts)  # it casts what it must
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
         within = body(needs, tuple(axis for factor in by_body for axis in axes_of[factor]), topology, whole)
-    time += within
-    for i, (spec, need) in enumerate(zip(operands, needs, strict=True)):
+    return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within)
+
+
+def _strategy(
+    laid: _Layouts, operands: Sequence[TensorSpec], topology: Topology, gradients: frozenset[int], limit: float
+) -> Strategy | None:
+    """A combination and its price; None where that is more than ``limit``."""
+    time, later = laid.work * (_PASSES if gradients else 1) + laid.body, 0.0
+    for i, (spec, need, cast) in enumerate(zip(operands, laid.operands, laid.casts, strict=True)):
         if time > limit + _ROUNDING:
             return None
-        if spec is not need or (casts[i] and i in gradients):
-            way = moves(spec, need, casts[i], topology)
+        if spec is not need or (cast and i in gradients):
+            way = moves(spec, need, cast, topology)
             time += way.forward + (way.backward if i in gradients else 0.0)
             later += way.casting if i in gradients else 0.0
     if time <= limit + _ROUNDING:
-        pending = [spec for spec in laid if spec.partition.unreduced]
+        pending = [spec for spec in laid.results if spec.partition.unreduced]
         later += sum(route(spec, spec.with_partition(P(*spec.partition)), topology).price.time for spec in pending)
-    times = (round(time, 6), round(later, 6))
-    return Strategy(tuple(needs), tuple(casts), outs, times, bool(by_body), axes_of, within)
+    outs, times = tuple(spec.partition for spec in laid.results), (round(time, 6), round(later, 6))
+    return Strategy(laid.operands, laid.casts, outs, times, laid.by_body, laid.axes, laid.body)
 
 
 def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
