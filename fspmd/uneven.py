@@ -109,7 +109,7 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     apart = call("apart", held.mesh, held.axes)
     copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
     try:
-        return _parted(func, *copies) if getattr(func, "__name__", "") in _PARTS else func(*copies[0], **copies[1])
+        return _parted(func, *copies) if _name_of(func) in _PARTS else func(*copies[0], **copies[1])
     except (ShapeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "symbolic" not in str(error):
             raise
@@ -124,16 +124,21 @@ _PARTS: Final = {"unbind": 1, "hsplit": None, "vsplit": None, "dsplit": None} | 
 )  # functions whose results are parts of a value along a dim, and which argument that is
 
 
+def _name_of(func: Any) -> str:
+    return getattr(getattr(func, "func", func), "__name__", "")  # of a partial, what it calls
+
+
 def _parted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each part a view of its own: backward of them all at once would fill in for unused ones of symbolic sizes."""
     with torch.no_grad():
         parts = func(*args, **kwargs)
     x = next(_tensors((*args, *kwargs.values())))
-    place = _PARTS[func.__name__]
+    name = _name_of(func)
+    place = _PARTS[name]
     if place is not None:
         dim = kwargs.get("dim", args[place] if place < len(args) else 0)
     else:
-        dim = {"hsplit": min(1, x.ndim - 1), "vsplit": 0, "dsplit": 2}[func.__name__]
+        dim = {"hsplit": min(1, x.ndim - 1), "vsplit": 0, "dsplit": 2}[name]
     found: list[Tensor] = []
     start = 0
     for i, part in enumerate(parts):

@@ -104,6 +104,10 @@ CASES: dict[str, Case] = {
     "getitem of rows": (lambda x: (x[0], x[-2:], x[None]), ((5, 6),)),
     "select and narrow": (lambda x: x.select(0, 2) + x.narrow(0, 1, 2).sum(0), ((5, 6),)),
     "split": (lambda x: (*x.split(2), *x.split([1, 5], dim=1)), ((5, 6),)),
+    "one of unsafe parts": (
+        lambda x: (torch.unsafe_chunk(x, 3)[1] * 2, torch.ops.aten.unsafe_split.Tensor(x, 2, 1)[0]),
+        ((5, 6),),
+    ),
     "chunk": (lambda x: x.chunk(3, dim=-1), ((5, 7),)),
     "unbind": (lambda x: x.unbind(1), ((5, 3),)),
     "cat": (lambda x, y: torch.cat([x, y, x], dim=1), ((5, 3), (5, 2))),

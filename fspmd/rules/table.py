@@ -55,6 +55,16 @@ class Row:
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
 
 
+def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """On blocks, for `torch.unsafe_chunk`."""
+    return torch.chunk(*args, **kwargs)
+
+
+def split(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """On blocks, for `torch.unsafe_split`."""
+    return torch.split(*args, **kwargs)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -219,12 +229,8 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
     **{name: Row(parts(2, "dim"), "first", body=joins.split) for name in _names("split chunk split_with_sizes")},
     "split_with_sizes_copy": Row(parts(2, "dim"), "first", body=joins.split),
-    "unsafe_chunk": Row(
-        parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.chunk(*args, **kwargs), body=joins.split
-    ),
-    "unsafe_split": Row(
-        parts(2, "dim"), "first", local=lambda _, *args, **kwargs: torch.split(*args, **kwargs), body=joins.split
-    ),
+    "unsafe_chunk": Row(parts(2, "dim"), "first", local=chunk, body=joins.split),
+    "unsafe_split": Row(parts(2, "dim"), "first", local=split, body=joins.split),
     **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
