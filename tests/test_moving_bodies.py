@@ -204,6 +204,15 @@ CASES |= {
 }
 
 
+CASES |= {
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=1.7), ((1, 2, 7, 5),)),
+    "interpolate, exact": (lambda x: F.interpolate(x, 5, mode="nearest-exact"), ((2, 1, 9),)),
+    "interpolate, linear": (lambda x: F.interpolate(x, 11, mode="linear", align_corners=True), ((2, 2, 5),)),
+    "interpolate, bilinear": (lambda x: F.interpolate(x, (4, 9), mode="bilinear"), ((1, 1, 7, 6),)),
+    "interpolate, trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), ((1, 1, 5, 2, 3),)),
+}
+
+
 @pytest.fixture(autouse=True)
 def _bytes() -> Iterator[None]:
     before = topology()
@@ -254,6 +263,7 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
         (_COLUMN, _ROW),
         0,
     ),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), ((1, 2, 14, 8),), (_SPACE,), 4 * 8),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 
@@ -266,6 +276,20 @@ def test_what_moves(name: str) -> None:
     with communication_log() as log:
         f(*given)
     assert log.moved <= most * 8, log
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
+def test_what_is_set_becomes_of_the_dtype_of_what_it_is_set_in(dtype: torch.dtype) -> None:
+    plain = torch.linspace(-2.0, 3.0, 54).reshape(9, 6).to(dtype)
+    x = device_put(plain, _ROW, mesh=LINE)
+    for f in (
+        lambda x: x.slice_scatter(x[:3] + 1, 0, 2, 8, 2),
+        lambda x: x.select_scatter(x[4] + 1.5, 0, 7),
+        lambda x: x.diagonal_scatter(x[0] + 1.5),
+    ):
+        found, want = f(x), f(plain)
+        assert found.dtype == want.dtype
+        assert torch.equal(device_get(found), want)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -115,7 +115,7 @@ def _set(site: Site, x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim
     own, across = (_places(site, site.operands[0], d) for d in (rows, columns))
     at = (own - max(-offset, 0)).clamp(0, src.shape[-1] - 1)
     here = across - own[:, None] == offset
-    values = src.index_select(-1, at).unsqueeze(-1)
+    values = src.to(x.dtype).index_select(-1, at).unsqueeze(-1)
     return torch.where(here, values, x.movedim((rows, columns), (-2, -1))).movedim((-2, -1), (rows, columns))
 
 

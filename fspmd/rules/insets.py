@@ -60,7 +60,7 @@ def set_row(site: Site, x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
 def _set(site: Site, x: Tensor, src: Tensor, d: int, places: range) -> Tensor:
     """The rows of ``src`` in place of those at ``places``."""
     axes, cut = site.axes[d], site.blocks(site.operands[0].shape[d], d)
-    source = site.operands[1]
+    source, src = site.operands[1], src.to(x.dtype)
     if source.ndim == x.dim() and source.partition[d] is not None:
         held = site.blocks(source.shape[d], d)
         own = fetched(site, "own", src, d, axes, held, lambda at: _inset(cut, places, at)[1])

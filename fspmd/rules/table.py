@@ -36,6 +36,7 @@ from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
+from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
@@ -133,18 +134,10 @@ _BATCHED: Final = {
     },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,)},
     **dict.fromkeys(
-        _names(
-            "max_pool2d_with_indices_backward upsample_nearest2d "
-            "upsample_bilinear2d upsample_bicubic2d "
-            "_upsample_bilinear2d_aa _upsample_nearest_exact2d"
-        ),
+        _names("max_pool2d_with_indices_backward upsample_bicubic2d _upsample_bilinear2d_aa"),
         (2,),
     ),
-    **dict.fromkeys(
-        _names("upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d"),
-        (3,),
-    ),
-    **dict.fromkeys(_names("upsample_linear1d upsample_nearest1d _upsample_nearest_exact1d view_as_complex"), (1,)),
+    "view_as_complex": (1,),
 }
 
 ROWS: Final[dict[str, Row]] = {
@@ -244,6 +237,7 @@ ROWS: Final[dict[str, Row]] = {
         for n in (1, 2, 3)
     },
     **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
+    **{name: Row(pools.pooled(n), empty=False, body=body) for name, (n, body) in RESIZES.items()},
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather, body=tables.gather),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
