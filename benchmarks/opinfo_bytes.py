@@ -7,8 +7,9 @@ Samples of torch's op database, each operand whole or sharded along one dim of a
 same blocks. A case is run forward, then backward from a cotangent laid out as the result. Counted are bytes that a rank
 sends, by ring formulas, until each gradient lies as its operand. Results may be left pending, sharded or whole: so a
 case counts twice, *as left*, and *to the end*, with what brings each result to the whole tensor. Links have no
-latency here, and work takes no time, so the planner goes by bytes. Where fspmd moves more, DTensor's values
-and gradients are judged by those of the unsharded call (torch's LocalTensorMode runs all ranks).
+latency here (of equals the fewest collectives are taken), and work takes no time, so the planner goes by bytes. Where
+fspmd moves more, DTensor's values, gradients and written operands are judged by those of the unsharded call (torch's
+LocalTensorMode runs all ranks).
 """
 
 from __future__ import annotations
@@ -194,8 +195,8 @@ def _placed(spec: P) -> list[Placement]:
     return [Shard(dims[0])] if dims else [Replicate()]
 
 
-def theirs(case: Case, mesh: DeviceMesh, moved: Moved) -> tuple[list[Any], list[Any]]:
-    """What DTensor moves, told to ``moved``; whole results, and gradients laid out as their operands."""
+def theirs(case: Case, mesh: DeviceMesh, moved: Moved) -> tuple[list[Any], list[Any], list[Any]]:
+    """What DTensor moves, told to ``moved``; whole results, gradients laid out as their operands, and the operands."""
     given = [
         distribute_tensor(x.detach().clone(), mesh, _placed(spec), src_data_rank=None).requires_grad_(x.requires_grad)
         for x, spec in zip(case.tensors, case.specs, strict=True)
@@ -210,7 +211,7 @@ def theirs(case: Case, mesh: DeviceMesh, moved: Moved) -> tuple[list[Any], list[
         followed = [x for x in outs if isinstance(x, DTensor) and x.requires_grad]
         wanted = [x for x in given if x.requires_grad]
         if not followed or not wanted:
-            return wholes, [None] * len(given)
+            return wholes, [None] * len(given), given
         counting.stage = 2
         found = torch.autograd.grad(followed, wanted, [_cotangent(x) for x in followed], allow_unused=True)
         counting.stage = 3
@@ -220,7 +221,7 @@ def theirs(case: Case, mesh: DeviceMesh, moved: Moved) -> tuple[list[Any], list[
                 for g, x in zip(found, wanted, strict=True)
             ]
         )
-        return wholes, [next(homed) if x.requires_grad else None for x in given]
+        return wholes, [next(homed) if x.requires_grad else None for x in given], given
 
 
 def _cotangent(x: DTensor) -> DTensor:
@@ -230,7 +231,7 @@ def _cotangent(x: DTensor) -> DTensor:
 
 
 def is_right(case: Case) -> str:
-    """Whether DTensor's values and gradients are those of the unsharded call: "right", "wrong" or "fails"."""
+    """Whether DTensor's values, gradients and written operands are the unsharded call's: right, wrong, or it fails."""
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in case.tensors]
     expected = case.call(leaves)
     followed, wanted = (
@@ -244,11 +245,12 @@ def is_right(case: Case) -> str:
     try:
         with LocalTensorMode(RANKS):
             mesh = DeviceMesh("cpu", list(range(RANKS)))
-            values, back = theirs(case, mesh, Moved())
+            values, back, given = theirs(case, mesh, Moved())
             back = [None if g is None else g.redistribute(mesh, [Replicate()]).to_local() for g in back]
+            after = [x.detach().redistribute(mesh, [Replicate()]).to_local() for x in given]
     except Exception as error:
         return f"fails ({type(error).__name__})"
-    for found_one, want in zip([*values, *back], [*expected, *grads], strict=True):
+    for found_one, want in zip([*values, *back, *after], [*expected, *grads, *leaves], strict=True):
         if not isinstance(want, Tensor):
             continue
         if found_one is None:
@@ -334,7 +336,7 @@ def _settle() -> None:
     torch.set_num_threads(1)
     fast = Link(0.0, 1000.0)
     free = float("inf")
-    set_topology(Topology(inside=fast, between=fast, launch=0.0, memory=free, flops=free, spill=fast))
+    set_topology(Topology(inside=fast, between=fast, launch=1e-5, memory=free, flops=free, spill=fast))
     if not dist.is_initialized():
         fake_world(RANKS)
 

@@ -148,7 +148,7 @@ def price(
     if traffic is not None:
         rounds, moved = traffic
         local += 2 * after / topology.memory
-    if not rounds:
+    if not rounds or not moved:  # nobody begins what is empty
         return Price(0.0, local, held)
     link = topology.link(mesh, axes)
     return Price(moved, topology.launch + rounds * link.latency + moved / link.bandwidth + local, held)

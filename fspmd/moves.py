@@ -21,7 +21,7 @@ class Moves:
     casts: tuple[Call, ...]
     forward: float
     backward: float  # of the transposed collectives
-    casting: float  # in backward
+    casting: float  # of the sums of gradients that a cast brings
 
 
 @functools.lru_cache(maxsize=8192)
@@ -30,12 +30,16 @@ def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
     way = route(spec, need, topology)
     calls, gathered = _scattering_backward([step.call for step in way.steps], axes)
     casts = _casts(need, axes, gathered)
-    backward, before = 0.0, spec
+    backward, casting, before = 0.0, 0.0, spec
     for step, one in zip(way.steps, calls, strict=True):
-        backward += back(Step(one, step.spec, step.price), before, topology).time
+        time = back(Step(one, step.spec, step.price), before, topology).time
+        if one is step.call:
+            backward += time
+        else:
+            casting += time
         before = step.spec
     size = prod(need.block_shape) * need.dtype.itemsize
-    casting = sum(price(one.transposed.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in casts)
+    casting += sum(price(one.transposed.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in casts)
     return Moves(calls, casts, way.price.time, backward, casting)
 
 

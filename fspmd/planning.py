@@ -73,6 +73,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
     if args and isinstance(args[0], Sharded) and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
+    if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
+        return as_whole(_to_dtype_of)
     if is_ragged(func, len(tensors)):
         return as_whole(functools.partial(_gathered, func))
     if (composite := composite_of(func, args, kwargs)) is not None:
@@ -192,6 +194,12 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     new: Sharded = above.dispatch(func, (), (copy, *args[1:]), {**kwargs, "inplace": False})
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
+
+
+def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.to(y)`` and ``x.type_as(y)``: of y only the dtype counts."""
+    x, like, *others = args
+    return above.dispatch(Tensor.to, (), (x, like.dtype, *others), kwargs)
 
 
 def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

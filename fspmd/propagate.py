@@ -78,6 +78,7 @@ class Question:
         whole = frozenset(d for d, factor in enumerate(first) if factor in self.factors.whole)
         time = body and body.timed(self.results, specs[0].shape, whole)
         options |= {"fixed": self.fixed, "empty": self.row.empty, "body": time, "gradients": self.gradients}
+        options["weighs"] = self.row.weighs
         return choose(self.factors, self.linear, specs, self.results, topology(), **options)
 
 
@@ -138,7 +139,8 @@ def propagate(
     plan = _plan(func, len(args), question, best)
     floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
     empty = any(0 in spec.shape for _, spec in question.operands)
-    if not floating or not (plan.needs_redistribute or best.by_body or empty):
+    weighs = question.row.weighs and plan.casts
+    if not floating or not (plan.needs_redistribute or best.by_body or empty or weighs):
         return plan
     if _same(best, replace(question, gradients=floating).solve(best_strategy, known=known)):
         return plan

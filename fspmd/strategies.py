@@ -61,6 +61,7 @@ def best_strategy(
     empty: bool = True,
     body: BodyTime | None = None,
     gradients: frozenset[int] = _NONE,
+    weighs: bool = False,
     known: list[_Layouts | None] | None = None,
 ) -> Strategy | None:
     """The cheapest combination; of equal ones that whose pending sums are.
@@ -75,7 +76,7 @@ def best_strategy(
             known.append(_layouts(reading, chosen, operands, results, topology, empty, body))
         limit = inf if best is None else best.time[0]
         laid = known[i]
-        one = None if laid is None else _strategy(laid, operands, topology, gradients, limit)
+        one = None if laid is None else _strategy(laid, operands, topology, gradients, weighs, limit)
         if one is not None and _may(one, operands[0], fixed) and (best is None or one.time < best.time):
             best = one
             if best.time == (0, 0):
@@ -94,18 +95,19 @@ def strategies(
     empty: bool = True,
     body: BodyTime | None = None,
     gradients: frozenset[int] = _NONE,
+    weighs: bool = False,
 ) -> list[Strategy]:
     """All combinations that a call can run on.
 
     ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
     the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs. ``gradients``: the
-    operands that will have one.
+    operands that will have one. ``weighs``: the sums of gradients of whole operands count.
     """
     every = (
         _layouts(reading, chosen, operands, results, topology, empty, body)
         for reading, chosen in _combinations(factors, linear, operands, body)
     )
-    found = (_strategy(laid, operands, topology, gradients, inf) for laid in every if laid is not None)
+    found = (_strategy(laid, operands, topology, gradients, weighs, inf) for laid in every if laid is not None)
     return [one for one in found if one is not None and _may(one, operands[0], fixed)]
 
 
@@ -148,7 +150,8 @@ def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[Tensor
                 found += [free for free in _free(axis, factors, operands) if free not in found]
             elif factor not in found:
                 found.append(factor)
-    return [*found, "I" * len(operands)]
+    whole = "I" * len(operands)
+    return [whole, *found] if any(0 in spec.shape for spec in operands) else [*found, whole]
 
 
 def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:
@@ -204,29 +207,49 @@ def _layouts(
     computing = 0.0 if stays else _working(factors, needs, laid, topology)
     within = 0.0
     if by_body and body is not None:
-        casts = [()] * len(casts)  # it casts what it must
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
         within = body(needs, tuple(axis for factor in by_body for axis in axes_of[factor]), topology, whole)
     return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within)
 
 
 def _strategy(
-    laid: _Layouts, operands: Sequence[TensorSpec], topology: Topology, gradients: frozenset[int], limit: float
+    laid: _Layouts,
+    operands: Sequence[TensorSpec],
+    topology: Topology,
+    gradients: frozenset[int],
+    weighs: bool,
+    limit: float,
 ) -> Strategy | None:
     """A combination and its price; None where that is more than ``limit``."""
-    time, later = laid.work * (_PASSES if gradients else 1) + laid.body, 0.0
-    for i, (spec, need, cast) in enumerate(zip(operands, laid.operands, laid.casts, strict=True)):
+    needs, casts = laid.operands, laid.casts
+    if laid.by_body:  # it casts what it must
+        rows = enumerate(zip(operands, needs, casts, strict=True))
+        needs = tuple(_cast_in_body(*row) if i in gradients else row[1] for i, row in rows)
+        casts = ((),) * len(casts)
+    time, later = laid.work * (_PASSES if gradients else 1), 0.0
+    time += laid.body * (2 if gradients else 1)  # backward as much as forward
+    for i, (spec, need, cast) in enumerate(zip(operands, needs, casts, strict=True)):
         if time > limit + _ROUNDING:
             return None
         if spec is not need or (cast and i in gradients):
             way = moves(spec, need, cast, topology)
-            time += way.forward + (way.backward if i in gradients else 0.0)
+            time += way.forward + (way.backward + weighs * way.casting if i in gradients else 0.0)
             later += way.casting if i in gradients else 0.0
     if time <= limit + _ROUNDING:
         pending = [spec for spec in laid.results if spec.partition.unreduced]
-        later += sum(route(spec, spec.with_partition(P(*spec.partition)), topology).price.time for spec in pending)
+        settling = sum(route(spec, spec.with_partition(P(*spec.partition)), topology).price.time for spec in pending)
+        later += settling
+        if any(spec is not need for spec, need in zip(operands, needs, strict=True)):
+            time += settling / 2  # at least they are scattered
     outs, times = tuple(spec.partition for spec in laid.results), (round(time, 6), round(later, 6))
-    return Strategy(laid.operands, laid.casts, outs, times, laid.by_body, laid.axes, laid.body)
+    return Strategy(needs, casts, outs, times, laid.by_body, laid.axes, laid.body)
+
+
+def _cast_in_body(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:
+    """Reduced where it is gathered, so that backward is a reduce-scatter."""
+    gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
+    lies = need.partition
+    return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
 
 
 def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:

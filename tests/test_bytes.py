@@ -32,6 +32,19 @@ def _gaussian(x: Any, y: Any) -> Any:
     return F.gaussian_nll_loss(x, y, y * y + 1.0)
 
 
+def _index_copy(x: Any, y: Any) -> Any:
+    return x.index_copy(1, torch.arange(7, -1, -1), y)
+
+
+def _gathered(x: Any) -> Any:
+    index = torch.arange(16).reshape(8, 2) % 8
+    return x.gather(1, device_put(index, ROWS, mesh=MESH) if isinstance(x, Sharded) else index)
+
+
+def _to(x: Any) -> Any:
+    return x.to(device_put(COUNTED, COLUMNS, mesh=MESH) if isinstance(x, Sharded) else COUNTED) * 1
+
+
 CASES: dict[str, Case] = {
     # 8 bytes an element; a gather or its transpose: 3/4 of the whole, an all-reduce: twice that
     "a sharded batch stays": (torch.mm, [((8, 4), ROWS), ((4, 16), WHOLE)], 12 * 4 * 16),
@@ -51,6 +64,11 @@ CASES: dict[str, Case] = {
     "a loss of rows": (F.cosine_embedding_loss, [((8, 8), WHOLE), ((8, 8), ROWS), ((8,), WHOLE)], 6 * 64),
     "distances": (F.triplet_margin_loss, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64 + 2),
+    "rows set by places": (_index_copy, [((8, 8), COLUMNS), ((8, 8), COLUMNS)], 12 * 64),
+    "places in a whole table": (_gathered, [((8, 8), WHOLE)], 6 * 16),
+    "a transform of two dims": (lambda x: torch.fft.fft2(x).abs(), [((8, 8), ROWS)], 6 * 16 * 2 * 2),
+    "reflected": (Tensor.__rmatmul__, [((4, 16, 8), ROWS), ((8, 16), ROWS)], 12 * 128),
+    "to the dtype of": (_to, [((8, 8), ROWS)], 0),
     "an empty batch": (torch.mm, [((0, 8), ROWS), ((8, 16), WHOLE)], 0),
 }
 

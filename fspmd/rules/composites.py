@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
+from fspmd.rules.spectra import TRANSFORMS
 
 
 def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
@@ -38,9 +39,16 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """By moments over all dims but the channels'; the running ones are written where they lie."""
+    return _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)[0]
+
+
+def _normed(
+    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    """The result, and the moments it is made with."""
     if not x.numel():
         out = x.clone() if weight is None else x * weight[0]
-        return out if bias is None else out + bias[0]
+        return (out if bias is None else out + bias[0]), running_mean, running_var
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean, var = running_mean, running_var
     if training:
@@ -55,7 +63,7 @@ def _batch_norm(
     shape = (1, -1, *(1,) * (x.dim() - 2))
     scale = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
     out = (wide - mean.view(shape)) * scale.view(shape)
-    return (out if bias is None else out + bias.view(shape)).to(x.dtype)
+    return (out if bias is None else out + bias.view(shape)).to(x.dtype), mean, var
 
 
 def _torch_batch_norm(
@@ -121,9 +129,32 @@ def _torch_instance_norm(
     return _instance_norm(x, running_mean, running_var, weight, bias, use, momentum, eps)
 
 
+def _norm_and_moments(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    """The same, with the moments of the batch that backward would need: mean and reciprocal deviation."""
+    out, mean, var = _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return (out, mean, torch.rsqrt(var + eps)) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
+
+
+def _norm_with_update(
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> tuple[Any, Any, Any, Any]:
+    found = _norm_and_moments(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*found, x.new_empty((0,), dtype=torch.uint8))
+
+
 #: by torch function, or by the name of all that have it
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **LOSSES,
+    **TRANSFORMS,
     F.batch_norm: _batch_norm,
     torch.batch_norm: _torch_batch_norm,
     "group_norm": _group_norm,
@@ -131,6 +162,10 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     F.multi_head_attention_forward: multi_head_attention,
     torch.instance_norm: _torch_instance_norm,
     F.normalize: _normalize,
+    "native_batch_norm": _norm_and_moments,
+    "_native_batch_norm_legit": _norm_and_moments,
+    "_batch_norm_with_update": _norm_with_update,
+    "__rmatmul__": lambda x, y: torch.matmul(y, x),
     "dist": _dist,
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     "linear_cross_entropy": _unchunked,

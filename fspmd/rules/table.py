@@ -38,6 +38,7 @@ from fspmd.rules.losses import ELEMENTWISE, WEIGHED
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
+from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
 
@@ -54,6 +55,7 @@ class Row:
     kept: bool = False  # the result has the shape of the first operand, and its dtype where all operands have one
     body: Bodied | None = None  # what runs where a dim that must be whole is sharded
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
+    weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
 
 
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +176,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},
     **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
     "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),
-    **{name: Row(over(*where), empty="fft" not in name) for name, where in _ALONG.items()},
+    **{name: Row(over(*where), local=SPECTRA.get(name)) for name, where in _ALONG.items()},
     **{name: Row(over(kept=True), kept=True, body=softmaxes.softmax) for name in _names("softmax _softmax")},
     **{
         name: Row(over(kept=True), kept=True, body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")
@@ -239,7 +241,7 @@ ROWS: Final[dict[str, Row]] = {
     **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
     **{name: Row(pools.pooled(n), empty=False, body=body) for name, (n, body) in RESIZES.items()},
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
-    "gather": Row(lookups.gather, body=tables.gather),
+    "gather": Row(lookups.gather, body=tables.gather, weighs=True),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
     "index_select": Row(lookups.select, body=tables.index_select),
     **{name: Row(lookups.put_slices, body=tables.setting(getattr(torch, name))) for name in _SLICE_WRITES},
@@ -302,7 +304,7 @@ def is_ragged(func: Any, tensors: int) -> bool:
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
-        "is_same_size _linalg_check_errors native_batch_norm _native_batch_norm_legit _batch_norm_with_update "
+        "is_same_size _linalg_check_errors "
         "histogram histogramdd numpy __array__"
     )
 )
