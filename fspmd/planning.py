@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
 from fspmd.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
-from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
+from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, VarianceError
 from fspmd.mesh import Mesh
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
@@ -44,6 +44,10 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     except ArgumentError:
         if any(map(_is_index, tensors_of(args[1:], kwargs))):
             return as_whole(functools.partial(_with_numbers, func))
+        raise
+    except VarianceError:
+        if is_sharded(args[0]):  # a write that its layout does not allow, into what should have been a view
+            refuse_copy(args[0].local, shown(func))
         raise
 
 
