@@ -14,14 +14,14 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import comb, perm, prod
 
 from fspmd.bounds import bound
 from fspmd.cost import FREE, Price, Topology, price
 from fspmd.pairs import Call, call
 from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes
 from fspmd.transport import Options
-from fspmd.transport.windows import Reblock, traffic
+from fspmd.transport.windows import Reblock, lacking, traffic
 
 Axes = tuple[str, ...]
 
@@ -134,7 +134,7 @@ def _weight(move: Call) -> int:
     return 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
 
 
-_EFFORT = 300  # layouts of which the edges are looked at, before what is known is good enough
+_EFFORT = 20_000  # edges that are looked at, before what is known is good enough
 
 
 def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -171,8 +171,9 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
         elif spec is target:
             return steps
         elif reached.get(spec, (limit, 0, 0)) > label:
-            reached[spec], looked = label, looked + 1
+            reached[spec] = label
             for edge, after in _moves(spec, target, True):
+                looked += 1
                 if edge.options.move is None:
                     priced(label, edge, after, steps)
                 else:
@@ -181,10 +182,11 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
 
 
 def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
-    """What a reblock takes at least: whose block grows receives what it grows by."""
-    size, grows = _bytes(after), _bytes(after) - _bytes(before)
+    """What a reblock takes at least: what its last rank receives, or whose block grows."""
+    size = _bytes(after)
+    lacks = max(lacking(before, after) * before.dtype.itemsize, size - _bytes(before))
     link = topology.link(move.mesh, move.axes)
-    sending = topology.launch + link.latency + grows / link.bandwidth if grows > 0 else 0.0
+    sending = topology.launch + link.latency + lacks / link.bandwidth if lacks > 0 else 0.0
     return sending + 2 * size / topology.memory
 
 
@@ -394,14 +396,15 @@ def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[
             yield _reblock(spec, after)
 
 
-_FEW = 3  # axes, up to which every layout of them may be on the way
+_MANY = 500  # placements, of which only those are looked at that lead towards the target
 
 
 @functools.lru_cache(maxsize=256)
 def _placements(axes: Axes, ndim: int) -> frozenset[tuple[Axes, ...]]:
-    """Every way to cut dims over some of the axes, in every order."""
+    """Every way to cut dims over some of the axes, in every order, unless they are too many."""
     found = set()
-    for order in itertools.permutations(axes) if len(axes) <= _FEW else ():
+    few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
+    for order in itertools.permutations(axes) if few else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
             found.add(tuple(tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim)))
     return frozenset(found)

@@ -93,7 +93,28 @@ def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coor
 
 def window(spec: TensorSpec, at: Coordinate) -> Window:
     """What the rank at a coordinate holds."""
-    return tuple(zip(spec.offset(at), spec.local_shape(at), strict=True))
+    return tuple([cuts[sum([at[i] * n for i, n in strides])] for strides, cuts in _cuts(spec)])
+
+
+@functools.lru_cache(maxsize=4096)
+def _cuts(spec: TensorSpec) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]:
+    """Of each dim its windows in rank order, and how many of them an index along a mesh axis passes: (axis, count)."""
+    names, sizes, found = spec.mesh.axis_names, spec.mesh.shape, []
+    for size, entry in zip(spec.shape, spec.partition, strict=True):
+        count, strides = 1, []
+        for axis in reversed(entry_axes(entry)):
+            strides.append((names.index(axis), count))
+            count *= sizes[axis]
+        found.append((tuple(strides), tuple(blocks(size, tuple(sizes[axis] for axis in entry_axes(entry))))))
+    return tuple(found)
+
+
+def lacking(source: TensorSpec, target: TensorSpec) -> int:
+    """Elements that the last rank of a mesh lacks of its new block; the busiest lacks no less."""
+    at = tuple([n - 1 for n in target.mesh.shape.values()])
+    mine = window(target, at)
+    own = _meet(window(source, at), mine)
+    return prod([length for _, length in mine]) - (prod([length for _, length in own]) if own is not None else 0)
 
 
 def _meet(a: Window, b: Window) -> Window | None:
@@ -164,30 +185,28 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
 def traffic(move: Reblock) -> Traffic:
     """What the busiest rank receives, counted without listing who sends what."""
     source, target = move.source, move.target
-    grid = [set(blocks(size, _sizes(source, dim))) for dim, size in enumerate(source.shape)]
+    grid = [set(cuts) for _, cuts in _cuts(source)]
     named = None if move.across else source.partition.axes | target.partition.axes
     messages = elements = 0
     for at in coordinates(target.mesh, named):
         mine = window(target, at)
-        size = prod(length for _, length in mine)
+        size = prod([length for _, length in mine])
         if not size:
             continue
         before = source.mesh.coordinate(target.mesh.rank_at(at)) if move.across else at
         own = None
-        if before is not None and _group(move, source, before) == _group(move, target, at):
+        if before is not None and (not move.across or _group(move, source, before) == _group(move, target, at)):
             own = _meet(window(source, before), mine)
-        lacks = size - (prod(length for _, length in own) if own is not None else 0)
+        lacks = size - (prod([length for _, length in own]) if own is not None else 0)
         if lacks:
-            touched = (
-                sum(_meet((cut,), (span,)) is not None for cut in cuts) for cuts, span in zip(grid, mine, strict=True)
-            )
-            pieces = prod(touched)
+            pieces = prod([_touched(cuts, *span) for cuts, span in zip(grid, mine, strict=True)])
             messages, elements = max(messages, pieces - (own is not None)), max(elements, lacks)
     return Traffic(messages, elements)
 
 
-def _sizes(spec: TensorSpec, dim: int) -> tuple[int, ...]:
-    return tuple(spec.mesh.shape[axis] for axis in entry_axes(spec.partition[dim]))
+def _touched(cuts: set[tuple[int, int]], start: int, length: int) -> int:
+    """How many of the pieces of a dim a span has rows of."""
+    return sum([max(start, first) < min(start + length, first + rows) for first, rows in cuts])
 
 
 class Flow(NamedTuple):
