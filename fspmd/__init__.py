@@ -62,6 +62,7 @@ from fspmd.implicit import Implicit
 from fspmd.initial import init_sharded
 from fspmd.measure import measure_topology
 from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
+from fspmd.methods import install as _install_methods
 from fspmd.modules import functional_call
 from fspmd.optim import install as _install_optim
 from fspmd.parallel import ParallelPlan, parallelize
@@ -84,6 +85,7 @@ from fspmd.styles import (
 )
 from fspmd.watch import Communication
 
+_install_methods()
 _install()
 _install_optim()
 if _collects:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
-from fspmd.operators import BINARY, REFLECTED, UNARY
 from fspmd.pairs import apply, call
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -274,10 +273,6 @@ class _Above:
 above = _Above()
 
 
-class ShardedAttributeError(ArgumentError, AttributeError):
-    """A tensor's attribute asked of a Sharded; hasattr and getattr with a default take it as absent."""
-
-
 class ShardedTypeError(ArgumentError, TypeError):
     """A number of elements asked of a Sharded without dims."""
 
@@ -285,96 +280,6 @@ class ShardedTypeError(ArgumentError, TypeError):
 def is_sharded(x: Any) -> bool:
     """For the ``is_leaf`` of tree functions."""
     return isinstance(x, Sharded)
-
-
-def _method(func: Any) -> Any:
-    def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        return above.dispatch(func, (), (self, *args), kwargs)
-
-    method.__name__ = method.__qualname__ = getattr(func, "__name__", "")
-    method.__doc__ = f"``torch.Tensor.{method.__name__}`` on a global tensor."
-    return method
-
-
-def _getter(func: Any) -> Any:
-    return property(lambda self: above.dispatch(func, (), (self,)))
-
-
-def _binary(func: Any) -> Any:
-    def method(self: Sharded, other: Any) -> Any:
-        return NotImplemented if other is None else above.dispatch(func, (), (self, other))
-
-    return method
-
-
-def _radd(self: Sharded, other: Any) -> Any:
-    """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
-    if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
-        return above.dispatch(Tensor.clone, (), (self,))
-    return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (), (self, other))
-
-
-def _absent(name: str) -> Any:
-    def getter(_: Sharded) -> NoReturn:
-        raise ShardedAttributeError(
-            f"a Sharded has no .{name}; use it in a function run by shard_map, or on device_get(x)"
-        )
-
-    return property(getter)  # a __getattr__ would slow down every attribute
-
-
-def _of_local(name: str) -> Any:
-    return property(lambda self: getattr(self.local, name), doc=f"As of this rank's block: ``torch.Tensor.{name}``.")
-
-
-def _asked_of_local(name: str) -> Any:
-    def method(self: Sharded, *args: Any) -> Any:
-        return getattr(self.local, name)(*args)
-
-    method.__name__ = method.__qualname__ = name
-    method.__doc__ = f"As of this rank's block: ``torch.Tensor.{name}``."
-    return method
-
-
-for _name in (
-    "layout",
-    "is_sparse",
-    "is_quantized",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_nested",
-    "is_leaf",
-    "itemsize",
-    "grad_fn",
-    "retains_grad",
-    "output_nr",
-):
-    setattr(Sharded, _name, _of_local(_name))
-
-for _name in ("is_shared", "is_pinned", "is_inference", "get_device"):
-    setattr(Sharded, _name, _asked_of_local(_name))
-
-_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
-
-_own = set(dir(Sharded))
-for _name in dir(Tensor):
-    if _name not in _own and not _name.startswith("_") and callable(getattr(Tensor, _name)):
-        setattr(Sharded, _name, _method(getattr(Tensor, _name)))
-for _name in _VIEWS:
-    setattr(Sharded, _name, _getter(getattr(Tensor, _name).__get__))
-for _name in (*BINARY, *REFLECTED):
-    setattr(Sharded, f"__{_name}__", _binary(getattr(Tensor, f"__{_name}__")))
-for _name, (_, _function) in BINARY.items():
-    if hasattr(Tensor, f"__i{_name}__"):  # x += y writes into x, which other names may hold
-        setattr(Sharded, f"__i{_name}__", _binary(getattr(Tensor, f"{_function}_")))
-for _name in UNARY:
-    setattr(Sharded, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
-Sharded.__radd__ = _radd  # type: ignore[attr-defined]
-for _name in dir(Tensor):
-    if not hasattr(Sharded, _name) and not _name.startswith("_"):
-        setattr(Sharded, _name, _absent(_name))
-Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def held_as(x: Tensor, spec: TensorSpec) -> Tensor:

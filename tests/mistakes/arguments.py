@@ -265,12 +265,12 @@ def sharded_in_a_function_without_a_rule(m: Setting) -> None:
     device_put(ONES, P("x"), mesh=m.line).to_sparse()
 
 
-@mistake(ShapeError)
+@mistake(ArgumentError)
 def sharded_made_another_shape(m: Setting) -> None:
-    """squeeze_() would make Sharded f32[1, 8@x] on mesh(x=4) a Sharded f32[8@x] on mesh(x=4); write x = \
-    x.squeeze(...)
+    """t_() of Sharded f32[1, 8@x] on mesh(x=4), a leaf that requires grad; write y = x.t(...), or do it under \
+    torch.no_grad()
     """
-    device_put(torch.ones(1, 8), P(None, "x"), mesh=m.line).squeeze_()
+    device_put(torch.ones(1, 8), P(None, "x"), mesh=m.line).requires_grad_().t_()
 
 
 @mistake(ArgumentError)

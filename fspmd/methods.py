@@ -1,0 +1,99 @@
+"""What a `Sharded` has of a tensor: methods and operators, each a torch function of it; what its block can tell."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.operators import BINARY, REFLECTED, UNARY
+from fspmd.sharded import Sharded, above
+
+
+class ShardedAttributeError(ArgumentError, AttributeError):
+    """A tensor's attribute asked of a Sharded; hasattr and getattr with a default take it as absent."""
+
+
+def _method(func: Any) -> Any:
+    def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        return above.dispatch(func, (), (self, *args), kwargs)
+
+    method.__name__ = method.__qualname__ = getattr(func, "__name__", "")
+    method.__doc__ = f"``torch.Tensor.{method.__name__}`` on a global tensor."
+    return method
+
+
+def _getter(func: Any) -> Any:
+    return property(lambda self: above.dispatch(func, (), (self,)))
+
+
+def _binary(func: Any) -> Any:
+    def method(self: Sharded, other: Any) -> Any:
+        return NotImplemented if other is None else above.dispatch(func, (), (self, other))
+
+    return method
+
+
+def _radd(self: Sharded, other: Any) -> Any:
+    """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
+    if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
+        return above.dispatch(Tensor.clone, (), (self,))
+    return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (), (self, other))
+
+
+def _absent(name: str) -> Any:
+    def getter(_: Sharded) -> NoReturn:
+        raise ShardedAttributeError(
+            f"a Sharded has no .{name}; use it in a function run by shard_map, or on device_get(x)"
+        )
+
+    return property(getter)  # a __getattr__ would slow down every attribute
+
+
+def _of_local(name: str) -> Any:
+    return property(lambda self: getattr(self.local, name), doc=f"As of this rank's block: ``torch.Tensor.{name}``.")
+
+
+def _asked_of_local(name: str) -> Any:
+    def method(self: Sharded, *args: Any) -> Any:
+        return getattr(self.local, name)(*args)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"As of this rank's block: ``torch.Tensor.{name}``."
+    return method
+
+
+_OF_LOCAL: Final = (
+    *("layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_meta", "is_nested"),
+    *("is_leaf", "itemsize", "grad_fn", "retains_grad", "output_nr"),
+)
+_ASKED_OF_LOCAL: Final = ("is_shared", "is_pinned", "is_inference", "get_device")
+_VIEWS: Final = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
+
+
+def install() -> None:
+    """Give them to `Sharded`."""
+    for name in _OF_LOCAL:
+        setattr(Sharded, name, _of_local(name))
+    for name in _ASKED_OF_LOCAL:
+        setattr(Sharded, name, _asked_of_local(name))
+    own = set(dir(Sharded))
+    for name in dir(Tensor):
+        if name not in own and not name.startswith("_") and callable(getattr(Tensor, name)):
+            setattr(Sharded, name, _method(getattr(Tensor, name)))
+    for name in _VIEWS:
+        setattr(Sharded, name, _getter(getattr(Tensor, name).__get__))
+    for name in (*BINARY, *REFLECTED):
+        setattr(Sharded, f"__{name}__", _binary(getattr(Tensor, f"__{name}__")))
+    for name, (_, function) in BINARY.items():
+        if hasattr(Tensor, f"__i{name}__"):  # x += y writes into x, which other names may hold
+            setattr(Sharded, f"__i{name}__", _binary(getattr(Tensor, f"{function}_")))
+    for name in UNARY:
+        setattr(Sharded, f"__{name}__", _method(getattr(Tensor, f"__{name}__")))
+    Sharded.__radd__ = _radd  # type: ignore[attr-defined]
+    for name in dir(Tensor):
+        if not hasattr(Sharded, name) and not name.startswith("_"):
+            setattr(Sharded, name, _absent(name))
+    Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]
