@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 from fspmd.cost import Topology, price
 from fspmd.pairs import Call, call
@@ -27,6 +28,8 @@ class Moves:
 @functools.lru_cache(maxsize=8192)
 def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology) -> Moves:
     """From one layout to another, then cast to varying over axes."""
+    if spec is need and not axes:
+        return _STILL
     way = route(spec, need, topology)
     calls, gathered = _scattering_backward([step.call for step in way.steps], axes)
     casts = _casts(need, axes, gathered)
@@ -41,6 +44,9 @@ def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
     size = prod(need.block_shape) * need.dtype.itemsize
     casting += sum(price(one.transposed.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in casts)
     return Moves(calls, casts, way.price.time, backward, casting)
+
+
+_STILL: Final = Moves((), (), 0.0, 0.0, 0.0)
 
 
 def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple[tuple[Call, ...], frozenset[str]]:

@@ -88,6 +88,8 @@ def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
 
 def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
     """By Dijkstra's algorithm over edges that lead towards the target; then, where ways round may pay, over all."""
+    if (one := _direct(source, target, topology)) is not None:
+        return (one,)
     order = itertools.count()
     queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
     done: set[TensorSpec] = set()
@@ -101,11 +103,18 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
         for move, after in _moves(spec, target, False):
             if after not in done:
                 step = _step(move, spec, after, topology)
-                if after is target and not steps and _is_unbeaten(step, source, topology):
-                    return (step,)
                 label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
                 heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
     return _round(source, target, topology, steps) if _round_pays(source, target, topology) else steps
+
+
+def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
+    """The collective from the one to the other that no route beats, if it is plain to see."""
+    for move, after in _moves(source, target, False):
+        if after is target and move.pair.name != "reblock":
+            step = _step(move, source, target, topology)
+            return step if _is_unbeaten(step, source, topology) else None
+    return None
 
 
 def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
@@ -116,7 +125,7 @@ def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
     copies may share a sum.
     """
     mesh, before, after = source.mesh, source.partition, step.spec.partition
-    if step.call.pair.name == "reblock" or not (source.even and step.spec.even):
+    if not (source.even and step.spec.even):
         return False
     if step.price.time <= 2 * topology.launch:
         return True

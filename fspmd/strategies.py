@@ -228,6 +228,9 @@ def _strategy(
         casts = ((),) * len(casts)
     time, later = laid.work * (_PASSES if gradients else 1), 0.0
     time += laid.body * (2 if gradients else 1)  # backward as much as forward
+    begins = sum(_sends(spec, need) for spec, need in zip(operands, needs, strict=True)) * topology.launch
+    if time + begins > limit + _ROUNDING:
+        return None
     for i, (spec, need, cast) in enumerate(zip(operands, needs, casts, strict=True)):
         if time > limit + _ROUNDING:
             return None
@@ -250,6 +253,15 @@ def _cast_in_body(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) ->
     gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
     lies = need.partition
     return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
+
+
+def _sends(spec: TensorSpec, need: TensorSpec) -> bool:
+    """Whether an operand comes to lie as it must only by a collective: not where its blocks are but cut further."""
+    if spec is need:
+        return False
+    before, after = spec.partition, need.partition
+    entries = zip(map(entry_axes, before), map(entry_axes, after), strict=True)
+    return bool(before.unreduced - after.unreduced) or any(now[: len(was)] != was for was, now in entries)
 
 
 def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
