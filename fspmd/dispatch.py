@@ -16,9 +16,10 @@ from fspmd.body import state
 from fspmd.cost import replan_with
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
+from fspmd.outcomes import Place
 from fspmd.pairs import Call, apply
 from fspmd.planning import plan_call, sharded_values
-from fspmd.propagate import OpPlan, Place, shown
+from fspmd.propagate import OpPlan, shown
 from fspmd.rules import row_of
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import TensorSpec

@@ -15,8 +15,9 @@ from fspmd.causes import Cause, Trace
 from fspmd.cost import FREE, Price, topology
 from fspmd.expressions import expression_at, operands_of
 from fspmd.op_kinds import name_of
+from fspmd.outcomes import Place
 from fspmd.pairs import Call, call
-from fspmd.propagate import Place, Question, ask, shown
+from fspmd.propagate import Question, ask, shown
 from fspmd.routes import route
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded

@@ -20,7 +20,8 @@ from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, Varia
 from fspmd.mesh import Mesh
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
-from fspmd.propagate import NoRuleError, OpPlan, Place, as_whole, parameters, propagate, refuse_rule, shown
+from fspmd.outcomes import Place
+from fspmd.propagate import NoRuleError, OpPlan, as_whole, parameters, propagate, refuse_rule, shown
 from fspmd.redistribute import redistribute
 from fspmd.rules import composite_of, handler_of, is_ragged, writes
 from fspmd.sharded import Sharded, above, is_sharded

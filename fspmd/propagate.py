@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,8 +12,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.bodied import as_local_call
 from fspmd.connected import connected
@@ -26,6 +23,7 @@ from fspmd.messages import quoted
 from fspmd.moves import moves as moves_of
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
+from fspmd.outcomes import Place, Shape, like_first, on_meta, on_one_element
 from fspmd.pairs import Call
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
@@ -34,10 +32,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.strategies import Strategy, best_strategy
 from fspmd.uneven import call_uneven
 
-Shape = tuple[int, ...]
 T = TypeVar("T")
-#: where a tensor stands: its number among the arguments (positional ones first), and in a list there
-Place = int | tuple[int, int]
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
 
 
@@ -98,11 +93,14 @@ def ask(
     specs = [spec for _, spec in ordered]
     out = None
     if row.rule is elementwise and not writes(func):
-        out = _on_one_element(func, args, kwargs, ordered)
+        out = on_one_element(func, args, kwargs, ordered)
     elif row.kept:
-        out = _like_first(args, kwargs, specs)
+        out = like_first(args, kwargs, specs)
     if out is None:
-        out = _on_meta(func, args, kwargs, ordered)
+        try:
+            out = on_meta(func, args, kwargs, ordered)
+        except Exception as error:
+            _refuse_global(func, specs, error)
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
         return None
@@ -280,88 +278,6 @@ def _never(*_: Any) -> NoReturn:
 
 def _of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return local(x)
-
-
-def _on_one_element(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Tensor | None:
-    """What a function of elements gives for global tensors without data, or None: the meta device takes far longer."""
-    shape = _broadcast([spec.shape for _, spec in operands])
-    if shape is None or torch._C._is_any_autocast_enabled():
-        return None
-    try:
-        out = _on(
-            lambda spec: torch.ones((1,) * spec.ndim, dtype=spec.dtype, device="cpu"), func, args, kwargs, operands
-        )
-    except Exception:  # which the meta device tells better
-        return None
-    if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view():
-        return None
-    return out.new_empty(shape, device="meta")
-
-
-def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Tensor | None:
-    """The result of a function that keeps shape and dtype, or None where its arguments may say otherwise."""
-    first = specs[0]
-    alike = first.dtype.is_floating_point and all(spec.dtype is first.dtype for spec in specs)
-    if not alike or torch._C._is_any_autocast_enabled():
-        return None
-    if any(isinstance(arg, torch.dtype) or arg is True for arg in (*args, *kwargs.values())):
-        return None
-    return torch.empty(first.shape, dtype=first.dtype, device="meta")
-
-
-def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    found = []
-    for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):
-        wide = {size for size in sizes if size != 1}
-        if len(wide) > 1:
-            return None
-        found.append(wide.pop() if wide else 1)
-    return tuple(reversed(found))
-
-
-def _on_meta(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Any:
-    """What the call gives for global tensors without data."""
-    mesh = operands[0][1].mesh
-    try:
-        try:
-            return _on(_empty_on("meta"), func, args, kwargs, operands)
-        except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
-            with FakeTensorMode():
-                return _on(_empty_on(mesh.device_type), func, args, kwargs, operands)
-    except (
-        NotImplementedError,
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-    ):  # the shape of the result depends on values
-        return None
-    except Exception as error:
-        _refuse_global(func, [spec for _, spec in operands], error)
-
-
-def _empty_on(device: str) -> Callable[[TensorSpec], Tensor]:
-    return lambda spec: torch.empty(spec.shape, dtype=spec.dtype, device=device)
-
-
-def _on(
-    make: Callable[[TensorSpec], Tensor],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-) -> Any:
-    given = (*args, *kwargs.values())
-    values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
-    for place, spec in operands:
-        if isinstance(place, tuple):
-            values[place[0]][place[1]] = make(spec)
-        else:
-            values[place] = make(spec)
-    values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
-    return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
 
 def _by_signature(
