@@ -14,7 +14,8 @@ from torch import Tensor
 from fspmd import Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
 from fspmd.bounds import bound
 from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
-from fspmd.routes import Route, _moves, _reblock, _step, route
+from fspmd.edges import edges, reblock
+from fspmd.routes import Route, _step, route
 
 WHOLE = 1 << 30
 #: latency does not count, nor what a rank reads and writes itself: the limit of large arrays
@@ -69,10 +70,10 @@ def brute_force(mesh: Mesh, shape: tuple[int, ...], figures: Topology) -> tuple[
     least = torch.full((len(found), len(found)), float("inf"), dtype=torch.float64)
     for i, spec in enumerate(found):
         least[i, i] = 0.0
-        edges = {edge for end in pending for edge in _moves(spec, end, True)}
+        steps = {edge for end in pending for edge in edges(spec, end, True)}
         words = spec.partition.unreduced, spec.partition.reduced
         others = (other for other in found if (other.partition.unreduced, other.partition.reduced) == words)
-        for move, after in {*edges, *(_reblock(spec, other) for other in others if other is not spec)}:
+        for move, after in {*steps, *(reblock(spec, other) for other in others if other is not spec)}:
             least[i, number[after]] = min(least[i, number[after]], _step(move, spec, after, figures).price.time)
     for k in range(len(found)):
         least = torch.minimum(least, least[:, k : k + 1] + least[k : k + 1])

@@ -1,0 +1,200 @@
+"""What leads from one layout of a tensor to the next: each edge one row of the pair table.
+
+Edges lead towards the target, into dims where it has an axis, or anywhere. What no native collective does in one step
+(uneven dims that are cut partly anew, axes in another order, several dims at once, another mesh), ``reblock`` does:
+each rank receives what it lacks, and no more.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from math import comb, perm
+
+from fspmd.pairs import Call, call
+from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes
+from fspmd.transport import Options
+from fspmd.transport.windows import Reblock
+
+Axes = tuple[str, ...]
+
+
+def edges(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``."""
+    yield from _settlings(spec, target, anywhere)
+    yield from _gathers(spec, target)
+    yield from _slices(spec, None if anywhere else target)
+    yield from _exchanges(spec, None if anywhere else target)
+    yield from _reblocks(spec, target, anywhere)
+
+
+def _moved(
+    spec: TensorSpec,
+    entries: dict[int, Axes],
+    unreduced: frozenset[str] | None = None,
+    reduced: frozenset[str] | None = None,
+) -> TensorSpec:
+    """The layout with the axes of some dims replaced."""
+    partition = spec.partition
+    new: list[Entry] = [entries.get(dim, entry) for dim, entry in enumerate(partition)]
+    return spec.with_partition(
+        P(
+            *new,
+            unreduced=partition.unreduced if unreduced is None else unreduced,
+            reduced=partition.reduced if reduced is None else reduced,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
+    """The block lengths of a dim cut by axes, in rank order; None where they are equal."""
+    cut = tuple(length for _, length in blocks(spec.shape[dim], tuple(spec.mesh.shape[axis] for axis in axes)))
+    return None if len(set(cut)) == 1 else cut
+
+
+def _splits(axes: Axes) -> Iterator[tuple[Axes, Axes]]:
+    """The axes that stay, and the minor ones that go."""
+    return ((axes[:i], axes[i:]) for i in range(len(axes)))
+
+
+def _can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
+    """Whether the minor axes of a dim can go alone: all of them always, else where all blocks are of one length."""
+    return not kept or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
+
+
+def _gathers(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+    for dim, entry in enumerate(spec.partition):
+        for kept, gone in _splits(entry_axes(entry)):
+            if not _can_part(spec, dim, kept, gone):
+                yield reblock(spec, _moved(spec, {dim: kept}))
+                continue
+            options = Options(dim=dim, sizes=None if kept else lengths(spec, dim, gone))
+            yield call("all_gather_invariant", spec.mesh, gone, options), _moved(spec, {dim: kept})
+            if target.partition.reduced.issuperset(gone):
+                reduced = spec.partition.reduced.union(gone)
+                yield call("all_gather_reduced", spec.mesh, gone, options), _moved(spec, {dim: kept}, reduced=reduced)
+
+
+def _cuts(
+    spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False
+) -> Iterator[tuple[int, Axes, Axes, Options]]:
+    """Where free axes, ``whole``: all of them as they are, may cut further: as the target has them, None: anywhere.
+
+    (dim, its axes, the new ones, how).
+    """
+    anyhow = (free,) if whole else _orders(free)
+    for dim, entry in enumerate(spec.partition):
+        now, news = entry_axes(entry), anyhow
+        if target is not None:
+            wanted = tuple(a for a in entry_axes(target.partition[dim]) if a in free)
+            news = tuple(wanted[i:j] for i, j in itertools.combinations(range(len(wanted) + 1), 2))
+        for new in news:
+            if (new == free or not whole) and _can_part(spec, dim, now, new):
+                yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
+
+
+@functools.lru_cache(maxsize=256)
+def _orders(axes: Axes) -> tuple[Axes, ...]:
+    """Every choice of the axes in every order."""
+    return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
+
+
+def _free(spec: TensorSpec) -> Axes:
+    return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
+
+
+def _slices(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
+    for dim, now, new, options in _cuts(spec, _free(spec), target):
+        yield call("slice", spec.mesh, new, options), _moved(spec, {dim: (*now, *new)})
+
+
+def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
+    for source, entry in enumerate(spec.partition):
+        for kept, gone in _splits(entry_axes(entry)):
+            if not _can_part(spec, source, kept, gone):
+                continue
+            concat_sizes = None if kept else lengths(spec, source, gone)
+            for dim, now, new, cut in _cuts(spec, gone, target, True):
+                if dim != source:
+                    options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
+                    yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
+
+
+def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+    """Ends and beginnings of pending sums."""
+    mesh, have, want = spec.mesh, spec.partition, target.partition
+    pending = mesh.ordered(have.unreduced if anywhere else have.unreduced - want.unreduced)
+    for n in range(1, len(pending) + 1):
+        for axes in itertools.permutations(pending, n):
+            left = have.unreduced.difference(axes)
+            yield call("psum_unreduced", mesh, axes), _moved(spec, {}, left)
+            if want.reduced.issuperset(axes):
+                yield call("psum_to_reduced", mesh, axes), _moved(spec, {}, left, have.reduced.union(axes))
+            for dim, now, new, options in _cuts(spec, axes, None, True):  # parts are fewer bytes to move on
+                after = _moved(spec, {dim: (*now, *new)}, left)
+                yield call("psum_scatter_unreduced", mesh, new, options), after
+    free = frozenset(_free(spec))
+    for axes in _some(mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced), anywhere):
+        yield call("reduced_to_invariant", mesh, axes), _moved(spec, {}, None, have.reduced.difference(axes))
+    for axes in _some(mesh.ordered(free & want.reduced), anywhere):
+        yield call("invariant_to_reduced", mesh, axes), _moved(spec, {}, None, have.reduced.union(axes))
+    for axes in _some(mesh.ordered(free & want.unreduced), anywhere):
+        yield call("invariant_to_unreduced", mesh, axes), _moved(spec, {}, have.unreduced.union(axes))
+
+
+def _some(axes: Axes, any_of_them: bool) -> Iterator[Axes]:
+    """All of the axes, or every choice of them."""
+    for n in range(1 if any_of_them else len(axes), len(axes) + 1):
+        if n:
+            yield from itertools.combinations(axes, n)
+
+
+def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+    """All dims at once to how the target has them, as far as axes are not pending.
+
+    Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered. ``anywhere``: to
+    every other placement, too.
+    """
+    now = [entry_axes(entry) for entry in spec.partition]
+    held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
+    goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
+    stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
+    goals = {tuple(goal), tuple(stay)}
+    if anywhere:
+        goals |= _placements(spec.mesh.ordered(frozenset(spec.mesh.axis_names) - held), spec.ndim)
+    for wanted in goals:
+        after = _moved(spec, dict(enumerate(wanted)))
+        if after is not spec and not _is_native(spec, now, wanted):
+            yield reblock(spec, after)
+
+
+_MANY = 500  # placements, of which only those are looked at that lead towards the target
+
+
+@functools.lru_cache(maxsize=256)
+def _placements(axes: Axes, ndim: int) -> frozenset[tuple[Axes, ...]]:
+    """Every way to cut dims over some of the axes, in every order, unless they are too many."""
+    found = set()
+    few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
+    for order in itertools.permutations(axes) if few else ():
+        for places in itertools.product([*range(ndim), None], repeat=len(order)):
+            found.add(tuple(tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim)))
+    return frozenset(found)
+
+
+def reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:
+    """From any placement to any other, and where it leads."""
+    move = Reblock(spec, after)
+    return call("reblock", spec.mesh, move.axes, Options(move=move)), after
+
+
+def _is_native(spec: TensorSpec, now: list[Axes], wanted: tuple[Axes, ...]) -> bool:
+    """Whether a change is one gather or one slice."""
+    changed = [dim for dim, axes in enumerate(wanted) if axes != now[dim]]
+    if len(changed) > 1:
+        return False
+    (dim,) = changed
+    few, many = sorted((now[dim], wanted[dim]), key=len)
+    return many[: len(few)] == few and _can_part(spec, dim, few, many[len(few) :])
