@@ -131,7 +131,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             key.append(arg)
             blocks.append(arg)
         else:
-            key.append(_part(func, arg, kind, blocks))
+            _add(func, arg, kind, key, blocks)
     if kwargs:
         key.append(dict)  # what follows are names
         key += kwargs
@@ -144,7 +144,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                 key.append(arg)
                 blocks.append(arg)
             else:
-                key.append(_part(func, arg, kind, blocks))
+                _add(func, arg, kind, key, blocks)
     cached = tuple(key)
     try:
         plan = _plans.get(cached)
@@ -279,12 +279,14 @@ def _hashable(arg: Any) -> Any:
     return kind, arg
 
 
-def _part(func: Any, arg: Any, kind: Any, blocks: list[Any]) -> Any:
-    """What an argument is in the key of a call; its block, or blocks, are appended."""
+def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> None:
+    """Append what an argument is in the key of a call, and its block or blocks."""
     if kind is not tuple and kind is not list:
         blocks.append(arg)
-        return kind if (kind is float or kind is int) and (func in _free or _is_free(func)) else _hashable(arg)
-    key: list[Any] = [kind]
+        free = (kind is float or kind is int) and (func in _free or _is_free(func))
+        key.append(kind if free else _hashable(arg))
+        return
+    key += kind, len(arg)
     held, sharded = [], False
     for one in arg:
         if type(one) is Sharded:
@@ -295,7 +297,6 @@ def _part(func: Any, arg: Any, kind: Any, blocks: list[Any]) -> Any:
             key.append(_hashable(one))
             held.append(one)
     blocks.append(held if sharded else arg)
-    return tuple(key)
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
