@@ -117,7 +117,7 @@ def test_uses_beside_shards_of_a_whole_value_share_one_gather_in_backward() -> N
 
 
 def test_the_greatest_of_all_gathers_no_rows() -> None:
-    x = put(64, 64, 128, spec=P("x"), grad=False)  # by price: to gather a few rows takes fewer messages
+    x = put(256, 64, 128, spec=P("x"), grad=False)  # by price: to gather a few rows takes fewer messages
     for function in (torch.max, torch.amax, torch.aminmax):
         with communication_log() as log:
             function(x)
