@@ -1,7 +1,11 @@
-"""Views of moved values: where torch gives a view, moving an operand makes a copy, which must not be written into."""
+"""Views of moved values: where torch gives a view, moving an operand makes a copy of it.
+
+A copy must not be written into, and its operand not while the copy is alive, since neither would be seen by the other.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 from torch import Tensor
@@ -9,17 +13,38 @@ from torch import Tensor
 from fspmd.errors import VarianceError
 
 _COPY: Final = "_fspmd_copy"
+_COPIES: Final = "_fspmd_copies"  # on a block: what is a copy where a view of it should be
+_MOVED_FROM: Final = "_fspmd_moved_from"
+_ROOT: Final = "_fspmd_root"  # on such a copy: the block that it and the copies it is made of come from
 
 
-def as_copies(out: Any, name: str, own: bool) -> Any:
+def moved_from(x: Tensor, moved: Tensor) -> None:
+    """Note what a block was before it was moved, so that views of it can be told from it."""
+    if moved is not x:
+        setattr(moved, _MOVED_FROM, weakref.ref(x))
+
+
+def as_copies(out: Any, operand: Tensor, name: str, own: bool) -> Any:
     """The results of a function that gives views, on an operand that had to be moved.
 
     Views of them are copies too, and known by what they are views of: the moved operand where that is their own, or
     else a copy made here.
     """
-    if isinstance(out, Tensor):
-        return _as_copy(out, name, own)
-    return type(out)([_as_copy(one, name, own) for one in out])
+    found = [_as_copy(one, name, own) for one in ((out,) if isinstance(out, Tensor) else out)]
+    before = getattr(operand, _MOVED_FROM, None)
+    origin = operand if before is None else before()
+    if origin is not None:
+        base = origin if origin._base is None else origin._base
+        root = (
+            getattr(origin, _ROOT, None) or getattr(base, _ROOT, None) or weakref.ref(base)
+        )()  # of copies of copies
+        if root is not None:
+            apart = [one if one._base is None else one._base for one in found]
+            alive = [one for one in getattr(root, _COPIES, ()) if one() is not None]
+            setattr(root, _COPIES, [*alive, *map(weakref.ref, apart)])
+            for one in (*found, *apart):
+                setattr(one, _ROOT, weakref.ref(root))
+    return found[0] if isinstance(out, Tensor) else type(out)(found)
 
 
 def _as_copy(x: Tensor, name: str, own: bool) -> Tensor:
@@ -42,7 +67,17 @@ def handed_on(out: Any, x: Any) -> Any:
 
 
 def refuse_copy(block: Tensor, name: str) -> None:
-    """Raise `VarianceError` for a write into a block that is such a copy, or a view of one."""
+    """Raise `VarianceError` for a write into a block that is such a copy, or a view of one, or has one."""
+    base = block if block._base is None else block._base
+    taken = next(
+        (getattr(one, _COPY) for one in (ref() for ref in getattr(base, _COPIES, ())) if one is not None), None
+    )
+    if taken is not None:
+        raise VarianceError(
+            f"{name} writes into a value of which {taken}, taken before and still in use, should be a "
+            "view but is a copy, since its operand had to be moved to another layout; it would not see the write: take "
+            "it again after the write, keep a clone() of it, or write into a new value instead, x = x + ..."
+        )
     made_by = getattr(block, _COPY, None) or getattr(block._base, _COPY, None)
     if made_by is not None:
         raise VarianceError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.copies import moved_from
 from fspmd.cost import replan_with
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
@@ -203,13 +204,15 @@ def _move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
     found = []
     for place, steps in plan.moves:
-        x = _at(blocks, place)
+        x = before = _at(blocks, place)
         for step in steps:
             if step.pair.name == "slice" and x.requires_grad and _grad_enabled():
                 x = _cast(x, step)
                 found.append(x)
             else:
                 x = apply(x, step)
+        if plan.copies and place == 0:
+            moved_from(before, x)
         _set(blocks, place, x)
     return found
 

@@ -48,6 +48,7 @@ class OpPlan:
     in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
     by_name: bool = False  # operands are given by keyword
     writes: bool = False  # into the first operand, which is the result
+    copies: bool = False  # gives copies of the first operand, moved, where torch gives views
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
 
@@ -204,7 +205,7 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
         body = as_local_call(row.body.body, shown(func), site, places, final)
         if question.views:
             body = functools.partial(_copying, body, shown(func), False)
-        return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name)
+        return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
     local: Callable[..., Any] = func
     if row.local is not None:
         local = functools.partial(row.local, specs[0].shape)
@@ -216,14 +217,15 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
             local = functools.partial(_rank_by_rank, local, not written, question.views)
         elif not written and not question.views:
             local = functools.partial(connected, local)
+    copies = False
     if written:
         local = functools.partial(_unless_copy, local, shown(func))
-    elif question.views and moves:
+    elif copies := question.views and bool(moves):
         taken = [step for _, found in moves for step in found]
         own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
         local = functools.partial(_copying, local, shown(func), own)
     in_order = _in_order(local, positional, question.names)
-    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written)
+    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written, copies)
 
 
 def _in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
@@ -259,7 +261,7 @@ def _schemas(func: Any) -> list[Any]:
 
 
 def _copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
-    return as_copies(local(*args, **kwargs), name, own)
+    return as_copies(local(*args, **kwargs), args[0], name, own)
 
 
 def _unless_copy(local: Callable[..., Any], name: str, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -230,6 +230,38 @@ def test_a_write_into_what_should_be_a_view_is_never_lost(write: Callable[[Any],
         assert (whole == plain).all() or whole.std() > 0.01
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1],
+        lambda x: x[1:4][1:],
+        lambda x: x.view(-1)[3:7][1:],
+        lambda x: x.reshape(3, 10),
+        lambda x: x.T[2:4].t(),
+        lambda x: x.chunk(2)[1],
+        lambda x: x.unbind()[3][None],
+    ],
+)
+def test_a_view_sees_what_is_written_later_or_the_write_is_refused(view: Callable[[Any], Any], grad: bool) -> None:
+    for spec in (P(), P("x"), P(None, "x")):
+        whole = torch.arange(30.0).reshape(5, 6)
+        x, plain = device_put(whole, spec, mesh=LINE).requires_grad_(grad) * 1.0, whole * 1.0
+        mine, theirs = view(x), view(plain)
+        plain.mul_(2.0)
+        refused = ""
+        try:
+            x.mul_(2.0)
+        except VarianceError as error:
+            refused, mine = str(error), None
+        if refused:
+            assert spec.mentioned
+            assert "would not see the write" in refused
+            x.mul_(2.0)
+            mine = view(x)
+        assert (device_get(mine) == theirs).all()
+
+
 @pytest.mark.parametrize("mesh", [LINE, WIDE], ids=repr)
 @pytest.mark.parametrize("sign", ["+", "-", "*", "/"])
 def test_an_augmented_assignment_writes_into_what_other_names_hold(mesh: Mesh, sign: str) -> None:

@@ -21,8 +21,8 @@ from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 
-#: writes into views that had to be moved, and into pending sums
-REFUSED = ("writes into a copy", "would change how its operand lies")
+#: writes into views that had to be moved, into what such a view was taken of, and into pending sums
+REFUSED = ("writes into a copy", "would not see the write", "would change how its operand lies")
 
 
 def whole(x: Any) -> Tensor:
