@@ -15,8 +15,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fspmd
 from fspmd import P
-from fspmd.moves import moves
-from fspmd.routes import route
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.routes import route
 
 N = 64  # each dim of a global tensor
 BOUND = 1 / 10

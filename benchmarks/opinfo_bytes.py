@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fspmd import P, Sharded, communication_log, device_put, make_mesh, reshard
-from fspmd.cost import Link, Topology, set_topology
+from fspmd.redistribution.cost import Link, Topology, set_topology
 
 _PATH = Path(__file__).parent.parent / "tests" / "opinfo" / "sweep.py"
 _FOUND = importlib.util.spec_from_file_location("sweep", _PATH)

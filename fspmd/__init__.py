@@ -6,8 +6,6 @@ _collects = _gc.isenabled()
 _gc.disable()  # until the end of this file: a collection walks all that torch has made, a third of this import
 
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
-from fspmd.broadcast import broadcast, pad_to_blocks, unpad
-from fspmd.clipping import clip_by_global_norm, global_norm
 from fspmd.collectives import (
     Handle,
     all_gather,
@@ -28,9 +26,41 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
-from fspmd.communication_log import CommunicationLog, communication_log
-from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
-from fspmd.creation import (
+from fspmd.errors import (
+    ArgumentError,
+    AxisError,
+    CommunicationError,
+    FspmdError,
+    MeshError,
+    ShapeError,
+    SpecError,
+    TreeError,
+    VarianceError,
+)
+from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
+from fspmd.global_view.methods import install as _install_methods
+from fspmd.global_view.rule import explain_rule, rule
+from fspmd.local_view.hooks import install as _install
+from fspmd.local_view.rank_map import rank_map
+from fspmd.local_view.shard_map import shard_map
+from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
+from fspmd.modules.clipping import clip_by_global_norm, global_norm
+from fspmd.modules.initial import init_sharded
+from fspmd.modules.modules import functional_call
+from fspmd.modules.optim import install as _install_optim
+from fspmd.modules.parallel import ParallelPlan, parallelize
+from fspmd.modules.styles import (
+    ColwiseParallel,
+    PrepareInput,
+    PrepareOutput,
+    Replicated,
+    RowwiseParallel,
+    SequenceParallel,
+    Style,
+    VocabParallel,
+)
+from fspmd.placing.broadcast import broadcast, pad_to_blocks, unpad
+from fspmd.placing.creation import (
     arange,
     empty,
     eye,
@@ -44,46 +74,16 @@ from fspmd.creation import (
     randperm,
     zeros,
 )
-from fspmd.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
-from fspmd.errors import (
-    ArgumentError,
-    AxisError,
-    CommunicationError,
-    FspmdError,
-    MeshError,
-    ShapeError,
-    SpecError,
-    TreeError,
-    VarianceError,
-)
-from fspmd.explicit import ImplicitCommunicationWarning, explicit, set_default
-from fspmd.hooks import install as _install
-from fspmd.implicit import Implicit
-from fspmd.initial import init_sharded
-from fspmd.measure import measure_topology
-from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
-from fspmd.methods import install as _install_methods
-from fspmd.modules import functional_call
-from fspmd.optim import install as _install_optim
-from fspmd.parallel import ParallelPlan, parallelize
-from fspmd.placement import device_get, device_put, from_callback, from_local, scatter
-from fspmd.rank_map import rank_map
-from fspmd.reshard import Explanation, explain, reshard, with_spec
-from fspmd.rule import explain_rule, rule
-from fspmd.shard_map import shard_map
+from fspmd.placing.measure import measure_topology
+from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
+from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
+from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
-from fspmd.styles import (
-    ColwiseParallel,
-    PrepareInput,
-    PrepareOutput,
-    Replicated,
-    RowwiseParallel,
-    SequenceParallel,
-    Style,
-    VocabParallel,
-)
-from fspmd.watch import Communication
+from fspmd.watching.communication_log import CommunicationLog, communication_log
+from fspmd.watching.explicit import ImplicitCommunicationWarning, explicit, set_default
+from fspmd.watching.implicit import Implicit
+from fspmd.watching.watch import Communication
 
 _install_methods()
 _install()

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from fspmd.errors import AxisError
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described, quoted
 from fspmd.transport import Transport, transport_of
 from fspmd.transport.frame import UNEVEN

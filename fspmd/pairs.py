@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.transport import Options, Pending, transport_of
 
 

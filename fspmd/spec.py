@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fspmd.errors import MeshError, ShapeError, SpecError
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, described, quoted
 
 Entry = None | str | tuple[str, ...]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd import P, Sharded, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
-from fspmd.cost import Link, Topology, set_topology, topology
+from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
 MESH = make_mesh((4,), ("x",), transport="simulation")
 ROWS, COLUMNS, WHOLE = P("x"), P(None, "x"), P()

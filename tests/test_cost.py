@@ -12,10 +12,10 @@ from simulated import layouts
 from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
-from fspmd.bounds import bound
-from fspmd.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
-from fspmd.edges import edges, reblock
-from fspmd.routes import Route, _step, route
+from fspmd.redistribution.bounds import bound
+from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
+from fspmd.redistribution.edges import edges, reblock
+from fspmd.redistribution.routes import Route, _step, route
 
 WHOLE = 1 << 30
 #: latency does not count, nor what a rank reads and writes itself: the limit of large arrays

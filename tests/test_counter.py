@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd import distributions
-from fspmd.counter import Block, Distribution, draw, philox
+from fspmd.random.counter import Block, Distribution, draw, philox
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fspmd
 from fspmd import ArgumentError, MeshError, P, Sharded, SpecError, device_get, make_mesh, set_mesh
-from fspmd.blocks import fill
-from fspmd.counter import Block
+from fspmd.random.blocks import fill
+from fspmd.random.counter import Block
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 

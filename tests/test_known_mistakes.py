@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import P, communication_log, device_put, make_mesh
-from fspmd.cost import Link, Topology, set_topology, topology
+from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 3), ("x", "y"), transport="simulation")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fspmd.errors import FspmdError, ShapeError
-from fspmd.layout import Layout, coalesce, complement, compose, concat, divide, fit, row_major
+from fspmd.meshes.layout import Layout, coalesce, complement, compose, concat, divide, fit, row_major
 
 settings.register_profile("no deadline", deadline=None)  # machines under load are slow, not wrong
 settings.load_profile("no deadline")
@@ -247,10 +247,10 @@ def test_the_algebra_knows_no_torch() -> None:
     program = (
         "import sys, types\n"
         "package = types.ModuleType('fspmd'); package.__path__ = [sys.argv[1]]; sys.modules['fspmd'] = package\n"
-        "import fspmd.layout\n"
+        "import fspmd.meshes.layout\n"
         "assert 'torch' not in sys.modules"
     )
-    import fspmd.layout
+    import fspmd.meshes.layout
 
-    folder = fspmd.layout.__file__.rsplit("/", 1)[0]
+    folder = fspmd.meshes.layout.__file__.rsplit("/", 2)[0]
     subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=30)

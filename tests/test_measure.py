@@ -8,7 +8,7 @@ import pytest
 from processes import Processes
 
 from fspmd import Link, MeshError, Topology, make_mesh, measure_topology, set_topology, topology
-from fspmd.cost import price
+from fspmd.redistribution.cost import price
 
 
 def _measured(sizes: tuple[int, ...]) -> tuple[Topology, float]:

@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fspmd import mesh as mesh_module
-from fspmd import world
 from fspmd.errors import AxisError, FspmdError, MeshError
-from fspmd.mesh import Mesh, current_mesh, make_mesh, set_mesh
+from fspmd.meshes import mesh as mesh_module
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
 
 settings.register_profile("no deadline", deadline=None)  # machines under load are slow, not wrong
 settings.load_profile("no deadline")

@@ -27,7 +27,7 @@ from fspmd import (
     pcast,
     shard_map,
 )
-from fspmd.paths import leaves_by_name
+from fspmd.modules.paths import leaves_by_name
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")

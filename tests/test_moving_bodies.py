@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import Mesh, P, communication_log, device_get, device_put, make_mesh
-from fspmd.cost import Link, Topology, set_topology, topology
+from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
 #: bytes cost something and messages nothing, so that bodies are taken for blocks as small as these
 BYTES = Topology(Link(0.0, 1e3), Link(0.0, 1e3), launch=0.0)

@@ -34,7 +34,7 @@ from fspmd import (
     parallelize,
     shard_map,
 )
-from fspmd.paths import matches
+from fspmd.modules.paths import matches
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("tp",), transport="simulation")

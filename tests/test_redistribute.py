@@ -13,9 +13,9 @@ from simulated import layouts
 from torch import Tensor
 
 from fspmd import Mesh, P, Sharded, TensorSpec, device_get, device_put, make_mesh, set_topology
-from fspmd.cost import Link, Topology, topology
-from fspmd.redistribute import redistribute
-from fspmd.routes import Route, route
+from fspmd.redistribution.cost import Link, Topology, topology
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.redistribution.routes import Route, route
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 

@@ -33,10 +33,10 @@ from fspmd import (
     shard_map,
     with_spec,
 )
-from fspmd.routes import Route
+from fspmd.redistribution.routes import Route
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
-from fspmd.watch import communicates
+from fspmd.watching.watch import communicates
 
 F64 = torch.float64
 FULL = os.environ.get("FSPMD_FULL") == "1"

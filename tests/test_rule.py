@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, P, device_put, make_mesh, pmax, psum, rule
-from fspmd.cost import Link, Topology, set_topology, topology
+from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")

@@ -526,7 +526,7 @@ def test_the_mesh_set_is_the_default_and_may_change_between_calls() -> None:
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is planned from now on, by the name of the body."""
-    module = importlib.import_module("fspmd.shard_map")
+    module = importlib.import_module("fspmd.local_view.shard_map")
     made: list[str] = []
     real = module.make_plan
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from processes import Processes, free_port
 
-from fspmd import world
 from fspmd.errors import MeshError
-from fspmd.mesh import Mesh, make_mesh
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh, make_mesh
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -134,15 +134,15 @@ def test_a_mesh_over_process_groups_loads_where_there_are_none(no_launcher: pyte
 
 
 def test_importing_costs_nothing_beyond_torch() -> None:
-    """The modules that importing fspmd.mesh adds are fspmd's own and small ones of the standard library."""
+    """The modules that importing fspmd.meshes adds are fspmd's own and small ones of the standard library."""
     program = (
         "import sys, types, torch, optree, torch.distributed\n"
         "package = types.ModuleType('fspmd'); package.__path__ = [sys.argv[1]]; sys.modules['fspmd'] = package\n"
         "before = set(sys.modules)\n"
-        "import fspmd.mesh\n"
+        "import fspmd.meshes.mesh\n"
         "print(sorted(n for n in set(sys.modules) - before if not n.startswith('fspmd')))"
     )
-    folder = world.__file__.rsplit("/", 1)[0]
+    folder = world.__file__.rsplit("/", 2)[0]
     done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, timeout=60, check=True)
     assert done.stdout.decode().strip() == "[]"
 

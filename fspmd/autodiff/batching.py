@@ -13,9 +13,9 @@ from torch import Tensor
 from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
-from fspmd.mesh import current_mesh
+from fspmd.local_view.shard_map import shard_map
+from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
-from fspmd.shard_map import shard_map
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, entry_axes
 from fspmd.trees import DIMS, leaf_paths, parameter_names, prefix_over

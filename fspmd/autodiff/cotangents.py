@@ -12,7 +12,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
-from fspmd.redistribute import to_blocks
+from fspmd.redistribution.redistribute import to_blocks
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text

@@ -31,8 +31,8 @@ from fspmd.autodiff.leaves import (
     typed,
 )
 from fspmd.body import state
-from fspmd.closures import INNER, depends_on_others
 from fspmd.errors import TreeError
+from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import as_axis_name, described
 from fspmd.spec import blocks, short_dtype
 from fspmd.transport.frame import frame, groups

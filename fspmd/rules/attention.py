@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.collectives import pmax, ppermute, psum
-from fspmd.cost import Topology, price
+from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Whole

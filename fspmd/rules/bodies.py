@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import all_gather, axis_index
-from fspmd.cost import Topology, price
+from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.factors import Shape
 from fspmd.spec import TensorSpec, blocks
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fspmd.cost import Topology, price
+from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors
 from fspmd.rules.whole import Whole

@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.blocks import Law, drawn, fill
 from fspmd.copies import refuse_copy
-from fspmd.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.errors import ArgumentError
-from fspmd.poisson import counts
+from fspmd.random.blocks import Law, drawn, fill
+from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
+from fspmd.random.poisson import counts
 from fspmd.rules.likes import Handler, Value, drawn_like, settle
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec

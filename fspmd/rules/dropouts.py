@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.blocks import drawn, fill
-from fspmd.counter import Block
-from fspmd.distributions import bernoulli, exponential, uniform
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.random.blocks import drawn, fill
+from fspmd.random.counter import Block
+from fspmd.random.distributions import bernoulli, exponential, uniform
 from fspmd.rules.likes import Handler, Value, drawn_like, settle, settled
 from fspmd.spec import P, TensorSpec
 

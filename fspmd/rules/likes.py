@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.blocks import Law, drawn, fill
-from fspmd.distributions import integers, normal, uniform
-from fspmd.redistribute import redistribute
+from fspmd.random.blocks import Law, drawn, fill
+from fspmd.random.distributions import integers, normal, uniform
+from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 

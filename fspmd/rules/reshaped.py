@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.blocks import fill
-from fspmd.counter import Block
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.random.blocks import fill
+from fspmd.random.counter import Block
 from fspmd.rules.likes import Handler, settled
 from fspmd.sharded import Sharded
 

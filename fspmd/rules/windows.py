@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.cost import Topology, price
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply
+from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Body, Site
 from fspmd.spec import TensorSpec, entry_axes
 from fspmd.transport import Options

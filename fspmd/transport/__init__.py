@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Transport
 from fspmd.transport.pending import Pending
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.transport.pending import Pending
 from fspmd.transport.rows import Routes
 from fspmd.transport.windows import Reblock

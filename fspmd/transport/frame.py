@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 
 from fspmd.errors import MeshError
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 
 
 class Frame:

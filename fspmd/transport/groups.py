@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from fspmd import world
 from fspmd.errors import ShapeError
-from fspmd.mesh import Mesh
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Sizes
 
 

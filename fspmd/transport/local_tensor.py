@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.spec import describe
 from fspmd.transport.frame import Frame, frame, spread, union

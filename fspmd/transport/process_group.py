@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from fspmd import world
 from fspmd.errors import ShapeError
-from fspmd.mesh import Mesh
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import Frame, frame, groups, spread, union

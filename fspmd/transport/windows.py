@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from fspmd.mesh import Mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec, blocks, entry_axes
 
 Coordinate = tuple[int, ...]

@@ -1,0 +1,358 @@
+"""Torch functions on `Sharded` values: one flatten, one look-up, one local call above autograd, one wrap."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from math import isnan
+from types import MethodType
+from typing import Any, NamedTuple, NoReturn
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import state
+from fspmd.copies import moved_from
+from fspmd.errors import ArgumentError
+from fspmd.global_view.outcomes import Place
+from fspmd.global_view.planning import plan_call, sharded_values
+from fspmd.global_view.propagate import OpPlan, shown
+from fspmd.messages import described
+from fspmd.pairs import Call, apply
+from fspmd.redistribution.cost import replan_with
+from fspmd.rules import row_of
+from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.spec import TensorSpec
+from fspmd.transport.local_tensor import LocalTensor
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_grad_enabled = torch.is_grad_enabled
+_new = object.__new__
+_CASTS = "_fspmd_casts"
+
+
+class _Casts(dict[Call, tuple["weakref.ref[Tensor]", int]]):
+    """The casts of a tensor that are alive, and its version when they were made; a copy of the tensor has none."""
+
+    def __reduce__(self) -> Any:
+        return _Casts, ()
+
+    def __deepcopy__(self, memo: Any) -> _Casts:
+        return _Casts()
+
+
+class CacheInfo(NamedTuple):
+    """Like that of ``functools.lru_cache``."""
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
+
+
+class _Cache:
+    """Plans by what decides them: at most ``maxsize``, of which the oldest goes first."""
+
+    __slots__ = ("hits", "maxsize", "misses")
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+        self.maxsize = 65536
+
+    def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+        """Of a call that the cache does not have."""
+        plan = plan_call(func, args, kwargs)
+        self.misses += 1
+        if not _by_default_dtype(plan, key):
+            _plans[key] = plan
+            self.shrink()
+        return plan
+
+    def shrink(self) -> None:
+        """To the size it may have."""
+        for key in list(itertools.islice(_plans, max(0, len(_plans) - self.maxsize))):
+            del _plans[key]
+
+
+_cache = _Cache()
+_plans: dict[Any, OpPlan] = {}
+_free: set[Any] = set()  # functions for which Python numbers among the arguments do not bear on layouts
+_counting: set[Any] = set()  # functions for which they may
+
+
+def propagation_cache_info() -> CacheInfo:
+    """Hits, misses and size of the cache of plans for torch functions on `Sharded` values."""
+    return CacheInfo(_cache.hits, _cache.misses, _cache.maxsize, len(_plans))
+
+
+def propagation_cache_clear() -> None:
+    """Forget all plans, and count from zero."""
+    _plans.clear()
+    _cache.hits = _cache.misses = 0
+
+
+def forget_plans() -> None:
+    """Plan every call anew: a rule has changed, or what prices are reckoned with."""
+    _plans.clear()
+    _free.clear()
+    _counting.clear()
+
+
+replan_with(forget_plans)
+
+
+def propagation_cache_resize(maxsize: int) -> None:
+    """Keep at most so many plans, 65536 unless set; the oldest go first, and none is kept where it is 0.
+
+    Raises:
+        ArgumentError: ``maxsize`` is no int, or below 0.
+    """
+    if type(maxsize) is not int or maxsize < 0:
+        raise ArgumentError(f"propagation_cache_resize got {described(maxsize)}; give it a number of plans, 0 or more")
+    _cache.maxsize = maxsize
+    _cache.shrink()
+
+
+def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """``func`` on values of which some are `Sharded`; plain tensors are global values that every rank has.
+
+    It is ``Sharded.__torch_function__`` itself: what is done here is done in every call.
+    """
+    if state.body is not None:
+        _refuse_in_body(func, args, kwargs or {})
+    key: list[Any] = [func]
+    blocks: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Sharded:
+            key.append(arg.spec)
+            blocks.append(arg.local)
+        elif (kind is int and func in _counting) or kind in _CONSTANT:
+            key.append(arg)
+            blocks.append(arg)
+        else:
+            _add(func, arg, kind, key, blocks)
+    if kwargs:
+        key.append(dict)  # what follows are names
+        key += kwargs
+        for arg in kwargs.values():
+            kind = type(arg)
+            if kind is Sharded:
+                key.append(arg.spec)
+                blocks.append(arg.local)
+            elif (kind is int and func in _counting) or kind in _CONSTANT:
+                key.append(arg)
+                blocks.append(arg)
+            else:
+                _add(func, arg, kind, key, blocks)
+    cached = tuple(key)
+    try:
+        plan = _plans.get(cached)
+    except TypeError:  # an argument has no hash
+        return _with_arrays(func, args, kwargs or {})
+    if plan is None:
+        plan = _cache.plan(cached, func, args, kwargs or {})
+    else:
+        _cache.hits += 1
+    if plan.needs_redistribute:
+        if plan.whole is not None:
+            return plan.whole(args, kwargs or {})
+        if plan.choose is not None:
+            plan = plan.choose(blocks)
+        casts = _move_operands(plan, blocks)
+    else:
+        casts = None
+    if plan.casts:
+        casts = [*(casts or ()), *_cast_operands(plan, blocks)]
+    if plan.in_order:
+        out = plan.local(*blocks)
+    elif plan.by_name:
+        out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
+    else:
+        out = plan.local(*blocks[: len(args)], **kwargs)
+    if plan.writes:
+        return args[0]
+    if casts:
+        _keep(casts, out)
+    results = plan.results
+    if type(results) is tuple or out.dtype is not results.dtype:  # type: ignore[union-attr]
+        return _wrapped(out, results)
+    value = _new(Sharded)  # without the checks of its constructor
+    value.local = out
+    value.spec = results  # type: ignore[assignment]
+    return value
+
+
+def _keep(casts: list[Tensor], out: Any) -> None:
+    """Alive as long as the graph is, and no longer."""
+    for one in (out,) if isinstance(out, Tensor) else out:
+        if one.grad_fn is not None:
+            metadata: Any = one.grad_fn.metadata
+            metadata[_CASTS] = casts
+
+
+def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
+    """Several results, or such as autocast may have given another dtype."""
+    if isinstance(results, TensorSpec):
+        return Sharded(out, _of_dtype(results, out.dtype))
+    found = [Sharded(one, _of_dtype(spec, one.dtype)) for one, spec in zip(out, results, strict=True)]
+    return type(out)(found)
+
+
+def _move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
+    """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
+    found = []
+    for place, steps in plan.moves:
+        x = before = _at(blocks, place)
+        for step in steps:
+            if step.pair.name == "slice" and x.requires_grad and _grad_enabled():
+                x = _cast(x, step)
+                found.append(x)
+            else:
+                x = apply(x, step)
+        if plan.copies and place == 0:
+            moved_from(before, x)
+        _set(blocks, place, x)
+    return found
+
+
+def _at(blocks: list[Any], place: Place) -> Any:
+    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
+
+
+def _set(blocks: list[Any], place: Place, x: Tensor) -> None:
+    if isinstance(place, tuple):
+        blocks[place[0]] = [*blocks[place[0]]]  # it may be the caller's own list
+        blocks[place[0]][place[1]] = x
+    else:
+        blocks[place] = x
+
+
+def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    return spec if spec.dtype == dtype else TensorSpec(spec.mesh, spec.partition, spec.shape, dtype)
+
+
+def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
+    """Whether the dtype of the result is torch's default one, which may change: integers divided, for example."""
+    results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
+    return any(map(_is_float, results)) and not any(map(_has_float, key))
+
+
+def _is_float(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _has_float(part: Any) -> bool:
+    return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and _is_float(part)
+
+
+def _is_free(func: Any) -> bool:
+    if func not in _free and func not in _counting:
+        row = row_of(func)
+        (_free if row is not None and row.free else _counting).add(func)
+    return func in _free
+
+
+#: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
+_CONSTANT = frozenset((str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
+_PLAIN = _CONSTANT | {int}
+
+
+def _hashable(arg: Any) -> Any:
+    """What an argument is in a key."""
+    kind = type(arg)
+    if kind in _PLAIN:
+        return arg
+    if kind is slice:
+        start, stop, step = arg.start, arg.stop, arg.step
+        if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
+            return slice, start, stop, step
+        return slice, _hashable(start), _hashable(stop), _hashable(step)
+    if kind is Sharded:
+        return arg.spec
+    if kind is float and (arg == 0 or isnan(arg)):
+        return float, str(arg)  # two zeros, and nan, which equals nothing
+    if isinstance(arg, dict):
+        return dict, *((name, _hashable(value)) for name, value in arg.items())
+    if isinstance(arg, Tensor):
+        return (kind, arg.dtype, arg.shape) if kind is not LocalTensor else LocalTensor
+    if isinstance(arg, (tuple, list)):
+        return kind, *map(_hashable, arg)
+    return kind, arg
+
+
+def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> None:
+    """Append what an argument is in the key of a call, and its block or blocks."""
+    if kind is not tuple and kind is not list:
+        blocks.append(arg)
+        free = (kind is float or kind is int) and (func in _free or _is_free(func))
+        key.append(kind if free else _hashable(arg))
+        return
+    key += kind, len(arg)
+    held, sharded = [], False
+    for one in arg:
+        if type(one) is Sharded:
+            key.append(one.spec)
+            held.append(one.local)
+            sharded = True
+        else:
+            key.append(_hashable(one))
+            held.append(one)
+    blocks.append(held if sharded else arg)
+
+
+def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with NumPy arrays as tensors: global values, as plain tensors are."""
+    tree: Any = (args, kwargs)
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    try:
+        found = [torch.as_tensor(x) if type(x).__name__ == "ndarray" else x for x in leaves]
+    except TypeError as error:
+        raise ArgumentError(f"{shown(func)} got an array that is no tensor: {error}") from error
+    if all(new is old for new, old in zip(found, leaves, strict=True)):
+        given = " and ".join(repr(x) if is_sharded(x) else described(x) for x in (*args, *kwargs.values()))
+        raise ArgumentError(f"{shown(func)} got {given}; give it tensors and numbers")
+    args, kwargs = treedef.unflatten(found)
+    return dispatch(Sharded, func, (), args, kwargs)
+
+
+def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    assert state.body is not None
+    x = sharded_values(args, kwargs)[0]
+    raise ArgumentError(
+        f"{shown(func)} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
+        "an argument, with its spec in in_specs, instead of closing over it"
+    )
+
+
+def _cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
+    """Cast what will have a gradient; gives the casts."""
+    found = []
+    for place, casts in plan.casts:
+        x = _at(blocks, place)
+        if (x.requires_grad and _grad_enabled()) or _transforms_active():
+            for cast in casts:
+                x = _cast(x, cast)
+            _set(blocks, place, x)
+            found.append(x)
+    return found
+
+
+def _cast(x: Tensor, cast: Call) -> Tensor:
+    """An invariant operand beside a varying one: one cast serves all uses whose graph is alive, forward for free."""
+    known = x.__dict__.get(_CASTS)
+    if known is not None and (found := known.get(cast)) is not None and found[1] == x._version:
+        y: Tensor | None = found[0]()
+        if y is not None:
+            return y
+    y = apply(x, cast)
+    if not _transforms_active():
+        if known is None:
+            known = _Casts()
+            setattr(x, _CASTS, known)
+        known[cast] = weakref.ref(y), x._version
+    return y
+
+
+above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

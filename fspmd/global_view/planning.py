@@ -1,0 +1,234 @@
+"""What a call on `Sharded` values comes to, decided where the cache has no answer.
+
+A handler, a gather, a composite, a rule, or the graph of what the function is made of: the first that applies.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any, Final
+
+import optree
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fspmd.copies import refuse_copy
+from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, VarianceError
+from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
+from fspmd.global_view.outcomes import Place
+from fspmd.global_view.propagate import NoRuleError, OpPlan, as_whole, parameters, propagate, refuse_rule, shown
+from fspmd.meshes.mesh import Mesh
+from fspmd.op_kinds import name_of
+from fspmd.operators import BINARY, REFLECTED
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.rules import composite_of, handler_of, is_ragged, writes
+from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_tensor import LocalTensor
+
+_NUMBERS: Final = ("alpha", "beta")
+
+
+def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """Decide how a call with `Sharded` values runs.
+
+    Raises:
+        ArgumentError: there is no way to run it, or it fails on the global tensors too.
+        MeshError: the values lie on several meshes.
+    """
+    if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _NUMBERS):
+        return as_whole(functools.partial(_with_numbers, func))
+    try:
+        return _plan(func, args, kwargs)
+    except ArgumentError:
+        if any(map(_is_index, tensors_of(args[1:], kwargs))):
+            return as_whole(functools.partial(_with_numbers, func))
+        raise
+    except VarianceError:
+        if is_sharded(args[0]):  # a write that its layout does not allow, into what should have been a view
+            refuse_copy(args[0].local, shown(func))
+        raise
+
+
+def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    tensors = tensors_of(args, kwargs)
+    specs = [x.spec for x in tensors if isinstance(x, Sharded)]
+    mesh = specs[0].mesh
+    for spec in specs:
+        if spec.mesh != mesh:
+            raise MeshError(
+                f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
+            )
+    if any(type(one) is LocalTensor for one in tensors):
+        raise ArgumentError(
+            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
+            "computed); pass the Sharded itself, or a global tensor"
+        )
+    if kwargs.get("out") is not None and func is not F.normalize:
+        raise ArgumentError(
+            f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
+            "y.copy_(result)"
+        )
+    _check_device(func, args, kwargs)
+    if _is_not_defined(func, args):
+        return as_whole(lambda args, kwargs: NotImplemented)
+    if (handler := handler_of(func)) is not None:
+        return as_whole(lambda args, kwargs: handler(*args, **kwargs))
+    if args and isinstance(args[0], Sharded) and _says_inplace(func, args, kwargs):
+        return as_whole(functools.partial(_in_place, func))
+    if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
+        return as_whole(_to_dtype_of)
+    if is_ragged(func, len(tensors)):
+        return as_whole(functools.partial(_gathered, func))
+    if (composite := composite_of(func, args, kwargs)) is not None:
+        return as_whole(lambda args, kwargs: composite(*args, **kwargs))
+    operands = _operands(args, kwargs, mesh)
+    plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+    if plan is not None:
+        return plan
+    try:
+        if writes(func):
+            return as_whole(functools.partial(_write, func, written(func, args, kwargs)))
+        graph = decompose(func, args, kwargs)
+    except WritesOperand:
+        refuse_rule(func, specs)
+    except NotTraceable:
+        if writes(func):
+            refuse_rule(func, specs)
+        return as_whole(functools.partial(_gathered, func))
+    except FspmdError:
+        raise
+    except NotImplementedError:  # no kernel for fake tensors
+        refuse_rule(func, specs)
+    except Exception as error:
+        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    if graph is None:
+        refuse_rule(func, specs)
+    return as_whole(functools.partial(_composed, func, graph))
+
+
+def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a tensor leaves an operator to its other operand: ``x == "a"`` is False, ``x + "a"`` fails."""
+    if len(args) != 2 or isinstance(args[1], (Sharded, Tensor, int, float, complex)):
+        return False
+    name = name_of(func)
+    operator = name.startswith("__") and name.strip("_") in (*BINARY, *REFLECTED)
+    return operator and getattr(torch.empty((), device="meta"), name)(args[1]) is NotImplemented
+
+
+def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function without a rule, by what it is made of."""
+    try:
+        return graph.run(above.dispatch, tensors_of(args, kwargs))
+    except NoRuleError as error:
+        refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
+    """The tensors among the arguments and in lists there."""
+    found: list[tuple[Place, TensorSpec]] = []
+    for i, arg in enumerate((*args, *kwargs.values())):
+        listed = isinstance(arg, (list, tuple))
+        for k, one in enumerate(arg if listed else (arg,)):
+            if isinstance(one, (Tensor, Sharded)):
+                spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
+                found.append(((i, k) if listed else i, spec))
+    return found
+
+
+def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
+    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
+    x: Sharded = args[0]
+    refuse_copy(x.local, shown(func))
+    new = _composed(func, graph, args, kwargs)
+    if (new.shape, new.dtype) != (x.shape, x.dtype):
+        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
+    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    return x
+
+
+def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A mesh has one device for what it moves: of what is still to be moved no block leaves it."""
+    name = name_of(func)
+    if name not in ("to", "cpu", "cuda") or not is_sharded(args[0]) or not args[0].spec.partition.mentioned:
+        return
+    given = [name] if name != "to" else [kwargs.get("device"), *args[1:2]]
+    asked = next((torch.device(one) for one in given if isinstance(one, (str, torch.device))), None)
+    home = args[0].spec.mesh.device
+    if asked is None:
+        return
+    if asked.type != home.type or (None not in (asked.index, home.index) and asked.index != home.index):
+        raise ArgumentError(
+            f"{shown(func)} would take {args[0]!r} to {str(asked)!r}, but its mesh moves what lies on {str(home)!r}; "
+            f"write device_get(x).to({str(asked)!r})"
+        )
+
+
+def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with numbers for 0-d tensors, of which torch takes them: ``x[i]``, ``x.roll(i)``, ``alpha=t``."""
+
+    def number(x: Any) -> Any:
+        return x.item() if _is_index(x) else x
+
+    rest: Any = optree.tree_map(number, (args[1:], kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    numbers = {name: kwargs[name].item() for name in _NUMBERS if isinstance(kwargs.get(name), (Sharded, Tensor))}
+    return above.dispatch(func, (), (args[0], *rest[0]), {**rest[1], **numbers})
+
+
+def _is_index(x: Any) -> bool:
+    kind = x.dtype if isinstance(x, (Sharded, Tensor)) and not x.ndim else torch.bool
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+
+
+def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an activation is told to write into its operand, by keyword or by what stands last."""
+    if "inplace" in kwargs or not isinstance(func, FunctionType):
+        return kwargs.get("inplace") is True
+    return args[-1] is True and parameters(func)[len(args) - 1 :] == ["inplace"]
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
+    """An activation with ``inplace=True``; of a copy of its operand, since backward may need what the write ends."""
+    args = args if "inplace" in kwargs else args[:-1]
+    x: Sharded = args[0]
+    refuse_copy(x.local, shown(func))
+    copy = above.dispatch(Tensor.clone, (), (x,), {})
+    new: Sharded = above.dispatch(func, (), (copy, *args[1:]), {**kwargs, "inplace": False})
+    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    return x
+
+
+def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.to(y)`` and ``x.type_as(y)``: of y only the dtype counts."""
+    x, like, *others = args
+    return above.dispatch(Tensor.to, (), (x, like.dtype, *others), kwargs)
+
+
+def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call on global tensors: what it gives, or its shape, depends on values."""
+    mesh = sharded_values(args, kwargs)[0].spec.mesh
+
+    def gathered(x: Any) -> Any:
+        if not isinstance(x, Sharded):
+            return x
+        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
+
+    def wrapped(x: Any) -> Any:
+        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
+
+    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    try:
+        out = func(*whole[0], **whole[1])
+    except Exception as error:
+        given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    return optree.tree_map(wrapped, out, none_is_leaf=True)
+
+
+def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """All `Sharded` values of a call, however deep."""
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]

@@ -1,0 +1,388 @@
+"""From the layouts of a call's operands to a plan: what moves, what runs on the blocks, how the result lies."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from fspmd.copies import as_copies, handed_on, refuse_copy
+from fspmd.errors import ArgumentError, VarianceError
+from fspmd.global_view.bodied import as_local_call
+from fspmd.global_view.outcomes import Place, Shape, like_first, on_meta, on_one_element
+from fspmd.global_view.strategies import Strategy, best_strategy
+from fspmd.local_view.connected import connected
+from fspmd.local_view.uneven import call_uneven
+from fspmd.messages import quoted
+from fspmd.op_kinds import name_of
+from fspmd.operators import OPERATORS
+from fspmd.pairs import Call
+from fspmd.redistribution.cost import moves as kernel_moves
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import moves as moves_of
+from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
+from fspmd.rules.elementwise import elementwise
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
+
+T = TypeVar("T")
+Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpPlan:
+    """One call, decided; immutable. ``needs_redistribute`` is False where the operands lie right."""
+
+    results: TensorSpec | tuple[TensorSpec, ...]
+    needs_redistribute: bool
+    moves: Calls
+    casts: Calls  # of operands that will have a gradient; forward they move nothing
+    local: Callable[..., Any]
+    in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
+    by_name: bool = False  # operands are given by keyword
+    writes: bool = False  # into the first operand, which is the result
+    copies: bool = False  # gives copies of the first operand, moved, where torch gives views
+    whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
+    choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is known of a call before a strategy is chosen: operands in order, results, and what its rule says."""
+
+    row: Row
+    operands: Sequence[tuple[Place, TensorSpec]]
+    results: list[TensorSpec]  # not laid out yet
+    single: bool  # the result is a tensor, not a tuple of them
+    factors: Factors
+    linear: str
+    fixed: bool  # the call writes into its first operand
+    views: bool  # of the first operand are what it gives
+    names: tuple[str, ...]  # of the keyword arguments
+    gradients: frozenset[int] = frozenset()  # operands that will have one
+
+    def solve(self, choose: Callable[..., T], **options: Any) -> T:
+        """The strategy, or strategies, that ``choose`` takes."""
+        specs, body, first = [spec for _, spec in self.operands], self.row.body, self.factors.operands[0]
+        whole = frozenset(d for d, factor in enumerate(first) if factor in self.factors.whole)
+        time = body and body.timed(self.results, specs[0].shape, whole)
+        options |= {"fixed": self.fixed, "empty": self.row.empty, "body": time, "gradients": self.gradients}
+        options["weighs"] = self.row.weighs
+        return choose(self.factors, self.linear, specs, self.results, topology(), **options)
+
+
+def ask(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Question | None:
+    """The question that a call poses; None: there is no rule for it.
+
+    Raises:
+        ArgumentError: the call fails on the global tensors.
+    """
+    row = row_of(func)
+    if row is None:
+        return None
+    if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
+        return None
+    specs = [spec for _, spec in ordered]
+    out = None
+    if row.rule is elementwise and not writes(func):
+        out = on_one_element(func, args, kwargs, ordered)
+    elif row.kept:
+        out = like_first(args, kwargs, specs)
+    if out is None:
+        try:
+            out = on_meta(func, args, kwargs, ordered)
+        except Exception as error:
+            _refuse_global(func, specs, error)
+    outs = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
+        return None
+    results = [TensorSpec(specs[0].mesh, P(*(None,) * one.dim()), tuple(one.shape), one.dtype) for one in outs]
+    shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
+    plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
+    try:
+        factors = row.rule(Whole(shapes, plain, kwargs, after))
+    except IndexError as error:  # no such dim
+        _refuse_global(func, specs, error)
+    free = factors.scaled if row.body is None else factors.scaled | factors.whole
+    if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
+        return None
+    linear = _linearity(row, args, kwargs, specs[0], results[0])
+    single, views = isinstance(out, Tensor), outs[0]._is_view()
+    return Question(row, ordered, results, single, factors, linear, writes(func), views, tuple(kwargs))
+
+
+def propagate(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> OpPlan | None:
+    """Plan a call; ``operands`` are the places of its tensors, and their layouts. None: there is no rule for it.
+
+    Raises:
+        ArgumentError: the call fails on the global tensors.
+    """
+    question = ask(func, args, kwargs, operands)
+    if question is None:
+        return None
+    known: list[Any] = []
+    best = question.solve(best_strategy, known=known)
+    if best is None:
+        _refuse_write(func, [spec for _, spec in question.operands])
+    plan = _plan(func, len(args), question, best)
+    floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
+    empty = any(0 in spec.shape for _, spec in question.operands)
+    weighs = question.row.weighs and plan.casts
+    if not floating or not (plan.needs_redistribute or best.by_body or empty or weighs):
+        return plan
+    if _same(best, replace(question, gradients=floating).solve(best_strategy, known=known)):
+        return plan
+    return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
+
+
+def _same(one: Strategy, other: Strategy | None) -> bool:
+    return other is not None and (one.operands, one.results, one.by_body) == (
+        other.operands,
+        other.results,
+        other.by_body,
+    )
+
+
+class _ByGradients:
+    """The plans of a call of which the cheapest way depends on which operands will have a gradient."""
+
+    def __init__(self, func: Any, positional: int, question: Question, plan: OpPlan) -> None:
+        self.func, self.positional, self.question = func, positional, question
+        self.plans = {frozenset[int](): plan}
+
+    def plan(self, blocks: list[Any]) -> OpPlan:
+        """Of a call on these blocks."""
+        transformed = torch._C._are_functorch_transforms_active()
+        followed = frozenset(
+            i
+            for i, (place, spec) in enumerate(self.question.operands)
+            if _is_float(spec.dtype) and (transformed or (torch.is_grad_enabled() and _at(blocks, place).requires_grad))
+        )
+        plan = self.plans.get(followed)
+        if plan is None:
+            question = replace(self.question, gradients=followed)
+            best = question.solve(best_strategy)
+            if best is None:
+                _refuse_write(self.func, [spec for _, spec in question.operands])
+            plan = self.plans[followed] = _plan(self.func, self.positional, question, best)
+        return plan
+
+
+def _at(blocks: list[Any], place: Place) -> Any:
+    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
+
+
+def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
+    """What a strategy comes to; so many arguments of the call are positional."""
+    row, operands, results, factors = question.row, question.operands, question.results, question.factors
+    by_name = any((place[0] if isinstance(place, tuple) else place) >= positional for place, _ in operands)
+    specs, mesh, written = [spec for _, spec in operands], results[0].mesh, writes(func)
+    final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
+    moves: list[tuple[Place, tuple[Call, ...]]] = []
+    casts: list[tuple[Place, tuple[Call, ...]]] = []
+    for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
+        way = moves_of(spec, need, axes, topology())
+        if spec is not need:
+            moves.append((place, way.calls))
+        if way.casts:
+            casts.append((place, way.casts))
+    result = final[0] if question.single else final
+    if best.by_body and row.body is not None:
+        named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
+        site = Site(named or best.axes, best.operands, final)
+        places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
+        body = as_local_call(row.body.body, shown(func), site, places, final)
+        if question.views:
+            body = functools.partial(_copying, body, shown(func), False)
+        return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
+    local: Callable[..., Any] = func
+    if row.local is not None:
+        local = functools.partial(row.local, specs[0].shape)
+    elif row.blocks is not None:
+        whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
+        local = functools.partial(_of_first, whole)
+    if not all(spec.even for spec in (*final, *best.operands)):
+        if mesh.transport == "simulation":
+            local = functools.partial(_rank_by_rank, local, not written, question.views)
+        elif not written and not question.views:
+            local = functools.partial(connected, local)
+    copies = False
+    if written:
+        local = functools.partial(_unless_copy, local, shown(func))
+    elif copies := question.views and bool(moves):
+        taken = [step for _, found in moves for step in found]
+        own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
+        local = functools.partial(_copying, local, shown(func), own)
+    in_order = _in_order(local, positional, question.names)
+    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written, copies)
+
+
+def _in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
+    """Whether keyword arguments can be given as positional ones, which is quicker: no overload has them elsewhere."""
+    if not names:
+        return True
+    end, agree = positional + len(names), False
+    for before, after in _parameters_of(local):
+        if len(before) >= end or not {*names}.isdisjoint((*before, *after)):
+            if before[positional:end] != names:
+                return False
+            agree = True
+    return agree
+
+
+@functools.cache
+def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The names of the parameters that may be positional, and of the others, of each overload that is known."""
+    if isinstance(func, FunctionType):
+        code = func.__code__
+        every = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return [(every[: code.co_argcount], every[code.co_argcount :])]
+    if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
+        return []
+    found = [[(one.name, one.kwarg_only) for one in schema.arguments] for schema in _schemas(func)]
+    return [(tuple(x for x, only in one if not only), tuple(x for x, only in one if only)) for one in found]
+
+
+def _schemas(func: Any) -> list[Any]:
+    """Of the overloads of torch's own functions in C."""
+    packet = getattr(torch.ops.aten, name_of(func), None)
+    return [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+
+
+def _copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
+    return as_copies(local(*args, **kwargs), args[0], name, own)
+
+
+def _unless_copy(local: Callable[..., Any], name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_copy(x, name)
+    return local(x, *args, **kwargs)
+
+
+def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:
+    """The plan of a call that is more than one local call."""
+    return OpPlan((), True, (), (), _never, whole=run)
+
+
+def _never(*_: Any) -> NoReturn:
+    raise NotImplementedError
+
+
+def _of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return local(x)
+
+
+def _by_signature(
+    func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Sequence[tuple[Place, TensorSpec]] | None:
+    """The operands in the order of the parameters, however they were named; None where that is not known."""
+
+    def place_of(operand: tuple[Place, TensorSpec]) -> int:
+        place = operand[0]
+        return place[0] if isinstance(place, tuple) else place
+
+    named = [operand for operand in operands if place_of(operand) >= positional]
+    if len(named) < 2:
+        return operands
+    order = parameters(func)
+    if not all(names[place_of(operand) - positional] in order for operand in named):
+        return None
+    named.sort(key=lambda operand: order.index(names[place_of(operand) - positional]))
+    return [*(operand for operand in operands if place_of(operand) < positional), *named]
+
+
+@functools.cache
+def parameters(func: Any) -> list[str]:
+    """The names of a function's parameters; torch's own in C are known by their schemas."""
+    if isinstance(func, torch._ops.OpOverload):
+        return [argument.name for argument in func._schema.arguments]
+    try:
+        return list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return list(dict.fromkeys(argument.name for schema in _schemas(func) for argument in schema.arguments))
+
+
+def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: TensorSpec, result: TensorSpec) -> str:
+    """A number would be added once per rank, and rounding is not linear."""
+    if kwargs.get("rounding_mode") is not None:
+        return ""
+    if row.linear == "sum" and row.free and any(isinstance(a, (int, float, complex)) for a in args[:2]):
+        return ""
+    return "" if _is_float(first.dtype) and not _is_float(result.dtype) else row.linear
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: frozenset[int], *, resized: bool) -> bool:
+    """Whether each factor has one size wherever it stands: a rule that is wrong for a call is not used.
+
+    ``free``: factors of which that is not so. ``resized``: a dim of the result may be another size, of which the
+    strategy sees that the blocks are the same.
+    """
+    rows = (*factors.operands, *factors.results)
+    if [*map(len, rows)] != [*map(len, (*before, *after))]:
+        return False
+    sizes: dict[int, int] = {}
+    known = zip(factors.operands, before, strict=True) if resized else zip(rows, (*before, *after), strict=True)
+    pairs = [pair for dims, shape in known for pair in zip(dims, shape, strict=True)]
+    return all(factor is None or factor in free or sizes.setdefault(factor, size) == size for factor, size in pairs)
+
+
+def _refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
+    name, first = shown(func), specs[0]
+    new = f"x = x.{name.removesuffix('()').removesuffix('_')}(...)"
+    if first.partition.unreduced:
+        raise VarianceError(
+            f"{name} would change how its operand lies: it writes into Sharded {first!r}, a sum pending over "
+            f"{quoted(sorted(first.partition.unreduced))} that would end; write {new}, or end it first: x = reshard(x, "
+            f"{P(*first.partition)!r})"
+        )
+    raise VarianceError(
+        f"{name} would change how its operand lies: it writes into Sharded {first!r} what it computes with "
+        f"{', '.join(map(repr, specs[1:])) or 'a number'}; write {new}, or move the operands first"
+    )
+
+
+def _rank_by_rank(func: Any, pure: bool, views: bool, *args: Any, **kwargs: Any) -> Any:
+    """What torch does in backward often needs the sizes of an uneven block as plain numbers."""
+    out = call_uneven(func, args, kwargs, None, pure=pure)
+    return handed_on(out, args[0]) if views else out
+
+
+def shown(func: Any) -> str:
+    """The call as a message names it."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return OPERATORS.get(name.strip("_"), (f"{name}()",))[0]
+    return f".{name.removeprefix('get ')}" if name.startswith("get ") else f"{name}()"
+
+
+def _refuse_global(func: Any, specs: Sequence[TensorSpec], error: Exception) -> NoReturn:
+    given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
+    raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+
+
+class NoRuleError(ArgumentError):
+    """A function that is not known to act on global tensors."""
+
+
+def refuse_rule(func: Any, specs: Sequence[TensorSpec], part: NoRuleError | None = None) -> NoReturn:
+    """Raise `NoRuleError`; ``part``: of what the function is made of."""
+    given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+    why = f": it is made of {str(part).split(' ')[0]}, which has none" if part is not None else ""
+    raise NoRuleError(
+        f"{shown(func)} has no rule for {given}{why}; write it in a function run by shard_map, whose values are this "
+        "rank's blocks, or use it on the global tensor, device_get(x)"
+    ) from part

@@ -1,0 +1,344 @@
+"""Which layouts a call can run on: for each mesh axis one choice, and the cheapest of all their combinations.
+
+An axis shards one factor, or none; or its operands are pending sums that the call, being linear, may pass on; or they
+are reduced and the result is. No rule spells a case of several axes: choices are made axis by axis and then priced
+together.
+
+Operands that lie right stay. Else the price is that of the moves, of their transposes for operands that will have a
+gradient, and of the computation. The sums of gradients of whole operands only tell between equals, so a sharded batch
+goes through whole weights as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, lcm, prod
+from typing import Final
+
+from fspmd.redistribution.cost import Topology, work
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.routes import route
+from fspmd.rules.factors import Dims, Factors
+from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes, entry_of
+
+#: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
+Choice = int | str
+
+
+#: µs that a sharded body takes to communicate: of the operands' layouts, the axes over which it does, and the dims of
+#: the first operand that must otherwise be whole
+BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
+
+
+_ROUNDING = 1e-6  # µs
+_PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
+_NONE: Final = frozenset[int]()
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Layouts of the operands and results of one call; ``casts``: axes over which an operand is cast to varying."""
+
+    operands: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]
+    results: tuple[P, ...]
+    time: tuple[float, float]  # µs of its price; of equals µs of casts in backward, and to settle pending sums
+    by_body: bool  # a factor that must be whole is sharded
+    axes: dict[int, tuple[str, ...]]  # of each sharded factor
+    body: float  # µs of the body's collectives
+
+
+def best_strategy(
+    factors: Factors,
+    linear: str,
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+    *,
+    fixed: bool = False,
+    empty: bool = True,
+    body: BodyTime | None = None,
+    gradients: frozenset[int] = _NONE,
+    weighs: bool = False,
+    known: list[_Layouts | None] | None = None,
+) -> Strategy | None:
+    """The cheapest combination; of equal ones that whose pending sums are.
+
+    Combinations are made one by one, the preferred first: none is priced to its end that is dearer than the best.
+    ``known``: those made before, for other ``gradients``; new ones are appended.
+    """
+    best: Strategy | None = None
+    known = [] if known is None else known
+    for i, (reading, chosen) in enumerate(_combinations(factors, linear, operands, body)):
+        if i == len(known):
+            known.append(_layouts(reading, chosen, operands, results, topology, empty, body))
+        limit = inf if best is None else best.time[0]
+        laid = known[i]
+        one = None if laid is None else _strategy(laid, operands, topology, gradients, weighs, limit)
+        if one is not None and _may(one, operands[0], fixed) and (best is None or one.time < best.time):
+            best = one
+            if best.time == (0, 0):
+                break
+    return best
+
+
+def strategies(
+    factors: Factors,
+    linear: str,
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+    *,
+    fixed: bool = False,
+    empty: bool = True,
+    body: BodyTime | None = None,
+    gradients: frozenset[int] = _NONE,
+    weighs: bool = False,
+) -> list[Strategy]:
+    """All combinations that a call can run on.
+
+    ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
+    the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs. ``gradients``: the
+    operands that will have one. ``weighs``: the sums of gradients of whole operands count.
+    """
+    every = (
+        _layouts(reading, chosen, operands, results, topology, empty, body)
+        for reading, chosen in _combinations(factors, linear, operands, body)
+    )
+    found = (_strategy(laid, operands, topology, gradients, weighs, inf) for laid in every if laid is not None)
+    return [one for one in found if one is not None and _may(one, operands[0], fixed)]
+
+
+def _may(strategy: Strategy, stays: TensorSpec, fixed: bool) -> bool:
+    lies = strategy.operands[0] is stays and not strategy.casts[0] and strategy.results[0] is stays.partition
+    return lies or not fixed
+
+
+def _combinations(
+    factors: Factors, linear: str, operands: Sequence[TensorSpec], body: BodyTime | None
+) -> Iterator[tuple[Factors, dict[str, Choice]]]:
+    """For each way to read the call what each axis does."""
+    axes = operands[0].mesh.axis_names
+    for reading in (factors, *factors.others):
+        options = [_choices(axis, reading, linear, operands, body is not None) for axis in axes]
+        for choices in itertools.product(*options):
+            yield reading, dict(zip(axes, choices, strict=True))
+
+
+def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
+    """What an axis can do, the preferred first: what some operand already does, or nothing.
+
+    Where it shards a dim that must be whole, another dim is a way, too.
+    """
+    found: list[Choice] = []
+    if any(axis in spec.partition.reduced for spec in operands):
+        found.append("R" * len(operands))
+    pending = [i for i, spec in enumerate(operands) if axis in spec.partition.unreduced]
+    if pending and linear == "sum":
+        found.append("U" * len(operands))
+    elif pending and (linear == "product" or (linear == "first" and pending[0] == 0)):
+        for one in pending if linear == "product" else (0,):
+            if one not in factors.added:
+                found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for factor, entry in zip(dims, spec.partition, strict=True):
+            if axis not in entry_axes(entry):
+                continue
+            if factor is None or (factor in factors.whole and not bodied):
+                found += [free for free in _free(axis, factors, operands) if free not in found]
+            elif factor not in found:
+                found.append(factor)
+    whole = "I" * len(operands)
+    return [whole, *found] if any(0 in spec.shape for spec in operands) else [*found, whole]
+
+
+def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:
+    """The factors that an axis may shard instead of one that must be whole: an exchange moves less than a gather."""
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for factor, size in zip(dims, spec.shape, strict=True):
+            if factor is not None and factor not in factors.whole and size >= spec.mesh.shape[axis]:
+                yield factor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layouts:
+    """How all of a call lies in one combination; µs of its computation, and of the collectives in a body."""
+
+    operands: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]
+    results: tuple[TensorSpec, ...]
+    by_body: bool
+    axes: dict[int, tuple[str, ...]]
+    work: float  # none where operands lie right
+    body: float
+
+
+def _layouts(
+    factors: Factors,
+    choices: dict[str, Choice],
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+    empty: bool,
+    body: BodyTime | None,
+) -> _Layouts | None:
+    """The layouts of a combination; None where blocks do not fit."""
+    sharded = {choice for choice in choices.values() if isinstance(choice, int)}
+    axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
+    needs: list[TensorSpec] = []
+    casts: list[tuple[str, ...]] = []
+    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
+        states = {axis: _state(choice, i, dims, factors, spec, axis) for axis, choice in choices.items()}
+        unreduced, reduced = (
+            frozenset(axis for axis, s in states.items() if s in kinds) for kinds in (("U",), ("R", "R, cast"))
+        )
+        needs.append(spec.with_partition(P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)))
+        casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
+    outs = tuple(_result(dims, factors, choices, axes_of) for dims in factors.results)
+    by_body = sharded & factors.whole if body is not None else set[int]()
+    if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
+        return None  # of pending sums a body knows those of all its operands, not a product's
+    if not _aligned(factors, axes_of, [*operands, *results], empty, by_body):
+        return None
+    laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
+    stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
+    computing = 0.0 if stays else _working(factors, needs, laid, topology)
+    within = 0.0
+    if by_body and body is not None:
+        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
+        within = body(needs, tuple(axis for factor in by_body for axis in axes_of[factor]), topology, whole)
+    return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within)
+
+
+def _strategy(
+    laid: _Layouts,
+    operands: Sequence[TensorSpec],
+    topology: Topology,
+    gradients: frozenset[int],
+    weighs: bool,
+    limit: float,
+) -> Strategy | None:
+    """A combination and its price; None where that is more than ``limit``."""
+    needs, casts = laid.operands, laid.casts
+    if laid.by_body:  # it casts what it must
+        rows = enumerate(zip(operands, needs, casts, strict=True))
+        needs = tuple(_cast_in_body(*row) if i in gradients else row[1] for i, row in rows)
+        casts = ((),) * len(casts)
+    time, later = laid.work * (_PASSES if gradients else 1), 0.0
+    time += laid.body * (2 if gradients else 1)  # backward as much as forward
+    begins = sum(_sends(spec, need) for spec, need in zip(operands, needs, strict=True)) * topology.launch
+    if time + begins > limit + _ROUNDING:
+        return None
+    for i, (spec, need, cast) in enumerate(zip(operands, needs, casts, strict=True)):
+        if time > limit + _ROUNDING:
+            return None
+        if spec is not need or (cast and i in gradients):
+            way = moves(spec, need, cast, topology)
+            time += way.forward + (way.backward + weighs * way.casting if i in gradients else 0.0)
+            later += way.casting if i in gradients else 0.0
+    if time <= limit + _ROUNDING:
+        pending = [spec for spec in laid.results if spec.partition.unreduced]
+        settling = sum(route(spec, spec.with_partition(P(*spec.partition)), topology).price.time for spec in pending)
+        later += settling
+        if any(spec is not need for spec, need in zip(operands, needs, strict=True)):
+            time += settling / 2  # at least they are scattered
+    outs, times = tuple(spec.partition for spec in laid.results), (round(time, 6), round(later, 6))
+    return Strategy(needs, casts, outs, times, laid.by_body, laid.axes, laid.body)
+
+
+def _cast_in_body(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:
+    """Reduced where it is gathered, so that backward is a reduce-scatter."""
+    gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
+    lies = need.partition
+    return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
+
+
+def _sends(spec: TensorSpec, need: TensorSpec) -> bool:
+    """Whether an operand comes to lie as it must only by a collective: not where its blocks are but cut further."""
+    if spec is need:
+        return False
+    before, after = spec.partition, need.partition
+    entries = zip(map(entry_axes, before), map(entry_axes, after), strict=True)
+    return bool(before.unreduced - after.unreduced) or any(now[: len(was)] != was for was, now in entries)
+
+
+def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
+    """µs of the computation: each element of its factors' blocks once, or reading and writing the blocks."""
+    lengths: dict[int, int] = {}
+    held = 0
+    for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
+        held += prod(spec.block_shape) * spec.dtype.itemsize
+        lengths.update((f, n) for f, n in zip(dims, spec.block_shape, strict=True) if f is not None)
+    return work(prod(lengths.values()), held, topology)
+
+
+def _aligned(
+    factors: Factors,
+    axes_of: dict[int, tuple[str, ...]],
+    specs: Sequence[TensorSpec],
+    empty: bool,
+    by_body: set[int],
+) -> bool:
+    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
+
+    Not ``empty``: none of them may be. A body sees to both itself.
+    """
+    for factor, axes in axes_of.items():
+        sizes = {
+            spec.shape[d]
+            for dims, spec in zip((*factors.operands, *factors.results), specs, strict=True)
+            for d, own in enumerate(dims)
+            if own == factor
+        }
+        parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
+        if factor in by_body:
+            continue
+        if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
+            return False
+        unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit
+        if len({tuple(length * unit // (size or 1) for _, length in blocks(size, parts)) for size in sizes}) > 1:
+            return False
+    return True
+
+
+def _state(choice: Choice, operand: int, dims: Dims, factors: Factors, spec: TensorSpec, axis: str) -> str:
+    """What an operand must be over an axis: I, V (it has the factor), U or R; cast where it meets others that vary."""
+    if isinstance(choice, str):
+        return choice[operand]
+    if choice in dims:
+        return "V"
+    if choice in factors.summed and operand in factors.added:
+        return "U"
+    return "R, cast" if axis in spec.partition.reduced else "I, cast"
+
+
+def _entries(dims: Dims, axes_of: dict[int, tuple[str, ...]]) -> list[Entry]:
+    return [None if factor is None else entry_of(axes_of.get(factor, ())) for factor in dims]
+
+
+def _ordered(
+    factor: int, choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
+) -> tuple[str, ...]:
+    """The axes of a factor, in the order that the operand with most of them has."""
+    axes = [axis for axis, choice in choices.items() if choice == factor]
+    best: tuple[str, ...] = ()
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for own, entry in zip(dims, spec.partition, strict=True):
+            kept = tuple(axis for axis in entry_axes(entry) if axis in axes)
+            if own == factor and len(kept) > len(best):
+                best = kept
+    return (*best, *(axis for axis in axes if axis not in best))
+
+
+def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], axes_of: dict[int, tuple[str, ...]]) -> P:
+    unreduced = frozenset(
+        axis
+        for axis, choice in choices.items()
+        if choice in factors.summed or (isinstance(choice, str) and "U" in choice)
+    )
+    reduced = frozenset(
+        axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
+    )
+    return P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)

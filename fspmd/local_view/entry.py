@@ -1,0 +1,164 @@
+"""How an argument enters a body: from a global tensor or a `Sharded` to this rank's typed block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.body import Body
+from fspmd.errors import ArgumentError, ShapeError, SpecError
+from fspmd.messages import Failure, described, quoted
+from fspmd.pairs import Call, apply, call
+from fspmd.redistribution.redistribute import redistribute, to_blocks
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec, complain
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.randomness import outside_transforms
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
+
+Entry = Callable[[Any], Any]
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def argument_failure(
+    leaf: Any, partition: P | None, label: str, body: Body, outer_axes: frozenset[str]
+) -> Failure | None:
+    """What is wrong with an argument and its spec, or None."""
+    if partition is None or leaf is None:
+        return None
+    if isinstance(leaf, Sharded):
+        if outer_axes:
+            advice = "pass it to the outer function, with its spec, and hand its block on"
+            return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
+    elif not isinstance(leaf, Tensor):
+        return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
+    elif type(leaf) is LocalTensor and not outer_axes:
+        text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+        return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+    wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)
+    return Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError) if wrong else None
+
+
+def manual_complaint(partition: P, body: Body, outer_axes: frozenset[str]) -> str:
+    """A spec of a body names the axes that are its own, and no others."""
+    if bound := sorted(partition.mentioned & outer_axes):
+        return f"{partition!r} names the axis {quoted(bound)}, along which the enclosing body has cut it; leave it out"
+    if other := sorted(partition.mentioned - body.axes):
+        manual = quoted(sorted(body.axes - outer_axes))
+        return (
+            f"{partition!r} names the axis {quoted(other)}, which is not in axis_names={{{manual}}}: "
+            "leave it out, or add it to axis_names"
+        )
+    return ""
+
+
+def _as_tensor(leaf: Any) -> str:
+    static = "give it None in in_specs (a static argument)"
+    if isinstance(leaf, (int, float, complex)):
+        return f"pass torch.tensor({leaf!r}), or {static}"
+    if type(leaf).__name__ == "ndarray":
+        return f"pass torch.from_numpy(array), or {static}"
+    if isinstance(leaf, str):
+        return static
+    return f"{static}, or register {type(leaf).__name__} with optree if it is a tree of tensors"
+
+
+def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
+    """The function that brings one leaf in; made once per plan."""
+    if partition is None and isinstance(leaf, Sharded):
+        spec = leaf.spec
+        return lambda local: Sharded(local, spec)
+    if partition is None:
+        return _static
+    variance = variance_of_spec(partition)
+    absent = body.mesh.ordered(new_axes - partition.mentioned)
+    widen = None if body.checked or not absent else call("invariant_to_varying", body.mesh, absent)
+    if isinstance(leaf, Sharded):
+        source = leaf.spec
+        target = TensorSpec(body.mesh, partition, source.shape, source.dtype)
+        return _sharded_entry(source, target, variance if body.checked else None, widen)
+    return _plain_entry(partition, label, body, variance if body.checked else None, widen, nested)
+
+
+def typed_entry(spec: TensorSpec) -> Entry:
+    """The function that types a block of a checked body."""
+    return _sharded_entry(spec, spec, variance_of_spec(spec.partition), None)
+
+
+def _static(leaf: Any) -> Any:
+    return leaf
+
+
+def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | None, widen: Call | None) -> Entry:
+    if source is target and widen is None:
+        if variance is None:
+            return _static
+
+        def typed(local: Tensor) -> Tensor:
+            have = getattr(local, ATTRIBUTE, INVARIANT)
+            if have is not variance:
+                if have is not INVARIANT:  # another Sharded shares this local tensor
+                    local = local.view_as(local)
+                setattr(local, ATTRIBUTE, variance)
+            return local
+
+        return typed
+
+    def moved(local: Tensor) -> Tensor:
+        x = redistribute(local, source, target)
+        if widen is not None and (x.requires_grad or _transforms_active()):
+            x = apply(x, widen)
+        return x if variance is None else set_variance(x, variance)
+
+    return moved
+
+
+def _plain_entry(
+    partition: P, label: str, body: Body, variance: Variance | None, widen: Call | None, nested: bool
+) -> Entry:
+    cut = bool(partition.mentioned)
+
+    def enter(x: Any) -> Any:
+        if x is None:
+            return None
+        inherited = get_variance(x) if nested else INVARIANT
+        y = x
+        if cut:
+            if body.outer is not None and body.outer.uneven:
+                _check_even_blocks(x, partition, label, body)
+            spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
+            if not spec.even:
+                body.uneven = True
+            y = to_blocks(x, spec)
+        if widen is not None and (y.requires_grad or _transforms_active()):
+            y = apply(y, widen)
+        if variance is None:
+            return set_variance(y, inherited)
+        if nested:
+            return set_variance(
+                y,
+                Variance(
+                    inherited.varying | variance.varying,
+                    inherited.unreduced | variance.unreduced,
+                    inherited.reduced | variance.reduced,
+                ),
+            )
+        return set_variance(y, variance) if cut else y
+
+    return enter
+
+
+def _check_even_blocks(x: Tensor, partition: P, label: str, body: Body) -> None:
+    """A block that a nested map cuts again has one shape on all ranks; raises on all of them alike."""
+    with outside_transforms():
+        layouts = body.transport.layouts([x], body.mesh)
+    shapes = list(dict.fromkeys(found[1] for (found,) in layouts if found is not None))
+    if len(shapes) > 1:
+        raise ShapeError(
+            f"{body.name}: {label} has blocks of different shapes, {' and '.join(map(str, shapes[:2]))}, on different "
+            f"ranks, so {partition!r} cannot cut them again; cut the whole value over all these axes in the outer "
+            "map, or pad the blocks to one shape first"
+        )

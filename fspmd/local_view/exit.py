@@ -1,0 +1,326 @@
+"""How a result leaves a body: the check of its type against its spec, and the `Sharded` it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.body import Body
+from fspmd.collectives.steps import Handle
+from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
+from fspmd.local_view.entry import manual_complaint
+from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
+from fspmd.pairs import apply, call
+from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
+from fspmd.transport import Options, transport_of
+from fspmd.transport.frame import frame, groups
+from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
+from fspmd.transport.randomness import outside_transforms
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
+
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How one leaf of the results leaves. ``known`` gives None where ``leave`` must do it, after ``failure``."""
+
+    known: Callable[[Any], Any]
+    leave: Callable[[Any], Any]
+    failure: Callable[[Any], Failure | None]
+
+
+class Exits:
+    """How the leaves of one tree of results leave: all are checked before the first one communicates."""
+
+    __slots__ = ("_failures", "_header", "_known", "_leave")
+
+    def __init__(self, header: str, exits: list[Exit]) -> None:
+        self._header = header
+        self._known = [e.known for e in exits]
+        self._leave = [e.leave for e in exits]
+        self._failures = [e.failure for e in exits]
+
+    def __call__(self, leaves: list[Any]) -> list[Any]:
+        done: list[Any] = []
+        for known, x in zip(self._known, leaves, strict=True):
+            y = known(x)
+            if y is None:
+                return self._leave_checked(leaves)
+            done.append(y)
+        return done
+
+    def _leave_checked(self, leaves: list[Any]) -> list[Any]:
+        found = (failure(x) for failure, x in zip(self._failures, leaves, strict=True))
+        if failures := [one for one in found if one is not None]:
+            refuse(self._header, failures)
+        done = []
+        for leave, x in zip(self._leave, leaves, strict=True):
+            try:
+                done.append(leave(x))
+            except ShapeError as error:
+                failures.append(Failure(str(error), ShapeError))
+        if failures:
+            refuse(self._header, failures)
+        return done
+
+
+def static_failure(x: Any, path: str) -> Failure | None:
+    """A result without a spec is handed on as it is, so it must not be a block."""
+    if isinstance(x, (Tensor, Handle)):
+        return Failure(f"{path} is {described(x)}, but its spec is None (a static result); give it a P", SpecError)
+    return None
+
+
+def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
+    """Why a result cannot leave under this spec, or None."""
+    if not isinstance(x, Tensor):
+        return _kind_failure(x, partition, path)
+    if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
+        return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
+    return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
+
+
+def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:
+    if x is None or (isinstance(x, (int, float, complex)) and not partition.mentioned):
+        return None
+    if isinstance(x, (int, float, complex)):
+        return Failure(f"{path} is {described(x)}, the same on all ranks; write P() for it", SpecError)
+    if isinstance(x, Handle):
+        return Failure(f"{path} is a collective under way; return handle.wait()", ArgumentError)
+    if isinstance(x, Sharded):
+        advice = "pass it as an argument with its spec and return its block, or give it None in out_specs"
+        return Failure(f"{path} is {x!r}, but a body returns blocks", ArgumentError, advice)
+    text = f"{path} is {described(x)}, not a tensor; give it None in out_specs (a static result)"
+    return Failure(text, ArgumentError)
+
+
+def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> Failure | None:
+    """Why a value of this type cannot leave under this spec, or None."""
+    variance = get_variance(x)
+    shown = f"{path}, {show(x)},"
+    if extra := variance.varying & inner - partition.mentioned:
+        over = sorted(extra)
+        named = f" ({_with_axes(partition, over, x.ndim)!r} would)" if x.ndim else ""
+        text = f"{shown} varies over {quoted(over)}, but its spec {partition!r} does not say so{named}"
+        return Failure(text, VarianceError, _EQUAL[bool(x.ndim)].format(as_axis_name(over), P(tuple(over))))
+    rows = (
+        ("unreduced", variance.unreduced & inner, partition.unreduced, variance.varying),
+        ("reduced", variance.reduced & inner, partition.reduced, frozenset[str]()),
+    )
+    for word, have, want, also in rows:
+        if have - want:
+            axes = quoted(sorted(have - want))
+            text = f"{shown} is {word} over {axes}, but its spec {partition!r} does not say so"
+            return Failure(text, VarianceError, _SETTLE[word].format(as_axis_name(sorted(have - want)), axes))
+        if missing := want - have - also:
+            text = f"{shown} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
+            axis = as_axis_name(sorted(missing))
+            return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
+    if type(x) is LocalTensor and (unseen := set(x.frame.axes) & inner - variance.varying - variance.unreduced):
+        text = f"{shown} has another value on each rank over {quoted(sorted(unseen))}, which its type does not say"
+        return Failure(text, VarianceError, _UNSEEN)
+    return None
+
+
+_UNSEEN = (
+    "it comes from a block that the body was not given: x.local of a Sharded, or a value kept from another body; pass "
+    "it as an argument, the Sharded with its spec in in_specs"
+)
+
+
+_SETTLE = {
+    "unreduced": "add it up: psum(value, {0}), or psum_scatter with tiled=True; or write unreduced={{{1}}} in its spec",
+    "reduced": "cast it: pcast(value, {0}, to='varying'), a copy per rank; or write reduced={{{1}}} in its spec",
+}
+_BECOME = {
+    "unreduced": "leave unreduced= out of its spec; only a varying value can be cast to unreduced",
+    "reduced": "cast it: pcast(value, {0}, to='reduced'); or leave reduced= out of its spec",
+    "varying": "gather it: all_gather(value, {0}, tiled=True, to='reduced'); or leave reduced= out of its spec",
+}
+
+
+_EQUAL = {
+    True: "make it equal on all ranks first: psum(value, {0}), pmean(value, {0}) or "
+    "all_gather(value, {0}, tiled=True, to='invarying'); or name {0} in its spec",
+    False: "make it equal on all ranks first: psum(value, {0}) or pmean(value, {0}); "
+    "or return value[None] with the spec {1!r}",
+}
+
+
+def _with_axes(partition: P, axes: list[str], ndim: int) -> P:
+    entries = [*partition.entries, *(None,) * (ndim - len(partition))]
+    entries[0] = (*entry_axes(entries[0]), *axes)
+    return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
+
+
+def make_exit(
+    partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, path: str, static: bool
+) -> Exit:
+    """How one leaf leaves; made once per plan and output tree. ``static``: a Sharded that is handed on as it is."""
+    if partition is None:
+        return Exit(_unknown, lambda x: x, _unknown if static else lambda x: static_failure(x, path))
+    target = variance_of_spec(partition)
+    specs: dict[Any, TensorSpec] = {}
+    simulated = body.mesh.transport == "simulation"
+    inner_absent = body.mesh.ordered(body.axes - outer_axes - partition.mentioned)
+    share = None
+    if inner_absent and not body.checked:
+        share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
+
+    def known(x: Any) -> Any:
+        """The common case: a plain tensor of the right type and of a shape seen before."""
+        if type(x) is Tensor and not body.uneven and (share is None or not _followed(x)):
+            spec = specs.get((x.shape, x.dtype))
+            if spec is not None and (getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked):
+                return Sharded(x, spec)
+        return None
+
+    def leave(x: Any) -> Any:
+        if x is None:
+            return None
+        if not isinstance(x, Tensor):
+            x = torch.tensor(x, device=body.mesh.device)
+        if body.checked:
+            if getattr(x, ATTRIBUTE, INVARIANT) is not target:
+                x = _typed(x, target, body, outer_axes)
+        elif share is not None and (simulated or _followed(x)):
+            x = set_variance(apply(x, share), get_variance(x))
+        if simulated and not nested:
+            x = _held(x, partition, body)
+        uneven = is_uneven(x) if simulated else body.uneven
+        if nested and (not uneven or (not body.uneven and _even_along(x, partition.axes))):
+            return _whole(x, partition, body)
+        if uneven:
+            spec = spec_of_blocks(x, partition, body.mesh, path)
+        else:
+            spec = _even_spec(x, partition, body)
+            if not nested and not simulated:
+                specs[x.shape, x.dtype] = spec
+        return _whole(x, spec, body) if nested else Sharded(x, spec)
+
+    def failure(x: Any) -> Failure | None:
+        return result_failure(x, partition, path, body, outer_axes)
+
+    return Exit(_unknown if nested or simulated else known, leave, failure)
+
+
+def _followed(x: Tensor) -> bool:
+    """Whether autograd may follow a value; under ``torch.func`` the value does not tell."""
+    return x.requires_grad or bool(_transforms_active())
+
+
+def _unknown(x: Any) -> None:
+    return None
+
+
+def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) -> Tensor:
+    variance = get_variance(x)
+    for axes, row in (
+        (target.varying - variance.varying, "invariant_to_varying"),
+        (target.unreduced & variance.varying, "varying_to_unreduced"),
+    ):
+        if axes:
+            with torch._C.DisableTorchFunction():
+                x = apply(x, call(row, body.mesh, body.mesh.ordered(axes)))
+    kept = (outer_axes & group for group in (variance.varying, variance.unreduced, variance.reduced))
+    groups = zip((target.varying, target.unreduced, target.reduced), kept, strict=True)
+    setattr(x, ATTRIBUTE, Variance(*(own | others for own, others in groups)))
+    return x
+
+
+def _held(x: Tensor, partition: P, body: Body) -> Tensor:
+    """A simulated result is held apart over exactly the axes its spec names, in memory of its own."""
+    want = frame(body.mesh, partition.axes | partition.unreduced)
+    if frame_of(x, body.mesh) is want:
+        return x
+    with torch._C.DisableTorchFunction():
+        return apply(x, call("apart", body.mesh, want.axes)).clone()
+
+
+def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
+    """Whether simulated blocks differ in shape along other axes only, those of an enclosing body."""
+    if type(x) is not LocalTensor:
+        return False
+    _, table = groups(x.frame, tuple(axis for axis in x.frame.axes if axis in axes))
+    return all(len({x.shards[i].shape for i in group}) == 1 for group in table)
+
+
+def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
+    shape = list(x.shape)
+    for dim, entry in enumerate(partition):
+        shape[dim] *= math.prod(body.sizes(entry_axes(entry)))
+    return TensorSpec(body.mesh, partition, shape, x.dtype)
+
+
+def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
+    """A result whose spec is known, cast and held as that says; raises `VarianceError` where its type does not fit."""
+    failure = result_failure(x, spec.partition, path, body, frozenset())
+    if failure is not None:
+        refuse(f"{body.name}: the results do not fit", [failure])
+    target = variance_of_spec(spec.partition)
+    if getattr(x, ATTRIBUTE, INVARIANT) is not target:
+        x = _typed(x, target, body, frozenset())
+    return _held(x, spec.partition, body) if body.mesh.transport == "simulation" else x
+
+
+def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> TensorSpec:
+    """The spec whose blocks the ranks hold; raises on all ranks alike, naming the first that differs.
+
+    None stands for what is no tensor.
+    """
+    coordinates = list(frame(mesh, mesh.axis_names).coordinates())
+    found = []
+    with outside_transforms():
+        layouts = transport_of(mesh).layouts([x], mesh)
+    for at, (layout,) in zip(coordinates, layouts, strict=True):
+        if layout is None:
+            raise ArgumentError(f"{name}: {_where(mesh, at)} has no tensor; every rank must pass its block")
+        found.append(layout)
+    dtype, first = found[0]
+    for at, (kind, shape) in zip(coordinates, found, strict=True):
+        if kind != dtype or len(shape) != len(first):
+            raise ShapeError(
+                f"{name}: {_where(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
+                f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
+            )
+    if wrong := complain(partition, mesh, len(first)):
+        raise SpecError(f"{name} of blocks with {counted(len(first), 'dim')}: {wrong}")
+    total = list(first)
+    for dim, entry in enumerate(partition):
+        axes = entry_axes(entry)
+        total[dim] = sum(
+            shape[dim]
+            for at, (_, shape) in zip(coordinates, found, strict=True)
+            if all(c == 0 or axis in axes for axis, c in zip(mesh.axis_names, at, strict=True))
+        )
+    spec = TensorSpec(mesh, partition, total, dtype)
+    for at, (_, shape) in zip(coordinates, found, strict=True):
+        if shape != spec.local_shape(at):
+            raise ShapeError(
+                f"{name}: {_where(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
+                f"gives it {spec.local_shape(at)}; pad the blocks to one shape, or put them together first: all_gather"
+            )
+    return spec
+
+
+def _where(mesh: Any, at: tuple[int, ...]) -> str:
+    """``rank 3 at x=1, y=1``."""
+    place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
+    return f"rank {mesh.rank_at(at)} at {place}"
+
+
+def _whole(x: Tensor, lies: TensorSpec | P, body: Body) -> Tensor:
+    """In an enclosing body a result is whole over the inner axes; as a P says it lies where its blocks are even."""
+    outer = get_variance(x)
+    partition = lies if isinstance(lies, P) else lies.partition
+    with torch._C.DisableTorchFunction():
+        y = from_even_blocks(x, lies, body.mesh) if isinstance(lies, P) else from_blocks(x, lies)
+    return set_variance(y, outer.moved(partition.mentioned, "I") if body.checked else outer)

@@ -1,0 +1,185 @@
+"""Five places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
+
+* ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
+* The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
+* ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
+* ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
+* TorchScript calls torch below Python.
+
+Outside a body each wrapper goes straight to torch; only a `Sharded`, which ``apply`` would cut off from autograd, it
+refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._functorch.vmap
+import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
+
+from fspmd.body import Body, state
+from fspmd.errors import ArgumentError, VarianceError
+from fspmd.local_view.modes import again, is_active
+from fspmd.local_view.tracking import Tracker, mode_for
+from fspmd.local_view.type_rules import show_value, tensors_of
+from fspmd.sharded import Sharded
+from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
+
+_installed = False
+_BODY = "_fspmd_body"
+
+
+def install() -> None:
+    """Wrap them, once per process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _wrap_apply()
+    _wrap_backward()
+    _wrap_vmap_exit()
+    _wrap_recomputation()
+    _wrap_script()
+
+
+def _wrap_apply() -> None:
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        body = state.body
+        tracker = state.tracker
+        if body is None and Sharded in map(type, args):
+            _check_followed(cls, args)
+        if body is None or cls.__module__.startswith("fspmd.") or not (tracker is None or is_active(tracker)):
+            return original(cls, *args, **kwargs)  # inside a torch function the tracker has cast the operands already
+        result = INVARIANT
+        if tracker is not None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            for x in tensors:
+                result = join(result, get_variance(x))
+            if result is not INVARIANT:
+                args = tracker.cast_all(args, result)
+        if result is INVARIANT:
+            return _bind_body(original(cls, *args, **kwargs), body, tracker)
+        before, tracker.marks_invariant = tracker.marks_invariant, True
+        try:
+            out = original(cls, *args, **kwargs)
+        finally:
+            tracker.marks_invariant = before
+        for one in out if isinstance(out, tuple) else (out,):
+            if isinstance(one, torch.Tensor) and getattr(one, ATTRIBUTE, None) is None:
+                set_variance(one, result)  # made where no tracker sees, or an argument handed back
+        return _bind_body(out, body, tracker)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
+    """Autograd sees tensors alone: what follows would have no gradient, and nobody would know."""
+    x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
+    if x is None or not torch.is_grad_enabled():
+        return
+    instead = "call it in a function run by shard_map, or give it a rule: fspmd.rule(MyFunction.apply, 'm n -> m n')"
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        instead = "write use_reentrant=False, or fspmd.checkpoint"
+    raise ArgumentError(f"{cls.__name__}.apply, an autograd.Function of tensors, got {x!r}; {instead}")
+
+
+def _bind_body(out: Any, body: Body, tracker: Tracker | None) -> Any:
+    """Backward of these outputs' Function runs in the body, and knows their types."""
+    outs = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, torch.Tensor)]
+    types = {one.output_nr: get_variance(one) for one in outs}
+    for one in outs:
+        node = one.grad_fn
+        if isinstance(node, BackwardCFunction):
+            setattr(node, _BODY, (body, None if tracker is None else tracker.body))
+            setattr(node, OUTPUT_TYPES, types)
+    return out
+
+
+def _wrap_backward() -> None:
+    original = BackwardCFunction.apply
+
+    def apply(self: Any, *args: Any) -> Any:
+        bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
+        if bodies is None:
+            return original(self, *args)
+        if bodies[1] is None:
+            with again(bodies[0], mode_for(*bodies)):
+                return original(self, *args)
+        types = getattr(self, OUTPUT_TYPES)
+        for i, gradient in enumerate(args):
+            if gradient is not None:
+                set_variance(gradient, types.get(i, INVARIANT).dual)
+        with again(bodies[0], mode_for(*bodies)):
+            return original(self, *args)
+
+    BackwardCFunction.apply = apply  # type: ignore[method-assign]
+
+
+def _wrap_vmap_exit() -> None:
+    torch_vmap: Any = torch._functorch.vmap
+    original = torch_vmap._remove_batch_dim
+
+    def remove_batch_dim(batched: torch.Tensor, *args: Any) -> torch.Tensor:
+        out: torch.Tensor = original(batched, *args)
+        return out if state.tracker is None else set_variance(out, get_variance(batched))
+
+    torch_vmap._remove_batch_dim = remove_batch_dim
+
+
+def _wrap_recomputation() -> None:
+    torch_checkpoint: Any = torch.utils.checkpoint
+    original = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
+        body, tracker = state.body, state.tracker  # outside a body, too: bodies within need what `again` switches on
+        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in given]
+
+        def again_in_body(*args: Any, **kw: Any) -> Any:
+            if tracker is not None:
+                for x, variance in zip(args, types[len(types) - len(args) :], strict=True):
+                    if variance is not None:
+                        set_variance(x, variance)
+            with again(body, mode_for(body, None if tracker is None else tracker.body)):
+                return fn(*args, **kw)
+
+        return original(again_in_body, *given, **kwargs)
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def _wrap_script() -> None:
+    """A compiled function is one torch call; the parameters of a compiled module are no operands of it."""
+
+    def wrap(kind: Any) -> None:
+        original = kind.__call__
+
+        def script(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs)
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tracker = state.tracker
+            if tracker is None or not is_active(tracker):
+                return original(self, *args, **kwargs)
+            if isinstance(self, torch._C.ScriptMethod) and torch.is_grad_enabled():
+                _check_frozen(self, (*args, *kwargs.values()))
+            return tracker.__torch_function__(script, (), (self, *args), kwargs)
+
+        kind.__call__ = run
+
+    wrap(torch._C.ScriptFunction)
+    wrap(torch._C.ScriptMethod)
+
+
+def _check_frozen(method: Any, operands: Any) -> None:
+    module: Any = torch.jit._recursive.wrap_cpp_module(method.owner)
+    varying = next((x for x in tensors_of(operands) if get_variance(x) is not INVARIANT), None)
+    if varying is not None and any(p.requires_grad for p in module.parameters()):
+        raise VarianceError(
+            f"a TorchScript module was called with {show_value(varying)}: its parameters would get the gradient of one "
+            "rank alone, since TorchScript runs where types are not seen; call the Python module, or freeze its "
+            "parameters"
+        )

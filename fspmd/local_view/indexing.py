@@ -1,0 +1,150 @@
+"""Indexing by integers that differ from rank to rank: ``x[axis_index("x")]``, ``x[i : i + 2]``, ``x.narrow(0, i, 2)``.
+
+Torch would ask such a 0-d tensor for one Python int. Where it stands alone it goes through ``aten.index``, which takes
+0-d tensors as they are; as the bound of a slice, or beside other index tensors, it becomes a number per rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.local_view.modes import BodyMode
+from fspmd.local_view.uneven import (
+    call_uneven,
+    call_with_numbers,
+    hold_alike,
+    numbers_frame,
+    numbers_to_tensors,
+    rank_number,
+)
+from fspmd.op_kinds import OPS, learn
+from fspmd.transport.frame import UNEVEN
+from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
+from fspmd.variance import get_variance
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, Tensor.narrow, torch.narrow))
+
+
+def _differs(entry: Any) -> bool:
+    return (
+        isinstance(entry, Tensor)
+        and entry.ndim == 0
+        and entry.dtype in _INTEGERS
+        and (isinstance(entry, LocalTensor) or bool(get_variance(entry).varying))
+    )
+
+
+def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[...]``, ``x[...] = value`` or ``x.narrow(dim, start, length)``."""
+    if func is Tensor.narrow or func is torch.narrow:
+        args = tuple(rank_number(a) if _differs(a) else a for a in args)
+        kwargs = {key: rank_number(a) if _differs(a) else a for key, a in kwargs.items()}
+        return _with_numbers(func, args, kwargs)
+    x, index, *value = args
+    entries = tuple(map(_bounds, index)) if isinstance(index, tuple) else (_bounds(index),)
+    alone = [_differs(entry) for entry in entries]
+    if not any(alone):
+        return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
+    if not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
+        return _by_aten(x, entries, value)
+    return _by_selecting(func, x, entries, alone, value)
+
+
+def _by_selecting(func: Any, x: Tensor, entries: tuple[Any, ...], alone: list[bool], value: list[Any]) -> Any:
+    """Integers first, each a number per rank, as views; then the rest of the index."""
+    dims = _dims(x, entries)
+    for entry, differs, dim in reversed(list(zip(entries, alone, dims, strict=True))):
+        if differs:
+            x = _with_numbers(Tensor.select, (x, dim, rank_number(entry)), {})
+    rest = tuple(entry for entry, differs in zip(entries, alone, strict=True) if not differs)
+    return _with_numbers(func, (x, rest, *value), {})
+
+
+def _dims(x: Tensor, entries: tuple[Any, ...]) -> list[int]:
+    """The dim of ``x`` that each entry of an index begins at."""
+    taken = [_width(entry) for entry in entries]
+    widths = [x.ndim - sum(taken) if entry is Ellipsis else width for entry, width in zip(entries, taken, strict=True)]
+    return [sum(widths[:i]) for i in range(len(widths))]
+
+
+def _width(entry: Any) -> int:
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
+        return 0
+    return entry.ndim if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _bounds(entry: Any) -> Any:
+    if type(entry) is not slice:
+        return entry
+    return slice(*(rank_number(bound) if _differs(bound) else bound for bound in (entry.start, entry.stop, entry.step)))
+
+
+def _advanced(entry: Any) -> bool:
+    return not (entry is None or entry is Ellipsis or isinstance(entry, (int, slice, torch.SymInt)))
+
+
+def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    held = numbers_frame((*args, *kwargs.values()))
+    return call_uneven(func, args, kwargs, held, pure=False)
+
+
+def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
+    plain = tuple(slice(None) if isinstance(entry, Tensor) else entry for entry in entries)
+    view = call_uneven(Tensor.__getitem__, (x, plain), {}, numbers_frame(plain), pure=False)
+    tensors: list[Tensor | None] = []
+    dim = 0
+    for place, entry in enumerate(entries):
+        if entry is Ellipsis:
+            dim = view.ndim - sum(e is None or isinstance(e, (slice, Tensor)) for e in entries[place + 1 :])
+        elif isinstance(entry, Tensor):
+            tensors += [None] * (dim - len(tensors))
+            tensors.append(entry.long())
+            dim += 1
+        elif not isinstance(entry, (int, torch.SymInt)) or isinstance(entry, bool):
+            dim += 1
+    if not value:
+        return torch.ops.aten.index.Tensor(view, tensors)
+    source = value[0] if isinstance(value[0], Tensor) else torch.tensor(value[0], device=x.device)
+    source = source.to(x.dtype)
+    while source.ndim > view.ndim - sum(t is not None for t in tensors) and source.shape[0] == 1:
+        source = source.squeeze(0)
+    torch.ops.aten.index_put_(view, tensors, source)
+    return None
+
+
+def _agreed(x: Any, asking: str) -> Any:
+    """The one value that all ranks have, such as after a psum, in lists too: Python may ask for that."""
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)([_agreed(one, asking) for one in x])
+    if type(x) is not LocalTensor:
+        return x
+    first, *others = x.shards
+    if not all(torch.equal(first, other) for other in others):
+        refuse_python_value(x, asking)
+    return first
+
+
+class IndexMode(BodyMode):
+    """In an unchecked simulated body, where no tracker sees the torch calls."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in INDEXING:
+            return index_by_tensor(func, args, kwargs)
+        op = OPS.get(func) or learn(func)
+        if op.python_value is not None and op.python_value(*args, **kwargs):
+            args = tuple(_agreed(arg, op.shown) for arg in args)
+        if op.apart:
+            args, kwargs = hold_alike(args, kwargs)
+        if not UNEVEN or op.backward:
+            return func(*args, **kwargs)
+        held = numbers_frame((*args, *kwargs.values()))
+        if held is not None:
+            if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+                return call_with_numbers(func, args, kwargs, held)
+            args, kwargs = numbers_to_tensors(op.name, args, kwargs, held)
+        return call_uneven(func, args, kwargs, held, op.pure)

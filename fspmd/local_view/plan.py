@@ -1,0 +1,265 @@
+"""What a `shard_map` call does, decided once per structure of its arguments: checks, entries, and exits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import optree
+
+from fspmd.body import Body
+from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
+from fspmd.local_view.entry import Entry, argument_failure, make_entry
+from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
+from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.messages import Failure, counted, described, quoted, refuse
+from fspmd.pairs import Call, call
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.trees import leaf_paths, parameter_names, prefix_over
+
+
+@dataclass(slots=True)
+class Plan:
+    """The body, how each leaf enters it, and how each output leaf leaves it (by the tree of outputs)."""
+
+    body: Body
+    treedef: optree.PyTreeSpec  # of the arguments, with a block in place of each Sharded
+    entries: list[Entry]
+    labels: list[str]  # each leaf as a message names it
+    partitions: list[P | None]
+    plain: list[tuple[int, int]]  # the leaves given as global tensors, and the fewest dims their specs allow
+    out_specs: Any
+    outer_axes: frozenset[str]
+    nested: bool
+    simulated: bool
+    widen: Call | None  # unchecked: the cast of a tensor closed over, whose gradients are summed
+    closes: bool = True  # False once a graph has shown that nothing differentiable is closed over
+    exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
+
+    def refuse_arguments(self, leaves: list[Any]) -> NoReturn:
+        """Of a later call, whose leaves do not fit as those of the first did."""
+        found = (
+            argument_failure(leaves[i], self.partitions[i], self.labels[i], self.body, self.outer_axes)
+            for i, _ in self.plain
+        )
+        refuse(_MISFITS.format(self.body.name), [failure for failure in found if failure is not None])
+
+    def make_exits(self, out: Any) -> Exits:
+        """The exits for one structure of outputs."""
+        name, body = self.body.name, self.body
+        failures: list[Failure] = []
+        specs = prefix_over(self.out_specs, out, "out_specs", "result", failures)
+        if failures:
+            refuse(f"{name}: out_specs does not match the results", failures)
+        header = f"{name}: the results do not fit out_specs"
+        if out is None and isinstance(self.out_specs, P):
+            text = f"result is None, but its spec is {self.out_specs!r}; return a tensor, or write out_specs=None"
+            refuse(header, [Failure(text, ArgumentError)])
+        paths = leaf_paths(out, "result", is_sharded)
+        leaves = optree.tree_leaves(out, is_leaf=is_sharded, none_is_leaf=True)
+        for x, spec, path in zip(leaves, specs, paths, strict=True):
+            failure = static_failure(x, path) if spec is None else result_failure(x, spec, path, body, self.outer_axes)
+            if failure is not None:
+                failures.append(failure)
+        if failures:
+            refuse(header, failures)
+        return Exits(
+            header,
+            [
+                make_exit(spec, body, self.outer_axes, self.nested, path, isinstance(x, Sharded))
+                for x, spec, path in zip(leaves, specs, paths, strict=True)
+            ],
+        )
+
+
+_MISFITS = "{}: the arguments do not fit in_specs"
+
+
+def make_plan(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    names: tuple[str, ...],
+    mesh: Mesh | None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: frozenset[str] | None,
+    checked: bool,
+    outer: Body | None,
+) -> Plan:
+    """Check everything that can be checked before the body runs."""
+    name = f"shard_map({_name_of(f)})"
+    mesh = _resolve_mesh(mesh, outer, name)
+    outer_axes = outer.axes if outer is not None else frozenset()
+    new_axes = _resolve_axes(mesh, axis_names, outer_axes, name)
+    whole = outer.mesh if outer is not None else mesh
+    body = Body(whole, outer_axes | new_axes, checked, name, outer)
+    _check_call(f, args, names, name)
+    roots = [*parameter_names(f, len(args) - len(names)), *names]
+    specs = _specs_of(f, args, names, in_specs, roots, name)
+    labels = [path for root, arg in zip(roots, args, strict=True) for path in leaf_paths(arg, root, is_sharded)]
+    leaves = optree.tree_leaves(args, is_leaf=is_sharded, none_is_leaf=True)
+    rows = list(zip(leaves, specs, labels, strict=True))
+    _check_meshes(rows, mesh, name)
+    found = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]
+    if failures := [failure for failure in found if failure is not None]:
+        refuse(_MISFITS.format(name), failures)
+    for leaf, spec, _ in rows:
+        if isinstance(leaf, Sharded) and spec is not None and not TensorSpec(whole, spec, leaf.shape, leaf.dtype).even:
+            body.uneven = True
+    entries = [make_entry(leaf, spec, label, body, new_axes, outer is not None) for leaf, spec, label in rows]
+    plain = [
+        (i, len(spec)) for i, (leaf, spec, _) in enumerate(rows) if spec is not None and not isinstance(leaf, Sharded)
+    ]
+    return Plan(
+        body=body,
+        treedef=optree.tree_structure(args, is_leaf=is_sharded, none_is_leaf=True),
+        entries=entries,
+        labels=labels,
+        partitions=specs,
+        plain=plain,
+        out_specs=out_specs,
+        outer_axes=outer_axes,
+        nested=outer is not None,
+        simulated=mesh.transport == "simulation",
+        widen=None if checked else call("invariant_to_varying", whole, whole.ordered(new_axes)),
+    )
+
+
+def _name_of(f: Any) -> str:
+    while isinstance(f, functools.partial):
+        f = f.func
+    return str(getattr(f, "__name__", type(f).__name__))
+
+
+# --- mesh and axes --------------------------------------------------------------------------------------------------
+
+
+def _resolve_mesh(mesh: Mesh | None, outer: Body | None, name: str) -> Mesh:
+    found = mesh or (outer.mesh if outer is not None else current_mesh())
+    if found is None:
+        raise MeshError(f"{name} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
+    if outer is not None and not outer.mesh.contains(found):
+        raise MeshError(
+            f"{name} was given {found!r} inside a body on {outer.mesh!r}; a nested shard_map runs on the mesh of the "
+            "enclosing body: leave out mesh="
+        )
+    if found.coordinate() is None:
+        raise MeshError(
+            f"{name}: this process is not a member of {found!r}; call it on members only: "
+            "if mesh.coordinate() is not None: ..."
+        )
+    return found
+
+
+def _check_meshes(rows: list[tuple[Any, Any, str]], mesh: Mesh, name: str) -> None:
+    ranks = set(mesh.ranks)
+    failures = [
+        Failure(f"{label} is {leaf!r}", MeshError, "move it first: device_put(device_get(x), spec, mesh=mesh)")
+        for leaf, _, label in rows
+        if isinstance(leaf, Sharded) and leaf.spec.mesh != mesh and set(leaf.spec.mesh.ranks) != ranks
+    ]
+    if failures:
+        refuse(f"{name} runs on {mesh!r}, but some arguments lie on other ranks", failures)
+
+
+def _resolve_axes(mesh: Mesh, wanted: frozenset[str] | None, bound: frozenset[str], name: str) -> frozenset[str]:
+    free = frozenset(mesh.axis_names) - bound
+    if wanted is None:
+        if not free:
+            raise AxisError(
+                f"{name}: all axes of {mesh!r} are bound by the enclosing body; call the function without shard_map"
+            )
+        return free
+    if unknown := sorted(wanted - set(mesh.axis_names)):
+        raise AxisError(f"{name}: axis_names has {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
+    if again := sorted(wanted & bound):
+        use = f"name others: {quoted(sorted(free))}" if free else "call the function without shard_map"
+        raise AxisError(f"{name}: axis_names has {quoted(again)}, which the enclosing body has bound; {use}")
+    return wanted
+
+
+# --- calls and specs ------------------------------------------------------------------------------------------------
+
+
+def _check_call(f: Any, args: tuple[Any, ...], names: tuple[str, ...], name: str) -> None:
+    """The function can be called so."""
+    try:
+        signature = inspect.signature(f)
+    except TypeError:
+        return
+    except ValueError:
+        if isinstance(f, functools.partial) and _has_signature(f.func):
+            raise ArgumentError(f"{name}: functools.partial binds arguments that {_name_of(f)} has not") from None
+        return
+    positional = len(args) - len(names)
+    try:
+        signature.bind(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+    except TypeError as error:
+        shown = ", ".join(parameter for parameter in signature.parameters)
+        raise ArgumentError(
+            f"{name} was called with arguments that do not fit {_name_of(f)}({shown}): {error}"
+        ) from None
+
+
+def _has_signature(f: Any) -> bool:
+    """Functions written in C often have none."""
+    try:
+        return inspect.signature(f) is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _specs_of(
+    f: Any, args: tuple[Any, ...], names: tuple[str, ...], in_specs: Any, roots: list[str], name: str
+) -> list[Any]:
+    """The spec of each leaf of the arguments."""
+    if isinstance(in_specs, P) or in_specs is None:
+        return [in_specs] * optree.tree_structure(args, is_leaf=is_sharded, none_is_leaf=True).num_leaves
+    if not isinstance(in_specs, (tuple, list)):
+        example = f"({', '.join(['P()'] * len(args))}{',' if len(args) == 1 else ''})"
+        raise TreeError(
+            f"{name} got {described(in_specs)} for in_specs; it is a tuple with one entry per argument, such as "
+            f"in_specs={example}, or one P for all"
+        )
+    places = list(range(len(args)))
+    if names:
+        places = _places_by_name(f, len(args) - len(names), names, len(in_specs), name)
+    elif len(in_specs) != len(args):
+        hint = "write one spec per argument"
+        if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(in_specs):
+            hint = f"for the entries of the one argument {roots[0]} write in_specs=(in_specs,)"
+        elif left_out := _left_out(f, len(args), len(in_specs)):
+            hint += f", or pass {quoted(left_out)} too"
+        given = f"{counted(len(args), 'argument')}, but in_specs has {counted(len(in_specs), 'entry')}"
+        raise TreeError(f"{name} was called with {given}; {hint}")
+    failures: list[Failure] = []
+    specs: list[Any] = []
+    for place, root, arg in zip(places, roots, args, strict=True):
+        specs += prefix_over(in_specs[place], arg, f"in_specs[{place}]", root, failures)
+    if failures:
+        refuse(f"{name}: in_specs does not match the arguments", failures)
+    return specs
+
+
+def _left_out(f: Any, given: int, wanted: int) -> list[str]:
+    """The parameters after those that were given, as far as there are specs."""
+    try:
+        return list(inspect.signature(f).parameters)[given:wanted]
+    except (TypeError, ValueError):
+        return []
+
+
+def _places_by_name(f: Any, positional: int, names: tuple[str, ...], count: int, name: str) -> list[int]:
+    order = list(inspect.signature(f).parameters)
+    places = [*range(positional), *(order.index(n) if n in order else len(order) for n in names)]
+    if beyond := [i for i in places if i >= count]:
+        missing = order[beyond[0]] if beyond[0] < len(order) else names[-1]
+        raise TreeError(
+            f"{name}: in_specs has {counted(count, 'entry')}, none for the parameter {missing!r}; write one spec per "
+            "parameter, in their order"
+        )
+    return places

@@ -1,0 +1,249 @@
+"""The local view: run a function on every rank's blocks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from fspmd.body import state
+from fspmd.errors import ArgumentError, AxisError
+from fspmd.local_view.closures import holds_trainable, now, sum_closures
+from fspmd.local_view.indexing import IndexMode
+from fspmd.local_view.modes import BodyMode, lift_mode
+from fspmd.local_view.plan import Plan, make_plan
+from fspmd.local_view.tracking import Tracker
+from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.messages import described
+from fspmd.sharded import Sharded
+from fspmd.trees import flatten
+
+MISSING: Any = object()
+
+
+@overload
+def shard_map(
+    f: Callable[..., Any],
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Iterable[str] | None = None,
+    check_vma: bool = True,
+) -> Callable[..., Any]: ...
+@overload
+def shard_map(
+    f: None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: Iterable[str] | None = None,
+    check_vma: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def shard_map(
+    f: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Any = MISSING,
+    out_specs: Any = MISSING,
+    axis_names: Iterable[str] | None = None,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """Map ``f`` over the blocks of its arguments, one call per rank of the mesh; also a decorator.
+
+    Args:
+        f: A function of pytrees. Its tensors are this rank's blocks; it communicates by collectives.
+        mesh: The mesh; by default that of `set_mesh`, or of the enclosing body.
+        in_specs: A pytree prefix of the tuple of arguments. ``P`` says how a leaf is cut; ``None`` marks a static
+            argument, handed on as it is. Keyword arguments bind by name to the specs of their parameters.
+        out_specs: A pytree prefix of the result.
+        axis_names: The axes that are manual in the body; by default all that are not bound yet. Over the others
+            values are whole.
+        check_vma: Track over which axes each value varies, cast invariant operands (backward: the all-reduce), and
+            refuse an output that varies over an axis its spec leaves out. With False: JAX's unchecked semantics, in
+            which ``psum`` transposes to ``psum``, and no cost per op.
+
+    Arguments are plain tensors (a global value known to every process) or `Sharded` (moved only if the spec
+    differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes. A block is
+    a view of its argument where nothing moved: a write into it goes through, on each rank into its own block alone.
+
+    Raises:
+        SpecError, TreeError, MeshError, ArgumentError: before any communication, naming every leaf that fails.
+        VarianceError: an output varies over an axis that its spec does not name.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, make_mesh, psum
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> @shard_map(mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
+    ... def weighted_sum(x, w):
+    ...     return psum((x * w).sum(), "x")
+    >>> device_get(weighted_sum(torch.arange(8.0), torch.tensor(2.0)))
+    tensor(56.)
+    """
+    if f is None:
+        return functools.partial(
+            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=check_vma
+        )
+    _check_options(f, mesh, in_specs, out_specs, check_vma)
+    manual = None if axis_names is None else _axis_set(axis_names)
+    plans: dict[Any, Plan] = {}
+    function = f
+
+    @functools.wraps(f)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        names: tuple[str, ...] = ()
+        if kwargs:
+            args, names = _bind(function, args, kwargs)
+        leaves, structure = _flatten_args(args)
+        outer = state.body
+        key = structure
+        if mesh is None or outer is not None or names:
+            key = structure, names, outer, _ambient(mesh)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = make_plan(function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer)
+        return run(plan, function, leaves, names, type(structure) is tuple)
+
+    return mapped
+
+
+def _flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their specs."""
+    leaves: list[Any] = []
+    specs: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Sharded:
+            leaves.append(arg.local)
+            specs.append(arg.spec)
+        elif kind is Tensor:
+            leaves.append(arg)
+            specs.append(None)
+        else:
+            return flatten(args)
+    return leaves, tuple(specs)
+
+
+def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
+    """Blocks in, the body, `Sharded` out."""
+    body, outer, outer_tracker = plan.body, state.body, state.tracker
+    for i, fewest in plan.plain:
+        x = leaves[i]
+        if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest):
+            plan.refuse_arguments(leaves)
+    args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
+    widen = plan.widen
+    start = 0 if widen is None else now()
+    blocks = args
+    if not flat:
+        args = plan.treedef.unflatten(args)
+    called = _by_name(function, len(args) - len(names), names) if names else function
+    state.body = body
+    mode: BodyMode | None = None
+    if body.checked:
+        state.tracker = mode = Tracker(body)
+    elif plan.simulated and not plan.nested:  # else the enclosing body's mode goes on
+        mode = IndexMode()
+    try:
+        if mode is None:
+            out = called(*args)
+        else:
+            below = lift_mode() if plan.nested else None
+            _push_mode(mode)
+            try:
+                out = called(*args)
+            finally:
+                _pop_mode()
+                if below is not None:
+                    _push_mode(below)
+        leaves, tree = _flatten_result(out)
+        if widen is not None and _may_close(plan, function, leaves):
+            leaves = list(leaves)
+            found = sum_closures(leaves, blocks, body, start, widen)
+            plan.closes = plan.closes and found is not False
+        exits = plan.exits.get(tree)
+        if exits is None:
+            exits = plan.exits[tree] = plan.make_exits(out)
+        results = exits(leaves)
+        return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
+    finally:
+        state.body, state.tracker = outer, outer_tracker
+
+
+def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:
+    """Whether results of an unchecked body may depend on a differentiable tensor that is no argument."""
+    if _transforms_active():
+        return True
+    return any(getattr(x, "requires_grad", False) for x in leaves) and (plan.closes or holds_trainable(function))
+
+
+def _flatten_result(out: Any) -> tuple[list[Any], Any]:
+    """Leaves and a hashable structure: the treedef, or Tensor for a single one, or the length of a tuple of them."""
+    kind = type(out)
+    if kind is Tensor:
+        return [out], Tensor
+    if kind is tuple and set(map(type, out)) == _TENSORS:
+        return out, len(out)
+    return flatten(out)
+
+
+_TENSORS = {Tensor}
+_transforms_active = torch._C._are_functorch_transforms_active
+_push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+
+
+def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The function with its last arguments given by name."""
+    return lambda *args: function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
+
+
+def _bind(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Keyword arguments after the positional ones, in the order of the parameters, and their names."""
+    try:
+        order = {name: i for i, name in enumerate(inspect.signature(f).parameters)}
+    except (TypeError, ValueError):  # of a builtin, whose parameters are not known
+        order = {}
+    names = tuple(sorted(kwargs, key=lambda name: order.get(name, len(order))))
+    return (*args, *(kwargs[name] for name in names)), names
+
+
+def _check_options(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_vma: Any) -> None:
+    if not callable(f):
+        raise ArgumentError(f"shard_map got {described(f)} for f; give it a function: {_CALL}")
+    for name, given in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if given is MISSING:
+            raise ArgumentError(f"shard_map got no {name}, which says how values lie on the mesh: {_CALL}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        make = "make_mesh((4,), ('x',))" if type(mesh).__name__ != "DeviceMesh" else "Mesh.from_device_mesh(mesh)"
+        raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {make}")
+    if not isinstance(check_vma, bool):
+        raise ArgumentError(f"shard_map got {described(check_vma)} for check_vma; expected True or False")
+
+
+_CALL = "shard_map(f, mesh=mesh, in_specs=(P('x'), P()), out_specs=P('x'))"
+
+
+def _axis_set(axis_names: Any) -> frozenset[str]:
+    if isinstance(axis_names, str):
+        raise ArgumentError(f"shard_map got axis_names={axis_names!r}; write a set of names: {{{axis_names!r}}}")
+    if not isinstance(axis_names, Iterable):
+        raise ArgumentError(
+            f"shard_map got {described(axis_names)} for axis_names; write a set of names, such as {{'x'}}"
+        )
+    names = list(axis_names)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ArgumentError(f"shard_map got {described(wrong[0])} in axis_names; an axis is named by a string")
+    if not names:
+        raise AxisError("shard_map got an empty axis_names; name the axes bound in f, or leave it out for all of them")
+    return frozenset(names)
+
+
+def _ambient(mesh: Mesh | None) -> Mesh | None:
+    return mesh if mesh is not None else current_mesh()

@@ -1,0 +1,375 @@
+"""Types of values in a checked body: every torch call is seen, its operands cast to one type, its results typed.
+
+An invariant operand beside a varying one is cast to varying; the cast's backward is the all-reduce. A value is cast
+once per body and all its uses share the cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.body import Body, state
+from fspmd.errors import VarianceError
+from fspmd.local_view.connected import connected
+from fspmd.local_view.indexing import IndexMode, index_by_tensor
+from fspmd.local_view.modes import BodyMode, again
+from fspmd.local_view.type_rules import (
+    Borrowed,
+    beside_pending,
+    check_known_to_vary,
+    check_stays_real,
+    check_writes,
+    parts_by_type,
+    pending_sum,
+    refuse_branch,
+    show_value,
+    tensors_of,
+)
+from fspmd.local_view.uneven import (
+    call_uneven,
+    call_with_numbers,
+    hold_alike,
+    hold_each,
+    numbers_frame,
+    numbers_to_tensors,
+)
+from fspmd.op_kinds import OPS, Op, learn
+from fspmd.pairs import apply, call
+from fspmd.transport.frame import UNEVEN, Frame, frame
+from fspmd.transport.randomness import draw_seed, one_stream
+from fspmd.transport.rank_draws import draw_apart
+from fspmd.variance import (
+    ATTRIBUTE,
+    BORROWED,
+    INVARIANT,
+    Variance,
+    get_variance,
+    inherited,
+    join,
+    set_variance,
+    storage_of,
+)
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_is_dead = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009 (made under a transform that has ended)
+
+_CASTS = (("I", "R", "invariant_to_reduced"), ("I", "V", "invariant_to_varying"), ("R", "V", "reduced_to_varying"))
+
+
+class Tracker(BodyMode):
+    """Types the values of one run of a checked body."""
+
+    types_values = True
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.simulated = body.mesh.transport == "simulation"
+        self.marks_invariant = False  # inside a custom Function: results must be told from tensors never seen
+        self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
+        self.borrowed: Borrowed = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        op = OPS.get(func) or learn(func)
+        if op.asks:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if UNEVEN and (self.simulated or self.body.uneven):
+            return (self._uneven if self.simulated else self._general)(op, func, args, kwargs or {})
+        if op.special or (kwargs and "out" in kwargs):
+            return self._general(op, func, args, kwargs or {})
+        if op.sometimes is not None and op.sometimes(*args, **(kwargs or {})):
+            return self._general(op, func, args, kwargs or {})
+        result, alike = _joined((*args, *kwargs.values()) if kwargs else args)
+        if result is None or result is INVARIANT:
+            return self._invariant(func, args, kwargs or {})
+        if result.unreduced:
+            return self._general(op, func, args, kwargs or {})
+        if not alike:
+            args = self.cast_all(args, result)
+            if kwargs:
+                kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(out, Tensor) and not _transforms_active():
+            setattr(out, ATTRIBUTE, result)
+        else:
+            annotate(out, result)
+        return out
+
+    def _general(
+        self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
+    ) -> Any:
+        """Any call. ``numbers``: the frame of sizes among the arguments that differ from rank to rank."""
+        tensors = list(tensors_of(args[1:] if op.constant else args))
+        if kwargs:
+            tensors.extend(tensors_of(kwargs.values()))
+        if op.backward:
+            return self._backward(op.backward, func, args, kwargs)
+        if op.hook:
+            return func(args[0], _typed_hook(args[0], args[1], self.body), *args[2:], **kwargs)
+        if op.elementwise and (parts := parts_by_type(args)):
+            return self._in_parts(op, func, args, kwargs, parts)
+        variances = [get_variance(x) for x in tensors]
+        result = INVARIANT if numbers is None else Variance(varying=numbers.axes)
+        for variance in variances:
+            if variance is not result:
+                result = join(result, variance)
+        if op.calls and kwargs.get(op.calls) is not None:
+            kwargs = {**kwargs, op.calls: self._seen(kwargs[op.calls], op.calls, result)}
+        if result is INVARIANT:
+            return self._invariant(func, args, kwargs)
+        if op.ragged is not None and op.ragged(*args, **kwargs):
+            self.body.uneven = True
+        if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
+            refuse_branch(op, tensors, result)
+        if result.unreduced:
+            result = pending_sum(op, tensors, variances, args)
+        if op.writes or "out" in kwargs:
+            check_writes(func, op, args, kwargs, result, self.borrowed)
+        if any(variance is not result for variance in variances):
+            # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
+            args = self.cast_all(args, result)
+            kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
+        if op.apart and self.simulated:
+            args, kwargs = hold_alike(args, kwargs)
+        if op.draws and result.varying and op.draws(*args, **kwargs):
+            out = self._random(func, args, kwargs, result)
+        elif op.indexes:
+            out = index_by_tensor(func, args, kwargs)
+        elif UNEVEN and self.simulated:
+            out = call_uneven(func, args, kwargs, numbers, op.pure)
+        elif UNEVEN and self.body.uneven and op.pure:
+            out = connected(func, *args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if result.unreduced and op.linear != "metadata":
+            check_stays_real(op, tensors[0], out)
+        annotate(out, result.dual if op.dual else result)
+        return out
+
+    def _in_parts(
+        self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]
+    ) -> Any:
+        """A call on lists of tensors, such as ``torch._foreach_add_``, whose entries have different types."""
+        count = sum(map(len, parts))
+        results: dict[int, Any] = {}
+        for positions in parts:
+            chosen = tuple(
+                [a[i] for i in positions] if type(a) in (list, tuple) and len(a) == count else a for a in args
+            )
+            out = self._general(op, func, chosen, kwargs)
+            if out is not None:
+                results.update(zip(positions, out, strict=True))
+        return [results[i] for i in range(count)] if results else None
+
+    def _invariant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Invariant operands give an invariant result."""
+        out = func(*args, **kwargs)
+        if self.marks_invariant:
+            mark_invariant(out)
+        return out
+
+    def _uneven(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in a simulation of uneven blocks: sizes that differ from rank to rank make the result vary."""
+        numbers = numbers_frame((*args, *kwargs.values()))
+        if numbers is None:
+            return self._general(op, func, args, kwargs)
+        operands = [*tensors_of(args), *tensors_of(kwargs.values())]
+        if not operands:
+            out = call_with_numbers(func, args, kwargs, numbers)
+            annotate(out, Variance(varying=numbers.axes))
+            return out
+        check_known_to_vary(op, operands, numbers)
+        args, kwargs = numbers_to_tensors(op.name, args, kwargs, numbers)
+        return self._general(op, func, args, kwargs, numbers)
+
+    def _seen(self, function: Any, name: str, to: Variance) -> Any:
+        """A function that torch calls, run as a part of the body; its result a value of type ``to``."""
+
+        def run(*args: Any) -> Any:
+            with again(state.body, self):
+                out = function(*args)
+                if extra := get_variance(out).varying - to.varying:
+                    raise VarianceError(
+                        f"{name} returned {show_value(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
+                        f"but the operands do not; cast one first: pcast(x, {min(extra)!r}, to='varying')"
+                    )
+                return self.cast(out, to)
+
+        return run
+
+    def borrow(self, x: Tensor, source: Variance) -> None:
+        """``x`` aliases a value of the type ``source``; writing into it, or into a view of it, is refused."""
+        setattr(x, BORROWED, True)
+        if not self.simulated:  # simulated values know it themselves
+            self.borrowed[storage_of(x)] = x, source
+
+    def cast_all(self, values: Iterable[Any], to: Variance) -> tuple[Any, ...]:
+        """Every tensor among the values, in lists and tuples too, cast to one type; lists without tensors stay."""
+        return tuple(
+            [
+                self.cast(value, to)
+                if isinstance(value, Tensor)
+                else value
+                if not isinstance(value, (tuple, list)) or next(tensors_of(value), None) is None
+                else list(self.cast_all(value, to))
+                if isinstance(value, list)
+                else self.cast_all(value, to)
+                for value in values
+            ]
+        )
+
+    def cast(self, x: Tensor, to: Variance) -> Tensor:
+        """``x`` as a value of type ``to``; made once per body, shared by all uses."""
+        if getattr(x, ATTRIBUTE, None) is to or not torch.is_grad_enabled():
+            return x
+        if not (x.requires_grad or _transforms_active()):
+            return x
+        known = self.casts.get(id(x))
+        if known is None or known[0] is not x or known[1] != x._version:
+            known = self.casts[id(x)] = (x, x._version, {})
+        found = known[2].get(to)
+        if found is None or _is_dead(found):
+            found = known[2][to] = self._cast(x, to)
+        return found
+
+    def _cast(self, x: Tensor, to: Variance) -> Tensor:
+        variance = get_variance(x)
+        if to.unreduced:
+            to = beside_pending(variance, to)
+        if variance is to or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return convert(x, variance, to, self.body)
+
+    def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], variance: Variance) -> Any:
+        """Draw from one stream per coordinate over the axes the value varies over, on every transport alike."""
+        body, seed = self.body, draw_seed(kwargs.get("generator"))
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        axes = body.mesh.ordered(variance.varying)
+        if self.simulated:
+            apart = call("apart", body.mesh, axes)
+            args, kwargs = (
+                tuple(hold_each(args, apart)),
+                dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True)),
+            )
+            with draw_apart(frame(body.mesh, axes), seed):
+                return func(*args, **kwargs)
+        index = int(body.transport.index(body.mesh, axes))
+        with one_stream(seed, index):
+            return func(*args, **kwargs)
+
+    def _backward(
+        self, signature: tuple[str, int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call that runs backward: cotangents are cast to what their outputs take, each gradient is the input's dual.
+
+        Inputs are places in the graph, not operands.
+        """
+        name, place, cotangents = signature
+        outputs = args[0] if args else kwargs[name]
+        if len(args) > place:
+            args = (*args[:place], self._cotangents(outputs, args[place]), *args[place + 1 :])
+        elif cotangents in kwargs:
+            kwargs = {**kwargs, cotangents: self._cotangents(outputs, kwargs[cotangents])}
+        results = func(*args, **kwargs)
+        if results is not None:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
+                if gradient is not None:
+                    set_variance(gradient, get_variance(x).dual)
+        return results
+
+    def _cotangents(self, outputs: Any, cotangents: Any) -> Any:
+        if isinstance(cotangents, Tensor):
+            output = outputs if isinstance(outputs, Tensor) else outputs[0]
+            return self._cotangent(output, cotangents)
+        if not isinstance(cotangents, (list, tuple)) or isinstance(outputs, Tensor) or len(cotangents) != len(outputs):
+            return cotangents
+        return [self._cotangent(*row) for row in zip(outputs, cotangents, strict=True)]
+
+    def _cotangent(self, output: Any, cotangent: Any) -> Any:
+        if not isinstance(output, Tensor) or not isinstance(cotangent, Tensor):
+            return cotangent
+        if extra := get_variance(cotangent).varying - get_variance(output).varying:
+            raise VarianceError(
+                f"a cotangent {show_value(cotangent)} was given for an output {show_value(output)}: it varies "
+                f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
+            )
+        to = get_variance(output).dual
+        return cotangent if to.unreduced else self.cast(cotangent, to)
+
+
+def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
+    """A hook that runs in the body again: its gradient typed, its axes bound."""
+    body, dual = state.body, get_variance(x).dual
+
+    def run(gradient: Tensor) -> Any:
+        set_variance(gradient, dual)
+        with again(body, Tracker(typed_by)):
+            out = hook(gradient)
+        if isinstance(out, Tensor) and (extra := get_variance(out).varying - dual.varying):
+            raise VarianceError(
+                f"a hook on {show_value(x)} returned {show_value(out)}, which varies over "
+                f"{', '.join(map(repr, sorted(extra)))}; a gradient varies where its value does: psum it first"
+            )
+        return out
+
+    return run
+
+
+def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
+    """The type of a result of the tensors among the values, in lists and tuples too, and whether all have that type.
+
+    None without tensors.
+    """
+    result: Variance | None = None
+    alike = True
+    for value in values:
+        if isinstance(value, Tensor):
+            variance = getattr(value, ATTRIBUTE, None) or inherited(value)
+        elif isinstance(value, (tuple, list)):
+            found, same = _joined(value)
+            if found is None:
+                continue
+            variance, alike = found, alike and same
+        else:
+            continue
+        if result is None:
+            result = variance
+        elif variance is not result:
+            result = join(result, variance)
+            alike = False
+    return result, alike
+
+
+def convert(x: Tensor, variance: Variance, to: Variance, body: Body) -> Tensor:
+    """Differentiable casts from one type to another."""
+    for source, target, name in _CASTS:
+        axes = tuple(a for a in body.mesh.axis_names if variance.state(a) == source and to.state(a) == target)
+        if axes:
+            x = apply(x, call(name, body.mesh, axes))
+    return set_variance(x, to)
+
+
+def annotate(out: Any, variance: Variance) -> None:
+    """Keep the type on every tensor of a result."""
+    if isinstance(out, Tensor):
+        set_variance(out, variance)
+    elif isinstance(out, (tuple, list)):
+        for one in out:
+            annotate(one, variance)
+
+
+def mark_invariant(out: Any) -> None:
+    """Say of a result that it was seen, and is invariant."""
+    for x in tensors_of((out,)):
+        setattr(x, ATTRIBUTE, INVARIANT)
+
+
+def mode_for(body: Body | None, typed_by: Body | None) -> BodyMode | None:
+    """What sees the torch calls when a body runs again, in backward: its types tracked as in ``typed_by``."""
+    if typed_by is not None:
+        return Tracker(typed_by)
+    return IndexMode() if body is not None and body.mesh.transport == "simulation" else None

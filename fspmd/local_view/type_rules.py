@@ -1,0 +1,124 @@
+"""What the types of operands allow: writes, pending sums, branches, sizes that differ from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import VarianceError
+from fspmd.local_view.uneven import differentiated
+from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
+from fspmd.op_kinds import Op, written_operands
+from fspmd.spec import describe
+from fspmd.transport.frame import Frame
+from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, join, show, storage_of
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Every tensor among the values, in lists, tuples and slices too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple) or (isinstance(value, tuple)):
+            yield from tensors_of(value)
+        elif type(value) is slice:
+            yield from tensors_of((value.start, value.stop, value.step))
+
+
+def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
+    """The positions of lists of tensors by the type that the entries at a position have together, if they differ."""
+    lists = [arg for arg in args if type(arg) in (list, tuple) and arg]
+    parts: dict[Variance, list[int]] = {}
+    for i in range(len(lists[0]) if lists else 0):
+        result = INVARIANT
+        for x in tensors_of([each[i] for each in lists if i < len(each)]):
+            result = join(result, get_variance(x))
+        parts.setdefault(result, []).append(i)
+    return list(parts.values()) if len(parts) > 1 else None
+
+
+def pending_sum(op: Op, tensors: list[Tensor], variances: list[Variance], args: tuple[Any, ...]) -> Variance:
+    """The type of a linear op on unreduced operands; raises `VarianceError` for any other op."""
+    unreduced = [v for v in variances if v.unreduced]
+    axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
+    others = [v for v in variances if not v.unreduced]
+    numbers = any(isinstance(arg, (int, float, complex)) and arg != 0 for arg in args)  # sum([x, y]) begins with 0
+    alike = not others and all(v is unreduced[0] for v in unreduced)
+    allowed = {
+        "sum": alike and not numbers,
+        "collect": alike,
+        "product": len(unreduced) == 1 and (op.name != "linear" or len(tensors) == 2),
+        "first": len(unreduced) == 1 and variances[0].unreduced == axes,
+        "metadata": True,
+    }.get(op.linear, False) and not any(v.varying & axes for v in others)
+    if not allowed:
+        shown = ", ".join(show_value(x) for x in tensors)
+        raise VarianceError(
+            f"{op.name}({shown}): a value unreduced over {quoted(sorted(axes))} is a sum still pending, which only "
+            f"linear ops keep so; add it up first: psum(x, {as_axis_name(sorted(axes))}), or psum_scatter"
+        )
+    varying = frozenset[str]().union(*(v.varying for v in variances)) - axes
+    reduced = frozenset[str]().union(*(v.reduced for v in variances)) - axes - varying
+    return Variance(varying, axes, reduced)
+
+
+def check_stays_real(op: Op, x: Tensor, out: Any) -> None:
+    """A pending sum of floating-point numbers does not become one of integers: rounding is not linear."""
+    if x.is_floating_point() and isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex()):
+        raise VarianceError(
+            f"{op.name} of {show_value(x)} gives {out.dtype}: rounding a pending sum on each rank is not rounding the "
+            "sum; reduce it first: psum or psum_scatter over the axis"
+        )
+
+
+def beside_pending(variance: Variance, to: Variance) -> Variance:
+    """What an operand of an op with an unreduced result must be: unreduced itself, or reduced over those axes."""
+    if variance.unreduced:
+        return Variance(to.varying, to.unreduced, to.reduced)
+    return Variance(to.varying, (), to.reduced | to.unreduced)
+
+
+def check_known_to_vary(op: Op, operands: list[Tensor], numbers: Frame) -> None:
+    """Refuse what processes could not tell: an invariant, differentiated value beside a size that differs."""
+    for x in operands:
+        missing = [axis for axis in numbers.axes if axis not in get_variance(x).varying]
+        if missing and torch.is_grad_enabled() and differentiated(x):
+            axes = missing[0] if len(missing) == 1 else tuple(missing)
+            raise VarianceError(
+                f"{op.name} of {show_value(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
+                "as processes see a plain int there and could not tell that the result varies, so the gradient would "
+                f"not be summed; cast the value first: pcast(x, {axes!r}, to='varying')"
+            )
+
+
+Borrowed = dict[int, tuple[Tensor, Variance]]  # by storage: what pcast returned, and the type of its argument
+
+
+def check_writes(
+    func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], result: Variance, borrowed: Borrowed
+) -> None:
+    """A value is written into one that varies as much, and that is not an alias of another."""
+    for target in written_operands(func, op, args, kwargs):
+        have = get_variance(target)
+        if missing := result.varying - have.varying:
+            raise VarianceError(written_in_place(op.shown, show_value(target), missing, op.instead))
+        known = borrowed.get(storage_of(target)) if borrowed else None
+        if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
+            raise VarianceError(WRITTEN_CAST.format(op.shown))
+
+
+def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn:
+    """Python cannot branch on a value that differs from rank to rank."""
+    x = next(x for x in reversed(tensors) if get_variance(x).varying)  # sizes and places come after what is cut
+    with torch._C.DisableTorchFunction():
+        shown = describe(x.dtype, x.shape).replace(", ", ",")
+    raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))
+
+
+def show_value(x: Tensor) -> str:
+    """A tensor's dtype, shape and type, for messages."""
+    with torch._C.DisableTorchFunction():
+        return show(x)

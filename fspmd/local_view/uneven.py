@@ -1,0 +1,257 @@
+"""Sizes of uneven simulated blocks as arguments of torch calls in a body.
+
+Such a size is a Python number that differs from rank to rank (`LocalInt`). Torch takes it as a size of a value that is
+itself held apart per rank; here the other operands are brought into that form before the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ShapeError, VarianceError
+from fspmd.local_view.unbind import bind, unbind
+from fspmd.pairs import Call, apply, call
+from fspmd.transport.frame import Frame, union
+from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
+from fspmd.transport.local_tensor import LocalTensor, call_per_rank, common_frame, shards_of
+from fspmd.transport.randomness import outside_transforms, per_rank_generators
+from fspmd.variance import storage_of, unwrapped
+
+_SYMBOLS = frozenset(SYMBOLS)
+_unwrap = torch._C._functorch.get_unwrapped
+_tracks = torch._C._functorch.is_gradtrackingtensor
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
+    """The frame of the numbers among the values that differ from rank to rank, in lists and slices too; or None."""
+    for value in values:
+        kind = type(value)
+        if kind in _SYMBOLS:
+            if isinstance(value.node, LocalInt):
+                held = value.node.frame if held is None else union(held, value.node.frame)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            held = numbers_frame(value, held)
+        elif kind is slice:
+            held = numbers_frame((value.start, value.stop, value.step), held)
+    return held
+
+
+def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
+    """A call without tensors, such as ``torch.zeros(x.shape)``: once per rank."""
+    if func.__name__.lstrip("_").startswith("sym_"):  # arithmetic on sizes, which know it themselves
+        return func(*args, **kwargs)
+    with outside_transforms(), per_rank_generators(held) as switch:
+        count = iter(range(held.volume))
+
+        def one(*row: Any, **named: Any) -> Any:
+            switch(next(count))
+            return func(*row, **named)
+
+        return call_per_rank(one, args, kwargs, held)
+
+
+def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> tuple[Any, Any]:
+    """Numbers that take part in arithmetic (``x * n``) as 0-d tensors; those that are sizes stay as they are."""
+    found = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    dtype = next((d for d in found if d.is_floating_point), torch.get_default_dtype())
+
+    def converted(place: int | str, value: Any) -> Any:
+        if type(value) not in _SYMBOLS or not isinstance(value.node, LocalInt) or not _takes_tensor(name, place):
+            return value
+        kind = dtype if type(value) is torch.SymFloat else None
+        with outside_transforms():
+            return LocalTensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
+
+    return (
+        tuple(converted(place, value) for place, value in enumerate(args)),
+        {key: converted(key, value) for key, value in kwargs.items()},
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _takes_tensor(name: str, place: int | str) -> bool:
+    """Whether an argument of a torch function is a value (a tensor would do), not a size or a dim."""
+    if name.startswith("__"):
+        return name != "__getitem__" and (name != "__setitem__" or place == 2)
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    kinds: set[str] = set()
+    for overload in packet.overloads():
+        arguments = getattr(packet, overload)._schema.arguments
+        if any("Tensor" in str(argument.type) for argument in arguments):
+            kinds.update(str(argument.type) for i, argument in enumerate(arguments) if place in (i, argument.name))
+    return not kinds.isdisjoint({"Tensor", "Optional[Tensor]"}) and kinds.isdisjoint(
+        {"int", "Optional[int]", "List[int]"}
+    )
+
+
+def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None, pure: bool) -> Any:
+    """A torch call whose operands may be uneven blocks, or have sizes over ``numbers``.
+
+    ``pure``: it writes nothing, draws nothing and gives no views of other kinds than torch's own. Such a call runs rank
+    by rank where autograd follows it: what torch does in backward often needs the sizes of a block as plain numbers.
+    """
+    held = uneven_frame((*args, *kwargs.values()), numbers)
+    if held is None:
+        return func(*args, **kwargs)
+    operands = _tensors((*args, *kwargs.values()))
+    if pure and torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands):
+        out = _rank_by_rank(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    apart = call("apart", held.mesh, held.axes)
+    copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+    try:
+        return _parted(func, *copies) if _name_of(func) in _PARTS else func(*copies[0], **copies[1])
+    except (ShapeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "symbolic" not in str(error):
+            raise
+        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented  # torch itself needs plain sizes
+        if out is NotImplemented:
+            raise
+        return out
+
+
+_PARTS: Final = {"unbind": 1, "hsplit": None, "vsplit": None, "dsplit": None} | dict.fromkeys(
+    ("split", "chunk", "tensor_split", "split_with_sizes"), 2
+)  # functions whose results are parts of a value along a dim, and which argument that is
+
+
+def _name_of(func: Any) -> str:
+    return getattr(getattr(func, "func", func), "__name__", "")  # of a partial, what it calls
+
+
+def _parted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each part a view of its own: backward of them all at once would fill in for unused ones of symbolic sizes."""
+    with torch.no_grad():
+        parts = func(*args, **kwargs)
+    x = next(_tensors((*args, *kwargs.values())))
+    name = _name_of(func)
+    place = _PARTS[name]
+    if place is not None:
+        dim = kwargs.get("dim", args[place] if place < len(args) else 0)
+    else:
+        dim = {"hsplit": min(1, x.ndim - 1), "vsplit": 0, "dsplit": 2}[name]
+    found: list[Tensor] = []
+    start = 0
+    for i, part in enumerate(parts):
+        length = part.shape[dim] if part.ndim == x.ndim else None
+        found.append(x.select(dim, i) if length is None else x.narrow(dim, start, length))
+        start += length or 0
+    return type(parts)(found)
+
+
+def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The operands of a call that writes into values it makes of some of them: all held apart where one is."""
+    held = common_frame(map(unwrapped, _tensors((*args, *kwargs.values()))), None)
+    if held is None:
+        return args, kwargs
+    apart = call("apart", held.mesh, held.axes)
+    return tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+
+
+def differentiated(x: Tensor, forward: bool = False) -> bool:
+    """Whether reverse mode (or also forward mode) follows a value, at any level of ``torch.func`` transforms."""
+    forward = forward and torch.autograd.forward_ad._current_level >= 0
+    while not x.requires_grad and not (forward and _tracks(x)):
+        if not _wrapped(x):
+            return False
+        x = _unwrap(x)
+    return True
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call on each rank's plain blocks; NotImplemented where a result is a view, which would lose its base."""
+    held = common_frame(map(unwrapped, _tensors((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
+    assert held is not None  # called with an uneven block or number among the arguments
+    columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
+    results = []
+    for row in zip(*columns, strict=True):
+        out = func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
+        if not _storages((out,)).isdisjoint(_storages(row)):
+            return NotImplemented
+        results.append(out)
+    return _bound(results, held)
+
+
+def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
+    if isinstance(value, Tensor):
+        if type(unwrapped(value)) is not LocalTensor:
+            if not differentiated(value, forward=True):
+                return (value,) * held.volume
+            value = apply(value, call("apart", held.mesh, held.axes))  # each rank's gradient is its own
+        return unbind(value, held)
+    if type(value) in (list, tuple, torch.Size):
+        columns = [_rank_column(one, held) for one in value]
+        kind = list if type(value) is list else tuple
+        return [kind(row) for row in zip(*columns, strict=True)] if columns else [value] * held.volume
+    return value.node.at(held) if type(value) in _SYMBOLS else (value,) * held.volume
+
+
+def _storages(values: Iterable[Any]) -> set[int]:
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            found.add(storage_of(value))
+        elif isinstance(value, (list, tuple)):
+            found |= _storages(value)
+    return found
+
+
+def _bound(results: list[Any], held: Frame) -> Any:
+    first = results[0]
+    if isinstance(first, Tensor):
+        return bind(tuple(results), held)
+    if isinstance(first, (list, tuple)):
+        if len({len(result) for result in results}) > 1:
+            raise VarianceError("a torch function gave a different number of tensors on different ranks; use rank_map")
+        return type(first)([_bound(list(column), held) for column in zip(*results, strict=True)])
+    return first if all(result == first for result in results) else NotImplemented
+
+
+def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
+    """Every tensor among the values, in lists and tuples too, with a copy for each rank of the axes of ``apart``."""
+    for value in values:
+        if isinstance(value, Tensor):
+            inner = unwrapped(value)
+            have = inner.frame.axes if type(inner) is LocalTensor else ()
+            yield value if set(apart.axes).issubset(have) else apply(value, apart)
+        elif type(value) is list or type(value) is tuple:
+            yield type(value)(hold_each(value, apart))
+        else:
+            yield value
+
+
+def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
+    """The common frame of the uneven blocks among the values, or None."""
+    for value in values:
+        if isinstance(value, Tensor):
+            inner = unwrapped(value)
+            if type(inner) is LocalTensor and inner.uneven:
+                held = inner.frame if held is None else union(held, inner.frame)
+        elif type(value) is list or type(value) is tuple:
+            held = uneven_frame(value, held)
+    return held
+
+
+def rank_number(x: Tensor) -> Any:
+    """A 0-d integer tensor as a Python int: one per rank in a simulation."""
+    with torch._C.DisableTorchFunction():
+        if type(x) is LocalTensor:
+            return local_int(x.frame, [int(shard) for shard in shards_of(x, x.frame)])
+        return int(x)

@@ -1,0 +1,1 @@
+"""Meshes: layouts of ranks by name, one shared rank map, and the launcher they came from."""

@@ -1,0 +1,1 @@
+"""Modules, their parameters on a mesh, and parallel styles."""

@@ -1,0 +1,73 @@
+"""The norm of all elements of a tree, and gradients clipped by it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
+from fspmd.placing.placement import device_get
+from fspmd.sharded import Sharded, is_sharded
+
+
+def global_norm(tree: Any, order: float = 2.0) -> Tensor:
+    """The vector norm of all elements of all leaves together, a 0-d tensor that every rank has.
+
+    Leaves may lie in any way, on different meshes of the same ranks too, evenly or not. For a finite order, one
+    all-reduce of a few numbers for each layout among the leaves; for an infinite one, one for each leaf.
+
+    Raises:
+        ArgumentError: a leaf that is no tensor; an order that is not positive.
+
+    >>> from fspmd import P, device_put, make_mesh
+    >>> mesh = make_mesh((4,), ("x",), transport="simulation")
+    >>> tree = {"w": device_put(torch.full((5, 3), 2.0), P("x"), mesh=mesh), "b": torch.full((4,), 1.0)}
+    >>> global_norm(tree)
+    tensor(8.)
+    """
+    leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
+    for x in leaves:
+        if not isinstance(x, (Tensor, Sharded)):
+            raise ArgumentError(f"global_norm got a leaf that is {described(x)}; expected tensors")
+    if not order > 0:
+        raise ArgumentError(f"global_norm got order={order!r}; expected a positive number, or math.inf")
+    leaves = [x for x in leaves if x.numel()]
+    if not leaves:
+        return torch.zeros(())
+    if math.isinf(order):
+        return torch.stack([_everywhere(torch.linalg.vector_norm(x, order)) for x in leaves]).amax()
+    alike: dict[Any, list[Any]] = {}
+    for x in leaves:
+        wide = x.abs().to(torch.promote_types(x.abs().dtype, torch.float32))
+        total = (wide * wide if order == 2 else wide**order).sum()
+        alike.setdefault(total.spec if isinstance(total, Sharded) else total.dtype, []).append(total)
+    sums = [_everywhere(torch.stack(totals).sum()) for totals in alike.values()]
+    norm: Tensor = torch.stack([x.to(torch.float64) for x in sums]).sum() ** (1 / order)
+    dtype: torch.dtype = max((x.dtype for x in sums), key=lambda dtype: dtype.itemsize)
+    return norm.to(dtype)
+
+
+def _everywhere(x: Any) -> Tensor:
+    found: Tensor = device_get(x) if isinstance(x, Sharded) else x
+    return found
+
+
+def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple[Any, Tensor]:
+    """The tree, scaled down so that its `global_norm` is at most ``max_norm``, and the norm that it had.
+
+    As ``torch.nn.utils.clip_grad_norm_``, with new values. Communicates as `global_norm` does.
+
+    >>> from fspmd import P, device_get, device_put, make_mesh
+    >>> mesh = make_mesh((4,), ("x",), transport="simulation")
+    >>> (clipped,), norm = clip_by_global_norm([device_put(torch.full((4,), 2.0), P("x"), mesh=mesh)], 1.0)
+    >>> norm, device_get(clipped)
+    (tensor(4.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
+    """
+    norm = global_norm(tree, order)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return optree.tree_map(lambda x: x * scale.to(x.dtype), tree, is_leaf=is_sharded), norm

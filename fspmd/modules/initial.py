@@ -1,0 +1,99 @@
+"""`init_sharded`: the parameters and buffers of a module, of which each rank makes its own blocks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fspmd.errors import ArgumentError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.modules.parallel import make_plan
+from fspmd.modules.recording import Recorder, Replay, ref_of
+from fspmd.modules.styles import Style
+from fspmd.placing.placement import device_put, the_mesh
+from fspmd.sharded import Sharded
+from fspmd.spec import P
+
+Specs = P | Mapping[str, P | Style] | Callable[[str, tuple[int, ...]], P]
+Named = dict[str, Sharded]
+
+
+def init_sharded(
+    module_fn: Callable[[], nn.Module], specs: Specs, *, mesh: Mesh | None = None, axis: str | None = None
+) -> tuple[nn.Module, Named, Named]:
+    """A module, its parameters and its buffers, made where they lie: ``(module, params, buffers)``.
+
+    ``module_fn`` runs once on the meta device, where tensors have no memory. What it does to them (``torch.empty`` and
+    the like, ``nn.init``, ``reset_parameters``, arithmetic) is recorded and done again on `Sharded` values, for those
+    of its tensors that became a parameter or a buffer. No rank ever holds the whole of a cut parameter, and nothing
+    moves if the constructor fills its tensors without regard to their values, as those of torch do. Random numbers are
+    the same global values on any mesh and under any specs, after one ``torch.manual_seed`` on every rank; they are
+    not those that the module would have drawn itself.
+
+    Args:
+        module_fn: Makes the module and all its tensors: ``lambda: Transformer(config)``.
+        specs: A P for all tensors of one dim and more; or by glob on names, a P or a style as in `parallelize` (the
+            later decides, what none matches is replicated); or a function of name and shape that gives a P.
+        mesh: By default the current one.
+        axis: The axis of styles that name none.
+
+    Returns:
+        The module on the meta device, for `functional_call`, and two flat dicts by qualified name. Parameters require
+        grad where the module's do. `parallelize` of them with the same styles moves nothing, and gives the plan.
+
+    Raises:
+        ArgumentError: ``module_fn`` gives no module, or one with tensors on the meta device that it did not make.
+        TreeError, SpecError: a pattern that matches nothing, a spec that does not fit.
+
+    >>> from fspmd import functional_call, make_mesh
+    >>> module, params, buffers = init_sharded(lambda: nn.Linear(6, 8), P("x"), mesh=make_mesh((4,), ("x",)))
+    >>> params
+    {'weight': Sharded f32[8@x, 6] on mesh(x=4), 'bias': Sharded f32[8@x] on mesh(x=4)}
+    >>> functional_call(module, (params, buffers), torch.ones(3, 6))
+    Sharded f32[3, 8@x] on mesh(x=4)
+    """
+    mesh = the_mesh(mesh, "init_sharded")
+    if not callable(module_fn) or isinstance(module_fn, nn.Module):
+        raise ArgumentError(
+            f"init_sharded got {described(module_fn)} for module_fn; give it a function that makes the module: "
+            "lambda: Transformer(config)"
+        )
+    with torch.device("meta"), Recorder() as tape:
+        module = module_fn()
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"init_sharded: module_fn gave {described(module)}; return the module")
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+    layouts = make_plan(shapes, _as_styles(specs, shapes), mesh, axis or mesh.axis_names[-1], "init_sharded").specs
+    wanted = {ref_of(x): layouts[name] for name, x in tensors.items() if x.is_meta}
+    replay = Replay(tape, wanted, mesh)
+    placed: Named = {}
+    for name, x in tensors.items():
+        if x.is_meta and not replay.has(ref_of(x)):
+            raise ArgumentError(
+                f"init_sharded: {name!r} is on the meta device, but module_fn did not make it; make all tensors of the "
+                "module in module_fn"
+            )
+        value = replay.value(ref_of(x)) if x.is_meta else x.detach()
+        placed[name] = device_put(value, layouts[name], mesh=mesh).requires_grad_(x.requires_grad)
+    parameters = dict(module.named_parameters())
+    module.to("meta")
+    return module, {k: placed[k] for k in parameters}, {k: x for k, x in placed.items() if k not in parameters}
+
+
+def _as_styles(specs: Any, shapes: Mapping[str, Any]) -> dict[str, Style]:
+    """One form for all that ``specs`` may be."""
+    if isinstance(specs, P):
+        return {"": Style(weight=specs, vector=specs)}
+    if isinstance(specs, Mapping):
+        return {key: Style(weight=x, vector=x) if isinstance(x, P) else x for key, x in specs.items()}
+    if not callable(specs):
+        raise ArgumentError(
+            f"init_sharded got {described(specs)} for specs; write P('x'), {{'layers.*.wq': P('x')}}, or a function of "
+            "a name and a shape"
+        )
+    return {name: Style(specs={"": specs(name, shape)}) for name, (shape, _) in shapes.items()}

@@ -1,0 +1,117 @@
+"""Mesh-level helpers: `broadcast` of what one rank holds, `pad_to_blocks` and `unpad` for blocks of one size."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError, ShapeError, SpecError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.pairs import apply, call
+from fspmd.placing.placement import the_mesh
+from fspmd.placing.sources import source_of
+from fspmd.sharded import Sharded
+from fspmd.spec import P, complain, describe, entry_axes
+from fspmd.transport import Options
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.trees import leaf_paths, tree_text
+
+T = TypeVar("T", Tensor, Sharded)
+
+
+def broadcast(tree: Any, *, src: int, mesh: Mesh | None = None) -> Any:
+    """The tensors of the global rank ``src`` on every rank of a mesh, as new plain tensors.
+
+    Every rank passes a tree of the same structure, shapes and dtypes, which are compared before data moves. Where the
+    other ranks have no tensors, or each needs its blocks only, write `scatter`.
+
+    Communication: what there is to know of the tree, one all-reduce of a number, then a broadcast per tensor. Backward
+    none: outside of bodies the gradient of a plain tensor is equal on all ranks, so ``src`` has it, the others zeros.
+
+    Raises:
+        ShapeError: on all ranks alike, naming the first rank whose tree differs, and the leaf.
+        ArgumentError, MeshError: on all ranks alike: a leaf of ``src`` is no plain tensor; ``src`` is no rank of the
+            mesh.
+
+    >>> from fspmd import make_mesh
+    >>> broadcast({"w": torch.ones(2)}, src=3, mesh=make_mesh((4,), ("x",)))
+    {'w': tensor([1., 1.])}
+    """
+    mesh = the_mesh(mesh, "broadcast")
+    source = source_of(src, mesh, "broadcast")
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    labels = leaf_paths(tree, "tree")
+    mine = [tree_text(treedef), *map(_metadata, labels, leaves)]
+    theirs, follows = source.tell(lambda: (mine, [_follows(*leaf) for leaf in zip(labels, leaves, strict=True)]))
+    source.agree(
+        lambda: next((source.against(*pair) for pair in zip(mine, theirs, strict=False) if len({*pair}) > 1), "")
+    )
+    if mesh.transport == "simulation":
+        return treedef.unflatten(leaf.to(mesh.device, copy=True) for leaf in leaves)
+    begin = call("broadcast_invariant", mesh, mesh.axis_names, Options(root=source.position))
+    return treedef.unflatten(
+        apply(_following(leaf, follow).to(mesh.device), begin) for leaf, follow in zip(leaves, follows, strict=True)
+    )
+
+
+def _metadata(label: str, leaf: Any) -> str:
+    return f"{label} as {describe(leaf.dtype, leaf.shape) if type(leaf) is Tensor else described(leaf)}"
+
+
+def _follows(label: str, leaf: Any) -> bool:
+    """Whether gradients come back to a leaf."""
+    if not isinstance(leaf, Tensor) or type(leaf) is LocalTensor:
+        raise ArgumentError(
+            f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "
+            "reshard moves a Sharded"
+        )
+    return leaf.requires_grad and torch.is_grad_enabled()
+
+
+def _following(leaf: Tensor, follow: bool) -> Tensor:
+    """The leaf with the graph that the source's has: backward is alike on all ranks."""
+    return leaf if leaf.requires_grad and follow else leaf.detach().requires_grad_(follow)
+
+
+def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
+    """``x`` with zeros after the end of each dim that ``spec`` cuts, so that all blocks are of one size.
+
+    Raises:
+        SpecError: the spec does not fit.
+
+    >>> from fspmd import make_mesh
+    >>> pad_to_blocks(torch.ones(5, 3), P("x"), make_mesh((4,), ("x",))).shape
+    torch.Size([8, 3])
+    """
+    mesh = x.spec.mesh if isinstance(x, Sharded) and mesh is None else the_mesh(mesh, "pad_to_blocks")
+    if wrong := complain(spec, mesh, x.ndim):
+        raise SpecError(f"pad_to_blocks: a tensor of shape {tuple(x.shape)}: {wrong}")
+    lacks = [0] * x.ndim
+    for dim, entry in enumerate(spec):
+        lacks[dim] = -x.shape[dim] % prod(mesh.shape[axis] for axis in entry_axes(entry))
+    if not any(lacks):
+        return x
+    padding = [n for lack in reversed(lacks) for n in (0, lack)]
+    padded: Any = torch.nn.functional.pad(x, padding)  # type: ignore[arg-type]
+    return padded  # type: ignore[no-any-return]
+
+
+def unpad(x: T, shape: tuple[int, ...]) -> T:
+    """The first elements of each dim: what `pad_to_blocks` was given.
+
+    Raises:
+        ShapeError: the shape has other dims, or larger ones.
+
+    >>> unpad(torch.ones(8, 3), (5, 3)).shape
+    torch.Size([5, 3])
+    """
+    if len(shape) != x.ndim or any(new > old for new, old in zip(shape, x.shape, strict=True)):
+        raise ShapeError(
+            f"unpad got the shape {shape} for a tensor of shape {tuple(x.shape)}; give it the shape before"
+        )
+    return x[tuple(slice(0, n) for n in shape)]  # type: ignore[no-any-return]

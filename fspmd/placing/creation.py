@@ -1,0 +1,281 @@
+"""New `Sharded` values of a global shape, of which each rank makes its own block alone. Nothing moves.
+
+They take torch's arguments, and besides ``spec``, by default P(), and ``mesh``, by default that of `set_mesh`, on whose
+device they are. Random ones are the same global tensor on any mesh, under any spec. They advance torch's default
+generator (or ``generator``) by one draw, which must be alike on all ranks: ``torch.manual_seed(0)`` on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError, SpecError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.placing.placement import the_mesh
+from fspmd.random import distributions
+from fspmd.random.blocks import Law, drawn, fill
+from fspmd.random.counter import Block, draw
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec, complain
+from fspmd.transport.randomness import draw_seed
+
+Size = int | tuple[int, ...] | list[int]
+
+
+class Options(TypedDict, total=False):
+    """What every function here takes besides."""
+
+    spec: P
+    mesh: Mesh | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None  # the mesh's own
+    requires_grad: bool
+
+
+class RandomOptions(Options, total=False):
+    """What those that draw take besides."""
+
+    generator: torch.Generator | None
+
+
+def zeros(*size: Size, **options: Unpack[Options]) -> Sharded:
+    """Zeros.
+
+    >>> from fspmd import make_mesh, zeros
+    >>> zeros(8, 4, spec=P("x"), mesh=make_mesh((4,), ("x",)))
+    Sharded f32[8@x, 4] on mesh(x=4)
+    """
+    return _made(torch.zeros, _meta(torch.zeros, *size, options=options), options)
+
+
+def ones(*size: Size, **options: Unpack[Options]) -> Sharded:
+    """Ones.
+
+    >>> from fspmd import device_get, make_mesh, ones
+    >>> device_get(ones(3, spec=P("x"), mesh=make_mesh((4,), ("x",))))
+    tensor([1., 1., 1.])
+    """
+    return _made(torch.ones, _meta(torch.ones, *size, options=options), options)
+
+
+def empty(*size: Size, **options: Unpack[Options]) -> Sharded:
+    """Memory as it comes, to be written.
+
+    >>> from fspmd import empty, make_mesh
+    >>> empty((5, 2), spec=P("x"), mesh=make_mesh((4,), ("x",)))
+    Sharded f32[5@x, 2] on mesh(x=4)
+    """
+    return _made(torch.empty, _meta(torch.empty, *size, options=options), options)
+
+
+def full(size: Size, fill_value: complex, **options: Unpack[Options]) -> Sharded:
+    """One number everywhere, which gives the dtype, as in torch.
+
+    >>> from fspmd import full, make_mesh
+    >>> full((2, 3), 7, spec=P("x"), mesh=make_mesh((2,), ("x",)))
+    Sharded i64[2@x, 3] on mesh(x=2)
+    """
+    shape = (size,) if isinstance(size, int) else size
+    return _made(torch.full, _meta(torch.full, shape, fill_value, options=options), options, fill_value)
+
+
+def arange(*bounds: float, **options: Unpack[Options]) -> Sharded:
+    """``arange(end)``, ``arange(start, end)`` or ``arange(start, end, step)``.
+
+    Integers are torch's; floats are ``start + i * step`` rounded once, where torch's may be a rounding off.
+
+    >>> from fspmd import arange, device_get, make_mesh
+    >>> device_get(arange(1, 10, 2, spec=P("x"), mesh=make_mesh((4,), ("x",))))
+    tensor([1, 3, 5, 7, 9])
+    """
+    meta = _meta(torch.arange, *bounds, options=options)
+    start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
+    if not meta.dtype.is_floating_point and not meta.dtype.is_complex:
+        start, step = int(start), int(step)  # of dtype=torch.int64 and a fraction, as torch has it
+    exact = torch.int64 if isinstance(start + step, int) else torch.float64
+    return _numbered("arange", lambda index: index.to(exact).mul_(step).add_(start), meta, options)
+
+
+def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -> Sharded:
+    """``steps`` numbers from ``start`` to ``end``, both included; rounded once, where torch's may be a rounding off.
+
+    >>> from fspmd import device_get, linspace, make_mesh
+    >>> device_get(linspace(0, 1, 5, spec=P("x"), mesh=make_mesh((4,), ("x",))))
+    tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
+    """
+    meta = _meta(torch.linspace, start, end, steps, options=options)
+    if not meta.dtype.is_floating_point and not meta.dtype.is_complex:
+        start, end = int(start), int(end)
+    step = (end - start) / max(1, steps - 1)
+
+    def number(index: Tensor) -> Tensor:
+        i = index.to(torch.float64)
+        return torch.where(index < (steps + 1) // 2, start + i * step, end - (steps - 1 - i) * step)
+
+    return _numbered("linspace", number, meta, options)
+
+
+def eye(n: int, m: int | None = None, **options: Unpack[Options]) -> Sharded:
+    """[n, m]: ones on the diagonal, elsewhere zeros.
+
+    >>> from fspmd import device_get, eye, make_mesh
+    >>> device_get(eye(2, 3, spec=P(None, "x"), mesh=make_mesh((2,), ("x",))))
+    tensor([[1., 0., 0.],
+            [0., 1., 0.]])
+    """
+    meta = _meta(torch.eye, n, n if m is None else m, options=options)
+    spec = _layout("eye", meta, options)
+
+    def make(block: Block) -> Tensor:
+        found = torch.zeros(block.shape, dtype=spec.dtype, device=spec.mesh.device)
+        right = block.offset[0] - block.offset[1]
+        if -block.shape[0] < right < block.shape[1]:
+            found.diagonal(right).fill_(1)
+        return found
+
+    return _followed(fill(spec, make, spec.mesh.device), options)
+
+
+def rand(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
+    """Uniform on [0, 1).
+
+    >>> from fspmd import device_get, make_mesh, rand
+    >>> def whole(ranks):
+    ...     _ = torch.manual_seed(0)
+    ...     return device_get(rand(5, 3, spec=P("x"), mesh=make_mesh((ranks,), ("x",))))
+    >>> torch.equal(whole(4), whole(1))
+    True
+    """
+    return _drawn(torch.rand, distributions.uniform, _meta(torch.rand, *size, options=options), options)
+
+
+def randn(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
+    """Normal, of mean 0 and variance 1.
+
+    >>> from fspmd import make_mesh, randn
+    >>> randn(8, 6, spec=P(None, "x"), mesh=make_mesh((4,), ("x",)))
+    Sharded f32[8, 6@x] on mesh(x=4)
+    """
+    return _drawn(torch.randn, distributions.normal, _meta(torch.randn, *size, options=options), options)
+
+
+def normal(mean: float, std: float, size: Size, **options: Unpack[RandomOptions]) -> Sharded:
+    """Normal, of that mean and standard deviation. Of `Sharded` ones call `torch.normal`.
+
+    >>> from fspmd import make_mesh, normal
+    >>> normal(1.0, 0.02, (4, 3), spec=P("x"), mesh=make_mesh((2,), ("x",)))
+    Sharded f32[4@x, 3] on mesh(x=2)
+    """
+    if not isinstance(mean, (int, float)) or not isinstance(std, (int, float)) or std < 0:
+        raise ArgumentError(
+            f"normal got {described(mean)} for mean and {described(std)} for std; give it numbers, std not below 0; "
+            "torch.normal takes Sharded values"
+        )
+    shape = (size,) if isinstance(size, int) else size
+    meta = _meta(torch.randn, shape, options=options)
+    return _drawn(torch.normal, distributions.normal, meta, options, lambda x: x.mul_(std).add_(mean))
+
+
+def randint(*bounds_and_size: Any, **options: Unpack[RandomOptions]) -> Sharded:
+    """``randint(high, size)`` or ``randint(low, high, size)``: integers from ``low`` up to, without, ``high``.
+
+    >>> from fspmd import make_mesh, randint
+    >>> randint(0, 10, (5,), spec=P("x"), mesh=make_mesh((4,), ("x",)))
+    Sharded i64[5@x] on mesh(x=4)
+    """
+    meta = _meta(torch.randint, *bounds_and_size, options=options)
+    low, high = (0, *bounds_and_size)[-3:-1]
+    return _drawn(torch.randint, lambda dtype: distributions.integers(low, high, dtype), meta, options)
+
+
+def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
+    """The integers below ``n`` in a random order, for which every rank draws and sorts n keys.
+
+    >>> from fspmd import device_get, make_mesh, randperm
+    >>> device_get(randperm(5, spec=P("x"), mesh=make_mesh((4,), ("x",)))).sort().values
+    tensor([0, 1, 2, 3, 4])
+    """
+    spec = _layout("randperm", _meta(torch.randperm, n, options=options), options)
+    device = spec.mesh.device
+    keys = distributions.integers(0, 1 << 64, torch.int64)
+    order = draw(Block((n,), (0,), (n,)), keys, draw_seed(options.get("generator")), device).argsort(stable=True)
+
+    def make(block: Block) -> Tensor:
+        return order[block.offset[0] : block.offset[0] + block.shape[0]].to(spec.dtype, copy=True)
+
+    return _followed(fill(spec, make, device), options)
+
+
+# --- checks, and what the functions share ---------------------------------------------------------------------------
+
+
+def _meta(function: Callable[..., Tensor], *args: Any, options: Options) -> Tensor:
+    """What torch makes of these arguments, without data: its shape and dtype, and its complaints."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return function(*args, dtype=options.get("dtype"), device="meta")
+    except (TypeError, RuntimeError, ValueError) as error:
+        given = ", ".join(map(repr, args))
+        message = str(error).splitlines()[0]
+        raise ArgumentError(
+            f"{function.__name__}({given}) fails as torch.{function.__name__} does: {message}"
+        ) from error
+
+
+_RANDOM: Final = frozenset(("rand", "randn", "normal", "randint", "randperm"))
+
+
+def _layout(name: str, meta: Tensor, options: Options) -> TensorSpec:
+    known = [*Options.__annotations__, *(["generator"] if name in _RANDOM else [])]
+    if unknown := sorted(options.keys() - set(known)):
+        raise ArgumentError(f"{name} got {unknown[0]}=; beside torch's arguments it takes {', '.join(known)}")
+    mesh = the_mesh(options.get("mesh"), name)
+    device = options.get("device")
+    if device is not None and torch.device(device).type != mesh.device.type:
+        raise ArgumentError(
+            f"{name} got device={device!r}, but {mesh!r} is of {mesh.device.type} devices; leave device out, or make a "
+            "mesh of others"
+        )
+    if wrong := complain(partition := options.get("spec", P()), mesh, meta.dim()):
+        raise SpecError(f"{name}: a tensor of shape {tuple(meta.shape)}: {wrong}")
+    return TensorSpec(mesh, partition, tuple(meta.shape), meta.dtype)
+
+
+def _made(function: Callable[..., Tensor], meta: Tensor, options: Options, *args: Any) -> Sharded:
+    """Blocks that torch's own function makes of their shape."""
+    spec = _layout(function.__name__, meta, options)
+    device = spec.mesh.device
+    made = fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
+    return _followed(made, options)
+
+
+def _numbered(name: str, number: Callable[[Tensor], Tensor], meta: Tensor, options: Options) -> Sharded:
+    """A vector of which an element is a function of its index."""
+    spec = _layout(name, meta, options)
+    device = spec.mesh.device
+
+    def make(block: Block) -> Tensor:
+        index = torch.arange(block.offset[0], block.offset[0] + block.shape[0], device=device)
+        return number(index).to(spec.dtype)
+
+    return _followed(fill(spec, make, device), options)
+
+
+def _drawn(
+    function: Callable[..., Any],
+    law: Law,
+    meta: Tensor,
+    options: RandomOptions,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> Sharded:
+    spec = _layout(function.__name__, meta, options)
+    return _followed(drawn(spec, law, spec.mesh.device, then, options.get("generator")), options)
+
+
+def _followed(made: Sharded, options: Options) -> Sharded:
+    return made.requires_grad_() if options.get("requires_grad") else made

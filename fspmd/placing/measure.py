@@ -1,0 +1,115 @@
+"""The links of a mesh, measured by timed collectives."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from fspmd.errors import MeshError
+from fspmd.meshes.mesh import Mesh
+from fspmd.pairs import Call, call
+from fspmd.placing.placement import the_mesh
+from fspmd.redistribution.cost import Link, Topology, topology
+from fspmd.transport import Options, transport_of
+
+_SECONDS: Final = 1.0  # for all axes together, beside what starting their groups takes
+_SMALL: Final = 8  # bytes
+_LARGE: Final = range(16, 29, 2)  # powers of two: bytes of a block, until one takes long enough to tell
+_LONG: Final = 20e3  # µs
+_REPEATS: Final = 3
+
+
+def measure_topology(mesh: Mesh | None = None) -> Topology:
+    """What collectives over each axis of a mesh take, for `set_topology`; every rank gets the same figures.
+
+    Each axis of more than one rank has an all-gather timed, on all its groups at once: of 8 bytes for the latency, of
+    blocks that grow until one takes 20 ms for the bandwidth, in about a second altogether. Each time is the best of
+    three, of which each is that of the slowest rank. ``launch`` is the time in which a collective is begun, ``memory``
+    that of a copy. What is not measured is as in the present `topology()`.
+
+    Communication: all-gathers of up to 256 MiB a rank over each axis, and all-reduces of one number.
+
+    Raises:
+        MeshError: on a simulated mesh, where nothing moves.
+
+    >>> from fspmd import make_mesh
+    >>> measure_topology(make_mesh((4,), ("x",)))
+    Traceback (most recent call last):
+    fspmd.errors.MeshError: measure_topology: mesh(x=4) is simulated in one process, where nothing moves between \
+ranks; measure under torchrun, or give figures: set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))
+    """
+    mesh = the_mesh(mesh, "measure_topology")
+    if mesh.transport == "simulation":
+        raise MeshError(
+            f"measure_topology: {mesh!r} is simulated in one process, where nothing moves between ranks; measure under "
+            "torchrun, or give figures: set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))"
+        )
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    before = topology()
+    measured: list[tuple[str, Link]] = []
+    launch = before.launch
+    for axis in axes:
+        gather = call("all_gather", mesh, (axis,))
+        small, begun = _time(gather, _SMALL), _time(gather, _SMALL, begin=True)
+        launch = begun if not measured else max(launch, begun)
+        measured.append((axis, _link(gather, small, begun, _SECONDS / len(axes))))
+    kept = tuple(pair for pair in before.axes if pair[0] not in axes)
+    return replace(before, launch=launch, memory=_memory(mesh), axes=(*kept, *measured))
+
+
+def _link(gather: Call, small: float, begun: float, seconds: float) -> Link:
+    """Of one axis: latency from a small gather, bandwidth from what a large one takes more."""
+    rounds, spent = gather.mesh.axis_size(gather.axes) - 1, 0.0
+    for power in _LARGE:
+        large = _time(gather, 1 << power)  # the same on all ranks, and so is where they stop
+        spent += (_REPEATS + 1) * large
+        if large > _LONG or 4 * spent > seconds * 1e6:
+            break
+    bandwidth = rounds * (1 << power) / max(large - small, 1e-3)
+    return Link(max(small - begun, 0.0) / rounds, bandwidth)
+
+
+def _time(gather: Call, size: int, *, begin: bool = False) -> float:
+    """µs of a gather of blocks of so many bytes; ``begin``: until it is begun."""
+    mesh = gather.mesh
+    x = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
+    gather.run(x)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        _slowest(0.0, mesh)  # all ranks begin together
+        start = time.perf_counter()
+        pending = gather.start(x)
+        begun = time.perf_counter()
+        pending.wait()
+        _settle(mesh)
+        took = (begun if begin else time.perf_counter()) - start
+        best = min(best, _slowest(took * 1e6, mesh))
+    return best
+
+
+def _memory(mesh: Mesh) -> float:
+    """Bytes per µs that a copy reads and writes."""
+    x = torch.zeros(1 << 24, dtype=torch.uint8, device=mesh.device)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        _settle(mesh)
+        start = time.perf_counter()
+        x.clone()
+        _settle(mesh)
+        best = min(best, (time.perf_counter() - start) * 1e6)
+    return 2 * x.numel() / _slowest(best, mesh)
+
+
+def _slowest(figure: float, mesh: Mesh) -> float:
+    """The largest of all ranks."""
+    told = torch.tensor([figure], dtype=torch.float32, device=mesh.device)
+    return float(transport_of(mesh).reduce(told, mesh, mesh.axis_names, Options(op="max")).wait())
+
+
+def _settle(mesh: Mesh) -> None:
+    """Wait for the device."""
+    if mesh.device_type != "cpu":
+        torch.get_device_module(mesh.device_type).synchronize()

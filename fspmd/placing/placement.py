@@ -1,0 +1,266 @@
+"""Putting values on a mesh and taking them off: `device_put`, `device_get`, `from_local`, `from_callback`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import state
+from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError
+from fspmd.local_view.exit import spec_of_blocks
+from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.messages import described
+from fspmd.placing.scatter import check_leaves, description, scatter_from
+from fspmd.placing.sources import source_of
+from fspmd.redistribution.redistribute import from_blocks, redistribute, to_blocks
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec, complain, short_dtype
+from fspmd.transport import transport_of
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import local_tensor
+from fspmd.trees import broadcast_prefix, leaf_paths
+
+
+def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    check_outside(what)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
+    found = mesh or current_mesh()
+    if found is None:
+        raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
+    _check_member(found, what)
+    return found
+
+
+def check_outside(what: str) -> None:
+    """Raise `ArgumentError` in a body."""
+    if state.body is not None:
+        raise ArgumentError(
+            f"{what} was called inside {state.body.name}, whose values are this rank's blocks; call it outside, and "
+            "pass its result as an argument"
+        )
+
+
+def _check_member(mesh: Mesh, what: str) -> None:
+    if mesh.coordinate() is None:
+        raise MeshError(
+            f"{what}: this process is not a member of {mesh!r}; call it on members only: "
+            "if mesh.coordinate() is not None: ..."
+        )
+
+
+def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
+    """Lay a pytree of tensors out on a mesh.
+
+    ``specs`` is a pytree prefix of ``tree``. Without ``src`` every process holds the global tensors and keeps its
+    blocks: nothing moves. With ``src`` only that global rank holds them: see `scatter`. A `Sharded` leaf is
+    redistributed. Backward gathers the gradient.
+
+    Raises:
+        SpecError, TreeError, MeshError: naming every leaf that fails.
+
+    >>> from fspmd import make_mesh
+    >>> device_put({"w": torch.zeros(4, 3)}, P("x"), mesh=make_mesh((2,), ("x",)))
+    {'w': Sharded f32[4@x, 3] on mesh(x=2)}
+    """
+    if mesh is None and isinstance(specs, (Mesh, torch.device)):
+        raise SpecError(
+            f"device_put got {described(specs)} for specs; write device_put(tree, P('x'), mesh=mesh): specs say how "
+            "tensors are cut, the mesh on which devices they lie"
+        )
+    mesh = the_mesh(mesh, "device_put")
+    if src is not None:
+        return _put_from(tree, specs, mesh, src, "device_put")
+    return _put_tree(tree, specs, mesh, "device_put")
+
+
+def scatter(tree: Any, specs: Any, *, src: int, mesh: Mesh | None = None) -> Any:
+    """Lay out on a mesh what the global rank ``src`` alone holds: each rank is sent its own blocks, and no more.
+
+    The other ranks pass None, or a tree of the same structure, of which nothing is taken; all ranks pass ``specs``, a
+    pytree prefix of the tree. Structure, shapes, dtypes and layouts are compared before data moves.
+
+    Communication: what there is to know of the tree, one all-reduce of a number, then each block from ``src`` to its
+    rank. Backward the gradient's blocks go to ``src``, which alone has a gradient.
+
+    Raises:
+        SpecError, TreeError, ArgumentError, MeshError: on all ranks alike, naming every leaf of ``src`` that fails.
+        ShapeError: on all ranks alike, naming the first rank that differs, and where.
+
+    >>> from fspmd import make_mesh
+    >>> scatter({"w": torch.zeros(5, 3)}, P("x"), src=1, mesh=make_mesh((2,), ("x",)))
+    {'w': Sharded f32[5@x, 3] on mesh(x=2)}
+    """
+    return _put_from(tree, specs, the_mesh(mesh, "scatter"), src, "scatter")
+
+
+def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
+    source = source_of(src, mesh, what)
+    if mesh.transport != "simulation":
+        return scatter_from(tree, specs, source)
+    description(tree, specs, source)  # for its checks: the one process has all that ranks hold
+    return _put_tree(tree, specs, mesh, what)
+
+
+def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), what)
+    placed = [
+        leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
+        for leaf, partition in zip(leaves, partitions, strict=True)
+    ]
+    return treedef.unflatten(placed)
+
+
+def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
+    if isinstance(leaf, Sharded):
+        target = TensorSpec(mesh, partition, leaf.shape, leaf.dtype)
+        return Sharded(redistribute(leaf.local, leaf.spec, target), target)
+    spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
+    x = to_blocks(leaf.to(mesh.device) if leaf.device != mesh.device else leaf, spec)
+    return Sharded(x.clone(), spec)  # in memory of its own: an optimizer may write into the global tensor
+
+
+def device_get(tree: Any) -> Any:
+    """The global tensors of a pytree of `Sharded`, on every rank: an all-gather per sharded dim. Backward: a slice.
+
+    Unreduced values are summed. Plain tensors and other leaves stay as they are. The result has memory of its own.
+
+    Raises:
+        ArgumentError: inside a body.
+
+    >>> from fspmd import make_mesh
+    >>> x = device_put(torch.arange(5), P("x"), mesh=make_mesh((4,), ("x",)))
+    >>> device_get(x)
+    tensor([0, 1, 2, 3, 4])
+    """
+    check_outside("device_get")
+    return optree.tree_map(
+        lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, is_leaf=is_sharded, none_is_leaf=True
+    )
+
+
+def _get(local: Tensor, spec: TensorSpec) -> Tensor:
+    whole = from_blocks(local, spec)
+    moved = spec.partition.axes | spec.partition.unreduced
+    return whole if any(spec.mesh.shape[axis] > 1 for axis in moved) else whole.clone()  # never a view of the block
+
+
+def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None) -> Sharded:
+    """A `Sharded` from this rank's block; shapes and dtypes are compared across ranks.
+
+    With a ``P`` the global shape is inferred from all blocks.
+
+    Raises:
+        ShapeError: on all ranks alike, naming the rank whose block does not fit.
+
+    >>> from fspmd import make_mesh
+    >>> from_local(torch.zeros(2, 3), P(), mesh=make_mesh((4,), ("x",)))
+    Sharded f32[2, 3] on mesh(x=4)
+    """
+    if isinstance(spec, TensorSpec):
+        mesh, partition = the_mesh(spec.mesh, "from_local"), spec.partition
+    else:
+        mesh, partition = the_mesh(mesh, "from_local"), spec
+    if wrong := complain(partition, mesh, None):
+        raise SpecError(f"from_local: {wrong}")
+    if not isinstance(local, Tensor):
+        if mesh.transport != "simulation":  # the others wait for this rank's shape
+            transport_of(mesh).layouts([None], mesh)
+        raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
+    found = spec_of_blocks(local, partition, mesh, "from_local")
+    if isinstance(spec, TensorSpec) and found is not spec:
+        raise ShapeError(
+            f"from_local got the spec {spec!r}, but the blocks of all ranks make {found!r}; "
+            "pass blocks of its shape, or a P to have the global shape inferred"
+        )
+    return Sharded(local, found)
+
+
+def from_callback(
+    shape: tuple[int, ...], spec: P, fn: Callable[[tuple[slice, ...]], Tensor], *, mesh: Mesh | None = None
+) -> Sharded:
+    """A `Sharded` whose blocks are computed where they lie: ``fn(index)`` gives the block at a tuple of slices.
+
+    Raises:
+        ArgumentError: of a block that requires grad.
+        ShapeError: on all ranks alike, of a block with another shape or dtype than it should have.
+
+    >>> from fspmd import make_mesh
+    >>> whole = torch.arange(6.0)
+    >>> device_get(from_callback((6,), P("x"), lambda index: whole[index], mesh=make_mesh((4,), ("x",))))
+    tensor([0., 1., 2., 3., 4., 5.])
+    """
+    mesh = the_mesh(mesh, "from_callback")
+    if not callable(fn):
+        raise ArgumentError(f"from_callback got {described(fn)} for fn; give it a function of a tuple of slices")
+    if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ArgumentError(f"from_callback got {described(shape)} for shape; give it the global shape, such as (8, 4)")
+    if wrong := complain(spec, mesh, len(shape)):
+        raise SpecError(f"from_callback: a tensor of shape {tuple(shape)}: {wrong}")
+    layout = TensorSpec(mesh, spec, shape, torch.float32)
+    simulated = mesh.transport == "simulation"
+    held = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
+    where = [_coordinate(mesh, held.axes, at) for at in held.coordinates()]
+    if simulated:
+        made = [_call_for_block(fn, layout, at) for at in where]
+        found = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else None for x in made]
+    else:
+        made, failure = [None], None
+        try:
+            made = [_call_for_block(fn, layout, mesh.coordinate() or ())]
+        except Exception as error:  # the other ranks wait to hear of this one's block
+            failure = error
+        told = transport_of(mesh).layouts([x if isinstance(x, Tensor) else None for x in made], mesh)
+        if failure is not None:
+            raise failure
+        found = [block for (block,) in told]
+    _check_made(layout, where, found)
+    blocks = [x.to(mesh.device) for x in made if isinstance(x, Tensor)]
+    local = local_tensor(blocks, held) if simulated else blocks[0]
+    return Sharded(local, TensorSpec(mesh, spec, shape, local.dtype))
+
+
+def _coordinate(mesh: Mesh, axes: tuple[str, ...], at: tuple[int, ...]) -> tuple[int, ...]:
+    full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(axes, at, strict=True))
+    return tuple(full.values())
+
+
+def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, at: tuple[int, ...]) -> Any:
+    spans = zip(layout.offset(at), layout.local_shape(at), strict=True)
+    block = fn(tuple(slice(start, start + length) for start, length in spans))
+    if isinstance(block, Tensor) and block.requires_grad:
+        raise ArgumentError(
+            "from_callback: the callback returned a tensor that requires grad, but its blocks are data that no "
+            "gradient goes back through; return block.detach(), or use device_put, which is differentiable"
+        )
+    return block
+
+
+def _check_made(
+    layout: TensorSpec, where: list[tuple[int, ...]], found: list[tuple[torch.dtype, tuple[int, ...]] | None]
+) -> None:
+    """Every block a tensor of its shape, and of one dtype."""
+    for at, block in zip(where, found, strict=True):
+        expected = layout.local_shape(at)
+        if block is None or block[1] != expected:
+            given = "no tensor" if block is None else f"a tensor of shape {block[1]}"
+            raise ShapeError(
+                f"from_callback: at {_place(layout, at)} the callback returned {given}, but there the block of "
+                f"{layout!r} has shape {expected}; of a global tensor return whole[index]"
+            )
+        if found[0] is not None and block[0] != found[0][0]:
+            raise ShapeError(
+                f"from_callback: the callback returned {short_dtype(found[0][0])} at {_place(layout, where[0])}, but "
+                f"{short_dtype(block[0])} at {_place(layout, at)}; all blocks must have one dtype"
+            )
+
+
+def _place(layout: TensorSpec, at: tuple[int, ...]) -> str:
+    """``x=1, y=0``."""
+    return ", ".join(f"{axis}={i}" for axis, i in zip(layout.mesh.axis_names, at, strict=True))

@@ -1,0 +1,269 @@
+"""Putting values that one rank holds on a mesh: each rank is sent its own blocks, and its gradients are sent back."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError, SpecError, TreeError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import Failure, described, refuse
+from fspmd.placing.sources import Source
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec, complain, describe
+from fspmd.transport import transport_of
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.trees import broadcast_prefix, leaf_paths, tree_text
+from fspmd.watching.watch import announce
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the blocks of one tensor go from the source to every rank, and their gradients back."""
+
+    spec: TensorSpec
+    source: int  # position of the source among the ranks of the mesh
+    place: int  # position of this rank
+    device: torch.device  # of the source's tensor
+
+    @property
+    def at_source(self) -> bool:
+        """True on the rank that holds the whole tensor."""
+        return self.place == self.source
+
+    def coordinate(self, position: int) -> tuple[int, ...]:
+        """The mesh coordinate of a position."""
+        found = []
+        for size in reversed(tuple(self.spec.mesh.shape.values())):
+            position, index = divmod(position, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+    def window(self, position: int) -> tuple[slice, ...]:
+        """Where the block of a position lies in the whole tensor."""
+        at = self.coordinate(position)
+        spans = zip(self.spec.offset(at), self.spec.local_shape(at), strict=True)
+        return tuple(slice(start, start + length) for start, length in spans)
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        """The shape of a position's block."""
+        return self.spec.local_shape(self.coordinate(position))
+
+    def holds(self, position: int) -> bool:
+        """False where an unreduced value's pending sum has zero: everywhere but at the first rank."""
+        return not any(self._along(position, self.spec.partition.unreduced))
+
+    def answers(self, position: int) -> bool:
+        """Whether the position's gradient is wanted: of equal ones the source's own, of a pending sum every term."""
+        partition = self.spec.partition
+        equal = frozenset(self.spec.mesh.axis_names) - partition.axes - partition.reduced
+        return self._along(position, equal) == self._along(self.source, equal)
+
+    def _along(self, position: int, axes: frozenset[str]) -> tuple[int, ...]:
+        at = zip(self.spec.mesh.axis_names, self.coordinate(position), strict=True)
+        return tuple(index for axis, index in at if axis in axes)
+
+
+def check_leaves(
+    leaves: list[Any], partitions: list[Any], labels: list[str], meshes: Sequence[Mesh | None], what: str
+) -> None:
+    """Every leaf a tensor, every spec fitting it and its mesh, where it has one; all failures in one message."""
+    failures = []
+    for leaf, partition, label, mesh in zip(leaves, partitions, labels, meshes, strict=True):
+        if leaf is None or partition is None:
+            continue
+        if not isinstance(leaf, (Tensor, Sharded)):
+            failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
+        elif type(leaf) is LocalTensor:
+            text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+            failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))
+        elif mesh is not None and (wrong := complain(partition, mesh, leaf.ndim)):
+            failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
+    if failures:
+        refuse(f"{what}: the tree does not fit its specs", failures)
+
+
+def _as_tensor(leaf: Any) -> str:
+    if isinstance(leaf, (int, float, complex)):
+        return f"write torch.tensor({leaf!r}), or give it None in specs to leave it as it is"
+    if type(leaf).__name__ == "ndarray":
+        return "write torch.from_numpy(array)"
+    if isinstance(leaf, torch.nn.Module):
+        return "write dict(module.named_parameters())"
+    if isinstance(leaf, Iterator):
+        return "write list(...)"
+    return "give it None in specs to leave it as it is"
+
+
+class Row(NamedTuple):
+    """What the other ranks hear of one leaf."""
+
+    label: str
+    partition: P | None
+    value: Any = None  # of a leaf that stays as it is
+    shape: tuple[int, ...] | None = None  # of a tensor that is sent
+    dtype: torch.dtype = torch.float32
+    follow: bool = False  # gradients come back
+
+    def differs(self, leaf: Any, partition: P | None, source: Source) -> str:
+        """How the spec that a rank gives and its own leaf, if it is a tensor, differ from what the source has."""
+        if self._layout(partition, source.mesh) != self._layout(self.partition, source.mesh):
+            return source.against(f"the spec {partition!r} for {self.label}", f"{self.partition!r}")
+        if self.shape is None or not isinstance(leaf, (Tensor, Sharded)):
+            return ""
+        mine, theirs = described(leaf), describe(self.dtype, self.shape)
+        if isinstance(leaf, Tensor):
+            mine = describe(leaf.dtype, leaf.shape)
+        return "" if mine == theirs else source.against(f"{self.label} as {mine}", f"as {theirs}")
+
+    def _layout(self, partition: P | None, mesh: Mesh) -> Any:
+        if partition is None or self.shape is None or complain(partition, mesh, len(self.shape)):
+            return partition
+        return TensorSpec(mesh, partition, self.shape, self.dtype)
+
+
+def scatter_from(tree: Any, specs: Any, source: Source) -> Any:
+    """Blocks of what the source alone holds; the other ranks pass None, or a tree of the same structure.
+
+    The structure, shapes, dtypes and specs are told and compared, then each rank is sent its own blocks: no rank but
+    the source ever holds a whole tensor. Backward sends the blocks' gradients back.
+
+    Raises:
+        SpecError, TreeError, ArgumentError: of the tree and specs that the source passed, on all ranks alike.
+        ShapeError: of those that another rank passed, on all ranks alike, naming it.
+    """
+    treedef, rows = source.tell(lambda: description(tree, specs, source))
+    source.agree(lambda: _difference(tree, specs, treedef, rows, source))
+    leaves = _flat(tree)[0] if source.here else [None] * len(rows)
+    return treedef.unflatten([_place(row, leaf, source) for row, leaf in zip(rows, leaves, strict=True)])
+
+
+def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return leaves, treedef
+
+
+def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpec, list[Row]]:
+    """All that the other ranks need to know of the leaves, on the source."""
+    what, mesh = source.what, source.mesh
+    if tree is None:
+        raise ArgumentError(
+            f"{what} got src={source.rank} and the tree None on that rank; rank {source.rank} passes the tensors, the "
+            "others None"
+        )
+    leaves, treedef = _flat(tree)
+    partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
+    if any(isinstance(leaf, Sharded) for leaf in leaves):
+        raise ArgumentError(
+            f"{what} got src={source.rank} and a Sharded, which all ranks hold already; write reshard(tree, specs)"
+        )
+    labels = leaf_paths(tree, "tree", is_sharded)
+    check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what)
+    rows = [
+        Row(label, partition, leaf)
+        if leaf is None or partition is None
+        else Row(label, partition, None, tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled())
+        for label, leaf, partition in zip(labels, leaves, partitions, strict=True)
+    ]
+    try:
+        pickle.loads(pickle.dumps((treedef, rows)))
+    except Exception as error:
+        raise TreeError(
+            f"{what} with src={source.rank} tells the other ranks the structure of the tree and its static leaves, "
+            f"which cannot be pickled: {error}; use containers and static leaves that can"
+        ) from None
+    return treedef, rows
+
+
+def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[Row], source: Source) -> str:
+    """What this rank passes that does not fit, in words."""
+    leaves: list[Any] = [None] * len(rows)
+    if tree is not None:
+        leaves, mine = _flat(tree)
+        if mine != treedef:
+            return source.against(tree_text(mine), tree_text(treedef))
+    skeleton = treedef.unflatten(range(len(rows)))
+    partitions = broadcast_prefix(specs, skeleton, "specs", "tree", "specs that do not match the tree")
+    given = zip(rows, leaves, partitions, strict=True)
+    found = (row.differs(leaf, partition, source) for row, leaf, partition in given)
+    return next(filter(None, found), "")
+
+
+def _place(row: Row, leaf: Any, source: Source) -> Any:
+    if row.shape is None or row.partition is None:
+        return row.value if leaf is None else leaf
+    mesh = source.mesh
+    spec = TensorSpec(mesh, row.partition, row.shape, row.dtype)
+    route = Route(spec, source.position, source.place, leaf.device if isinstance(leaf, Tensor) else mesh.device)
+    whole = leaf
+    if leaf is None:
+        whole = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.follow)
+    return Sharded(_Scatter.apply(whole, route), spec)
+
+
+def scatter(whole: Tensor, route: Route) -> Tensor:
+    """This rank's block of what the source holds; ``whole`` is looked at on the source only."""
+    mesh, dtype = route.spec.mesh, route.spec.dtype
+    sends: list[tuple[int, Tensor]] = []
+    receives: list[tuple[int, Tensor]] = []
+    if route.at_source:
+        others = (i for i in range(mesh.size) if i != route.place and route.holds(i))
+        sends = [(i, whole[route.window(i)].to(mesh.device).contiguous()) for i in others]
+    if not route.holds(route.place):
+        mine = torch.zeros(route.shape(route.place), dtype=dtype, device=mesh.device)
+    elif route.at_source:
+        mine = whole[route.window(route.place)].to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+    else:
+        mine = torch.empty(route.shape(route.place), dtype=dtype, device=mesh.device)
+        receives = [(route.source, mine)]
+    messages = [*sends, *receives]
+    announce("scatter", mesh, mine, len(messages), sum(part.nbytes for _, part in messages))
+    transport_of(mesh).transfer(sends, receives, mesh).wait()
+    return mine
+
+
+def collect(block: Tensor, route: Route) -> Tensor:
+    """The transpose of `scatter`: the whole tensor on the source, of size zero elsewhere."""
+    spec, count = route.spec, route.spec.mesh.size
+    if not route.at_source:
+        sends = [(route.source, block.contiguous())] if route.answers(route.place) else []
+        announce("collect", spec.mesh, block, len(sends), sum(part.nbytes for _, part in sends))
+        transport_of(spec.mesh).transfer(sends, [], spec.mesh).wait()
+        return block.new_empty(0)
+    senders = [i for i in range(count) if i != route.place and route.answers(i)]
+    received = [(i, block.new_empty(route.shape(i))) for i in senders]
+    announce("collect", spec.mesh, block, len(received), sum(part.nbytes for _, part in received))
+    transport_of(spec.mesh).transfer([], received, spec.mesh).wait()
+    whole = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.mesh.device)
+    mine = [(route.place, block)] if route.answers(route.place) else []
+    for position, part in sorted([*mine, *received], key=lambda pair: pair[0]):
+        whole[route.window(position)] += part
+    return whole.to(route.device)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return scatter(whole, route)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _Collect.apply(g, ctx.route), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return collect(block, route)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _Scatter.apply(g, ctx.route), None

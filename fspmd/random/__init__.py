@@ -1,0 +1,1 @@
+"""Random numbers that depend on the seed and the element alone, whatever the layout."""

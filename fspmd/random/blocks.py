@@ -1,0 +1,67 @@
+"""A `Sharded` whose blocks are computed where they lie, each from its place in the global tensor. Nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fspmd.random.counter import Block, Distribution, draw
+from fspmd.random.distributions import normal, uniform
+from fspmd.sharded import Sharded
+from fspmd.spec import TensorSpec
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import local_tensor
+from fspmd.transport.randomness import draw_seed
+
+Law = Callable[[torch.dtype], Distribution]
+
+
+def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Sharded:
+    """``make`` gives a block, alike on every rank that has it; of a pending sum the first rank has it, others zeros."""
+    mesh = spec.mesh
+    if mesh.transport != "simulation":
+        return Sharded(_at(spec, mesh.coordinate() or (), make, device), spec)
+    held = frame(mesh, spec.partition.axes | spec.partition.unreduced)
+    blocks = []
+    for coordinate in held.coordinates():
+        full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, coordinate, strict=True))
+        blocks.append(_at(spec, tuple(full.values()), make, device))
+    return Sharded(local_tensor(blocks, held), spec)
+
+
+def _at(spec: TensorSpec, coordinate: tuple[int, ...], make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
+    shape = spec.local_shape(coordinate)
+    names = zip(spec.mesh.axis_names, coordinate, strict=True)
+    if any(i and axis in spec.partition.unreduced for axis, i in names):
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    return make(Block(spec.shape, spec.offset(coordinate), shape))
+
+
+def drawn(
+    spec: TensorSpec,
+    law: Law,
+    device: torch.device,
+    then: Callable[[Tensor], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> Sharded:
+    """Every rank draws its block's elements, and ``then`` makes of them what is wanted.
+
+    They follow from one draw of ``generator``, by default torch's own, which must be alike on all ranks. The parts of
+    complex numbers are two independent draws, of half the variance if normal.
+    """
+    split = spec.dtype.is_complex and law in (uniform, normal)
+    chosen = law(spec.dtype.to_real() if split else spec.dtype)
+    seed = draw_seed(generator)
+
+    def make(block: Block) -> Tensor:
+        if split:
+            parts = Block((*block.whole, 2), (*block.offset, 0), (*block.shape, 2))
+            found = torch.view_as_complex(draw(parts, chosen, seed, device))
+            found = found.mul_(0.5**0.5) if law is normal else found
+        else:
+            found = draw(block, chosen, seed, device)
+        return (then(found) if then is not None else found).to(spec.dtype)
+
+    return fill(spec, make, device)

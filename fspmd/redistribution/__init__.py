@@ -1,0 +1,1 @@
+"""From one layout to another: steps, their price, and the cheapest route."""

@@ -1,0 +1,187 @@
+"""What a collective costs: the alpha-beta model over ring algorithms, with the links of a machine as data.
+
+A message of ``b`` bytes over a link takes ``latency + b / bandwidth``. Rings of ``n`` ranks: Thakur, Rabenseifner and
+Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), sections 3 to 5.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fspmd.errors import ArgumentError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One way between two ranks: the time to begin, µs, and the bytes per µs (1 GB/s = 1000) in one direction."""
+
+    latency: float
+    bandwidth: float
+
+
+#: one direction, for each rank, as vendors give them
+NVLINK: Final = Link(1.0, 450e3)  # NVLink 4, 18 links of 25 GB/s
+PCIE: Final = Link(1.5, 32e3)  # PCIe 4.0 x16
+INFINIBAND: Final = Link(5.0, 50e3)  # NDR, 400 Gb/s
+ETHERNET: Final = Link(30.0, 12.5e3)  # 100 Gb/s
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Hosts of ``per_host`` ranks, consecutive ones together: ``inside`` a host one link, ``between`` hosts another.
+
+    ``launch`` is the time in µs to begin any collective, which makes one over two axes cheaper than two in a row.
+    ``memory`` is what a rank reads or writes of its own, bytes per µs; it makes a plan that holds less memory the
+    cheaper of two that move the same. ``flops`` are a rank's operations in a µs: what is sharded computes less. Blocks
+    beyond ``capacity``, in bytes, are reckoned as moved out over ``spill``, so plans avoid steps that do not fit.
+    ``axes`` overrides the link of single mesh axes, by name.
+    """
+
+    inside: Link = NVLINK
+    between: Link = INFINIBAND
+    per_host: int = 8
+    launch: float = 10.0
+    memory: float = 3e6
+    flops: float = 4e8
+    capacity: float = float("inf")
+    spill: Link = PCIE
+    axes: tuple[tuple[str, Link], ...] = ()
+
+    def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+        """The slowest link on the way between the ranks of a group along some axes."""
+        named = dict(self.axes)
+        links = [named[axis] for axis in axes if axis in named]
+        others = tuple(axis for axis in axes if axis not in named)
+        if others:
+            links.append(self.between if _leaves_host(mesh, others, self.per_host) else self.inside)
+        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+
+
+@functools.lru_cache(maxsize=1024)
+def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
+    """Whether the corners of a group along the axes stand on more than one host."""
+    corners = [(0,) * len(mesh.axis_names)]
+    for place, axis in enumerate(mesh.axis_names):
+        if axis in axes:
+            last = mesh.shape[axis] - 1
+            corners += [(*at[:place], last, *at[place + 1 :]) for at in corners]
+    return len({mesh.rank_at(at) // per_host for at in corners}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one collective costs each rank."""
+
+    moved: float  # bytes that a rank sends, or receives
+    time: float  # µs
+    peak: int  # bytes that a rank holds at once: its blocks before and after
+
+    def __str__(self) -> str:
+        return f"each rank sends {self.moved:,.0f} B in {self.time:.3g} µs and holds {self.peak:,} B at most"
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.moved + other.moved, self.time + other.time, max(self.peak, other.peak))
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """For choosing among ways: the quickest, then that which holds least."""
+        return self.time, self.peak
+
+
+FREE: Final = Price(0.0, 0.0, 0)
+
+#: kernel -> (messages that follow each other, bytes a rank sends), of n ranks, bytes before and bytes after
+_FORMULAS: Final[dict[str, Callable[[int, int, int], tuple[int, float]]]] = {
+    "gather": lambda n, before, after: (n - 1, (n - 1) * after / n),
+    "reduce_scatter": lambda n, before, after: (n - 1, (n - 1) * before / n),
+    "reduce": lambda n, before, after: (2 * (n - 1), 2 * (n - 1) * before / n),
+    "exchange": lambda n, before, after: (n - 1, (n - 1) * before / n),
+    "permute": lambda n, before, after: (1, before),
+    "broadcast": lambda n, before, after: (n - 1, before),
+}
+_KERNELS: Final = {
+    **{name: name for name in _FORMULAS},
+    **{"gather_once": "gather", "reduce_once": "reduce", "mean": "reduce", "reduce_to_root": "reduce"},
+    "broadcast_once": "broadcast",
+}
+_VIEWS: Final = frozenset({"alias", "apart", "pick", "slice"})  # kernels that read and write nothing
+
+
+def moves(kernel: str) -> bool:
+    """Whether a kernel moves anything between ranks."""
+    return kernel in _KERNELS or kernel in ("ragged", "reblock")
+
+
+def price(
+    kernel: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    before: int,
+    after: int,
+    topology: Topology | None = None,
+    traffic: tuple[int, int] | None = None,
+    ranks: int | None = None,
+) -> Price:
+    """Of a kernel of the pair table over axes, on blocks of ``before`` bytes that become blocks of ``after`` bytes.
+
+    A kernel that moves nothing between ranks costs what reading and writing the blocks does, or nothing. ``traffic``:
+    the messages and bytes that the busiest rank receives, of a kernel that has no formula because it depends on how
+    blocks lie; it puts together its new block piece by piece. ``ranks``: of a group, where axes are cut into several.
+
+    >>> from fspmd import make_mesh
+    >>> slow = Topology(Link(1.0, 1000.0), launch=2.0, memory=float("inf"))
+    >>> price("gather", make_mesh((4,), ("x",)), ("x",), 1000, 4000, slow)
+    Price(moved=3000.0, time=8.0, peak=5000)
+    """
+    topology = topology or _current
+    axes = axes or mesh.axis_names
+    n, held = ranks or mesh.axis_size(axes), before + after
+    local = 0.0 if kernel in _VIEWS or traffic is not None else held / topology.memory
+    local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
+    name = _KERNELS.get(kernel)
+    rounds, moved = (0, 0.0) if name is None or n == 1 else _FORMULAS[name](n, before, after)
+    if traffic is not None:
+        rounds, moved = traffic
+        local += 2 * after / topology.memory
+    if not rounds or not moved:  # nobody begins what is empty
+        return Price(0.0, local, held)
+    link = topology.link(mesh, axes)
+    return Price(moved, topology.launch + rounds * link.latency + moved / link.bandwidth + local, held)
+
+
+def work(products: float, held: float, topology: Topology) -> float:
+    """µs to compute so many products and sums, of so many bytes."""
+    return max(2 * products / topology.flops, held / topology.memory)
+
+
+_current = Topology()
+_planned: list[Callable[[], None]] = []
+
+
+def topology() -> Topology:
+    """What prices are reckoned with."""
+    return _current
+
+
+def replan_with(forget: Callable[[], None]) -> None:
+    """Call ``forget`` when other figures are set: it lets go of what was planned by the old ones."""
+    _planned.append(forget)
+
+
+def set_topology(topology: Topology) -> None:
+    """Reckon with other figures from here on, in this process, and plan anew; every rank must set the same."""
+    global _current
+    if not isinstance(topology, Topology):
+        raise ArgumentError(
+            f"set_topology got {described(topology)}; give it a Topology, such as "
+            "Topology(inside=Link(latency=2.0, bandwidth=450e3), per_host=8)"
+        )
+    if topology != _current:
+        for forget in _planned:
+            forget()
+    _current = topology

@@ -1,0 +1,58 @@
+"""Between a global tensor and its blocks, and from one spec to another, differentiably.
+
+Every move is a row of the pair table, so backward communicates what the table says.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fspmd.meshes.mesh import Mesh
+from fspmd.pairs import apply, call
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.routes import route
+from fspmd.spec import P, TensorSpec, entry_axes
+from fspmd.transport import Options
+
+
+def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
+    """The blocks of ``target`` from those of ``source``, by the cheapest route; on one mesh or from one to another."""
+    if source is target:
+        return x
+    if source.mesh != target.mesh:
+        return _to_mesh(x, source, target)
+    for step in route(source, target, topology()).steps:
+        x = apply(x, step.call)
+    return x
+
+
+def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
+    """A process has its part in what happens on a mesh of which it is a member."""
+    here, there = source.mesh, target.mesh
+    if (here.transport, here.device_type) != (there.transport, there.device_type):  # no collective spans both
+        return to_blocks(from_blocks(x, source).to(there.device), target)
+    for step in route(source, target, topology()).steps:
+        if step.call.options.move is not None or step.call.mesh.coordinate() is not None:
+            x = apply(x, step.call)
+    return x
+
+
+def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
+    """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
+    return redistribute(x, spec.with_partition(P()), spec)
+
+
+def from_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
+    """The global tensor on every rank: gathered where sharded, summed where unreduced. Backward slices."""
+    return redistribute(x, spec, spec.with_partition(P()))
+
+
+def from_even_blocks(x: Tensor, partition: P, mesh: Mesh) -> Tensor:
+    """`from_blocks` where the blocks along each cut have one length, which may differ along axes of no cut."""
+    for name, pending in (("psum_unreduced", partition.unreduced), ("reduced_to_invariant", partition.reduced)):
+        if axes := mesh.ordered(pending):
+            x = apply(x, call(name, mesh, axes))
+    for dim, entry in reversed(list(enumerate(partition))):
+        if axes := entry_axes(entry):
+            x = apply(x, call("all_gather_invariant", mesh, axes, Options(dim=dim)))
+    return x

@@ -1,0 +1,248 @@
+"""From one layout of a tensor to another: the cheapest sequence of collectives, by shortest path over layouts.
+
+A node of the graph is a `TensorSpec`; `edges` has its edges. Where ways round can pay all of them are searched: beside
+a pending sum (scatter it first), and where links differ in speed (fetch a part over the slow axis, and gather it over
+the fast one); else those that lead towards the target.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from fspmd.pairs import Call
+from fspmd.redistribution.bounds import bound
+from fspmd.redistribution.cost import FREE, Price, Topology, price
+from fspmd.redistribution.edges import edges, reblock
+from fspmd.spec import P, TensorSpec, entry_axes
+from fspmd.transport.windows import Reblock, lacking, traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective, the layout it leads to, and what it costs each rank."""
+
+    call: Call
+    spec: TensorSpec
+    price: Price
+
+    def __str__(self) -> str:
+        over = ", ".join(map(repr, self.call.axes or self.call.mesh.axis_names))
+        cost = f"{self.price.moved:,.0f} B, {self.price.time:.3g} µs, holds {self.price.peak:,} B"
+        return f"{self.call.pair.name} over {over} -> {_short(self.spec)}: {cost}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The steps between two layouts of one tensor."""
+
+    source: TensorSpec
+    target: TensorSpec
+    steps: tuple[Step, ...]
+
+    @property
+    def price(self) -> Price:
+        """Of all steps: bytes and times add up, the peak is the highest."""
+        return sum((step.price for step in self.steps), Price(0.0, 0.0, _bytes(self.source)))
+
+    def __str__(self) -> str:
+        where = repr(self.source.mesh)
+        if self.target.mesh != self.source.mesh:
+            where += f", then {self.target.mesh!r}"
+        return "\n".join(
+            (
+                f"{_short(self.source)} -> {_short(self.target)} on {where}",
+                *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
+                str(self.price),
+            )
+        )
+
+    __repr__ = __str__
+
+
+def _short(spec: TensorSpec) -> str:
+    return repr(spec).partition(" on ")[0]
+
+
+@functools.lru_cache(maxsize=8192)
+def _bytes(spec: TensorSpec) -> int:
+    return prod(spec.block_shape) * spec.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=8192)
+def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
+    """The cheapest way; of equally quick ones that which holds less, then that of fewer steps."""
+    if source is target:
+        return Route(source, target, ())
+    steps = _across(source, target, topology) if source.mesh != target.mesh else _within(source, target, topology)
+    return Route(source, target, steps)
+
+
+def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """By Dijkstra's algorithm over edges that lead towards the target; then, where ways round may pay, over all."""
+    if (one := _direct(source, target, topology)) is not None:
+        return (one,)
+    order = itertools.count()
+    queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
+    done: set[TensorSpec] = set()
+    while True:
+        time, peak, length, _, spec, steps = heapq.heappop(queue)
+        if spec is target:
+            break
+        if spec in done:
+            continue
+        done.add(spec)
+        for move, after in edges(spec, target, False):
+            if after not in done:
+                step = _step(move, spec, after, topology)
+                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
+                heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
+    return _round(source, target, topology, steps) if _round_pays(source, target, topology) else steps
+
+
+def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
+    """The collective from the one to the other that no route beats, if it is plain to see."""
+    for move, after in edges(source, target, False):
+        if after is target and move.pair.name != "reblock":
+            step = _step(move, source, target, topology)
+            return step if _is_unbeaten(step, source, topology) else None
+    return None
+
+
+def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
+    """Whether no route beats a native collective that leads to the target, as far as that is plain to see.
+
+    What is over when two collectives have only begun is not beaten by two. Over links that are alike it sends what
+    ranks lack, and no less will do; more steps have fewer rounds only over fewer axes at a time. But those that hold
+    copies may share a sum.
+    """
+    mesh, before, after = source.mesh, source.partition, step.spec.partition
+    if not (source.even and step.spec.even):
+        return False
+    if step.price.time <= 2 * topology.launch:
+        return True
+    axes = frozenset(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    copied = not axes <= before.axes | before.unreduced
+    if (before.unreduced - after.unreduced and copied) or (len(axes) > 2 and after.unreduced | after.reduced):
+        return False
+    sizes = [mesh.shape[axis] for axis in step.call.axes]
+    spared = 2 * (prod(sizes) - 1 - sum(n - 1 for n in sizes))  # rounds, by one step per axis
+    latency = topology.link(mesh, step.call.axes).latency
+    return spared * latency <= topology.launch and not _links_differ(source, topology)
+
+
+def _weight(move: Call) -> int:
+    return 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
+
+
+_EFFORT = 20_000  # edges that are looked at, before what is known is good enough
+
+
+def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> tuple[Step, ...]:
+    """A quicker way than a known one, by way of any layouts: A*, with `bound` for what is still to come.
+
+    An edge whose traffic has to be counted is queued at what it takes at least, and priced when its turn comes.
+    """
+    least, limit = bound(target, topology), sum(step.price.time for step in known) - 1e-6
+    order, looked = itertools.count(), 0
+    reached: dict[TensorSpec, tuple[float, int, int]] = {}
+    queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | None]] = []
+
+    def push(
+        label: tuple[float, int, int], spec: TensorSpec, steps: tuple[Step, ...], edge: Call | None = None
+    ) -> None:
+        time, peak, length = label
+        ahead = least(spec)
+        if edge is not None:
+            ahead += _least(edge, steps[-1].spec if steps else source, spec, topology)
+        if time + ahead < limit and reached.get(spec, (limit, 0, 0)) > label:
+            heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
+
+    def priced(label: tuple[float, int, int], move: Call, after: TensorSpec, steps: tuple[Step, ...]) -> None:
+        step = _step(move, steps[-1].spec if steps else source, after, topology)
+        time, peak, length = label
+        push((time + step.price.time, max(peak, step.price.peak), length + _weight(move)), after, (*steps, step))
+
+    push((0.0, 0, 0), source, ())
+    while queue and looked < _EFFORT:
+        _, peak, length, _, time, spec, steps, move = heapq.heappop(queue)
+        label = (time, peak, length)
+        if move is not None:
+            priced(label, move, spec, steps)
+        elif spec is target:
+            return steps
+        elif reached.get(spec, (limit, 0, 0)) > label:
+            reached[spec] = label
+            for edge, after in edges(spec, target, True):
+                looked += 1
+                if edge.options.move is None:
+                    priced(label, edge, after, steps)
+                else:
+                    push(label, after, steps, edge)
+    return known
+
+
+def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
+    """What a reblock takes at least: what its last rank receives, or whose block grows."""
+    size = _bytes(after)
+    lacks = max(lacking(before, after) * before.dtype.itemsize, size - _bytes(before))
+    link = topology.link(move.mesh, move.axes)
+    sending = topology.launch + link.latency + lacks / link.bandwidth if lacks > 0 else 0.0
+    return sending + 2 * size / topology.memory
+
+
+def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
+    """Whether a way round may: past a pending sum, where links differ in speed, and on many axes to a pending sum."""
+    mesh, before, after = source.mesh, source.partition, target.partition
+    many = sum(n > 1 for n in mesh.shape.values()) > 2
+    return bool(
+        before.unreduced - after.unreduced
+        or (many and after.unreduced | after.reduced)
+        or _links_differ(source, topology)
+    )
+
+
+def _links_differ(spec: TensorSpec, topology: Topology) -> bool:
+    mesh = spec.mesh
+    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    groups = [(axis,) for axis in axes] + [axes] * (len(axes) > 1)
+    return len({topology.link(mesh, group) for group in groups}) > 1
+
+
+def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
+    blocks = move.options.move
+    moved = None if blocks is None else traffic(blocks)
+    received = None if moved is None else (moved.messages, moved.elements * before.dtype.itemsize)
+    cost = price(move.pair.kernel, before.mesh, move.axes, _bytes(before), _bytes(after), topology, received)
+    return Step(move, after, cost)
+
+
+def back(step: Step, before: TensorSpec, topology: Topology) -> Price:
+    """What the transpose of a step costs, which leads back to ``before``."""
+    return _step(step.call.transposed, step.spec, before, topology).price
+
+
+def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """To another mesh in one move, before which pending sums end unless both meshes have them on the same ranks."""
+    starts, end = [source], target
+    if not Reblock(source, target).carries:
+        starts, end = list(_settled_layouts(source)), target.with_partition(P(*target.partition))
+    leave = _within(end, target, topology)
+    ways = []
+    for start in starts:
+        step = _step(reblock(start, end)[0], start, end, topology)
+        ways.append((*_within(source, start, topology), step, *leave))
+    return min(ways, key=lambda steps: sum((step.price for step in steps), FREE).rank)
+
+
+def _settled_layouts(spec: TensorSpec) -> Iterator[TensorSpec]:
+    """Without pending sums: added up on every rank, or each dim's parts where they will lie."""
+    entries, pending = list(spec.partition), spec.mesh.ordered(spec.partition.unreduced)
+    yield spec.with_partition(P(*entries))
+    for dim in range(spec.ndim if pending else 0):
+        cut = (*entry_axes(entries[dim]), *pending)
+        yield spec.with_partition(P(*entries[:dim], cut, *entries[dim + 1 :]))

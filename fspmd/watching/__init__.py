@@ -1,0 +1,1 @@
+"""Who communicates, and why: causes, logs and refusals."""

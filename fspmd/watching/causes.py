@@ -1,0 +1,94 @@
+"""Who asked for a communication: read off the stack, so that it costs nothing while nobody wants to know."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import optree
+import torch
+
+from fspmd.global_view.propagate import shown
+
+_HERE: Final = str(Path(__file__).parents[1])
+_LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
+#: our functions that are called with a torch function ``func`` and its arguments: (file, name)
+_DISPATCH: Final = (f"{_HERE}/global_view/dispatch.py", "dispatch")
+_OPS: Final = (_DISPATCH, (f"{_HERE}/local_view/tracking.py", "__torch_function__"))
+#: what a user calls something by, where the outermost of our functions has another name
+_NAMES: Final = {
+    "entry.py": "shard_map entry",
+    "exit.py": "shard_map exit",
+    "shard_map.py": "shard_map",
+    "parallel.py": "parallelize",
+    "hooks.py": "autograd.Function.apply",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The torch function or the function of fspmd that the user called, and where.
+
+    ``written``: the user asked for the communication itself, rather than for something that implies it.
+    """
+
+    what: str
+    written: bool
+    file: str = ""
+    line: int = 0
+
+    @property
+    def where(self) -> str:
+        """``train.py:12``."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else "?"
+
+    @property
+    def text(self) -> str:
+        """The user's line."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The frames between a communication and the user's line that caused it."""
+
+    dispatches: tuple[FrameType, ...]  # of torch functions on Sharded values, innermost first
+    user: FrameType | None
+    cause: Cause
+
+
+def trace() -> Trace:
+    """What led here: the nearest frame that is neither ours nor torch's, and what it called."""
+    dispatches: list[FrameType] = []
+    op: FrameType | None = None
+    outermost: FrameType | None = None
+    edges = ""  # whether a body's entries or exits are at work
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_LIBRARIES):
+        if file.startswith(_HERE):
+            outermost = frame
+            key = (file, frame.f_code.co_name)
+            if key in _OPS:
+                op = frame
+                if key == _DISPATCH:
+                    dispatches.append(frame)
+            elif Path(file).name in ("entry.py", "exit.py"):
+                edges = Path(file).name
+        frame = frame.f_back
+    what = shown(op.f_locals["func"]) if op is not None else _name(outermost, edges)
+    written = op is None and what != _NAMES["hooks.py"]
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ()
+    return Trace(tuple(dispatches), frame, Cause(what, written, *place))
+
+
+def _name(outermost: FrameType | None, edges: str) -> str:
+    if outermost is None or torch._C._current_autograd_node() is not None:
+        return "backward()"
+    file = Path(outermost.f_code.co_filename).name
+    if file == "shard_map.py" and edges:
+        return _NAMES[edges]
+    return _NAMES.get(file) or outermost.f_code.co_qualname.partition(".<locals>")[0]

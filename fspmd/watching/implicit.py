@@ -1,0 +1,264 @@
+"""What a torch function on `Sharded` values communicates by itself, told with its price and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.global_view.outcomes import Place
+from fspmd.global_view.propagate import Question, ask, shown
+from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.op_kinds import name_of
+from fspmd.pairs import Call, call
+from fspmd.redistribution.cost import FREE, Price, topology
+from fspmd.redistribution.routes import route
+from fspmd.rules import composite_of, handler_of
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.trees import leaf_paths
+from fspmd.watching.causes import Cause, Trace
+from fspmd.watching.expressions import expression_at, operands_of
+from fspmd.watching.watch import communicates, price_of
+
+_grad_enabled = torch.is_grad_enabled
+_functorch: Any = torch._C._functorch
+_WAYS = 4  # that a report shows besides the one taken
+_REFLECTED = {f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")}
+_LONGEST = 60  # characters of an expression that a report shows
+
+
+@dataclass(frozen=True, slots=True)
+class Implicit:
+    """Communication that the user did not write: ``cause`` implies it. Printing it tells all."""
+
+    cause: Cause
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """One tensor of a call: what the user calls it, how it lies, and whether it will have a gradient."""
+
+    name: str
+    assignable: bool  # the name is a variable's, or that of a leaf of one
+    spec: TensorSpec
+    followed: bool
+
+
+def followed(x: Any) -> bool:
+    """Whether autograd follows a tensor, at any level of ``torch.func``."""
+    while _grad_enabled() and isinstance(x, Tensor):
+        if x.requires_grad:
+            return True
+        x = _functorch.get_unwrapped(x) if _functorch.is_functorch_wrapped_tensor(x) else None
+    return False
+
+
+def implied(x: Tensor, call: Call, trace: Trace) -> tuple[Call, ...]:
+    """What applying a call to ``x`` communicates: the call, and its transpose if ``x`` will have a gradient."""
+    later = (call.transposed,) if followed(x) and _has_gradient(trace.dispatches[0]) else ()
+    return tuple(one for one in (call, *later) if communicates(one))
+
+
+def _has_gradient(dispatched: FrameType) -> bool:
+    """Whether a torch function gives something that may be differentiated, as far as it is known: no booleans."""
+    results = dispatched.f_locals["plan"].results if "plan" in dispatched.f_locals else ()
+    specs = results if isinstance(results, tuple) else (results,)
+    return not specs or any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
+
+
+def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
+    """What the function communicates whose first call of the pair table is ``first``, on ``x``."""
+    inner, outer = trace.dispatches[0], trace.dispatches[-1]
+    func, args, kwargs = inner.f_locals["func"], inner.f_locals["args"], inner.f_locals["kwargs"] or {}
+    cause, expression = trace.cause, expression_at(trace.user) if trace.user is not None else ""
+    shown_as = expression if 0 < len(expression) <= _LONGEST else cause.what
+    within = "" if cause.what.strip("()") in shown_as or "[" in cause.what else f", in {cause.what}"
+    lines = [f"{shown_as} communicates, which is not written ({cause.where}{within})"]
+    if inner is not outer:
+        lines.append(f"  in {shown(func)}, which it is made of")
+    sources = operands_of(expression, cause.what, len(args)) if inner is outer else []
+    if name_of(func) in _REFLECTED:
+        sources.reverse()
+    operands = _operands(args, kwargs, sources, _names(trace.user), _has_gradient(inner))
+    rows, needs, others = _solved(func, args, kwargs, operands)
+    lines += [
+        f"  {row}"
+        for row in rows or (f"first {_priced(one, tuple(x.shape), x.dtype)}" for one in implied(x, first, trace))
+    ]
+    lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
+    lines.append(f"write {_fix(needs if inner is outer else (), cause.what)}")
+    return Implicit(cause, "\n".join(lines))
+
+
+Needs = list[tuple[_Operand, TensorSpec]]
+
+
+def _solved(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Place, _Operand]
+) -> tuple[list[str], Needs, list[str]]:
+    """What moves, how the operands must lie so that nothing is implied, and the other ways to compute it."""
+    if handler_of(func) is not None or composite_of(func, args, kwargs) is not None:
+        return [], [], []
+    question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
+    if question is None:
+        needs = [(one, one.spec.with_partition(P())) for one in operands.values() if one.spec.partition.mentioned]
+        gathered = [f"{one.name}: {_route(one.spec, need)}" for one, need in needs]
+        return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
+    ordered = [operands[place] for place, _ in question.operands]
+    question = replace(question, gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
+    ways = sorted(question.solve(strategies), key=lambda way: way.time)
+    needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
+    rows = list(_rows(ordered, ways[0]))
+    if not rows and ways[0].by_body:
+        rows = [f"a sharded body, {ways[0].body:.3g} µs of collectives"]
+    return rows, needs, _others(question, ordered, ways[1:])
+
+
+# --- the operands ---------------------------------------------------------------------------------------------------
+
+
+def _names(user: FrameType | None) -> dict[int, str]:
+    """What the user calls values, by identity; arguments and local variables before globals."""
+    if user is None:
+        return {}
+    known = {**user.f_globals, **user.f_locals}
+    found: dict[int, str] = {}
+    for name, value in known.items():
+        if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
+            leaves = optree.tree_leaves(value, is_leaf=is_sharded)
+            found.update(
+                (id(leaf), path) for leaf, path in zip(leaves, leaf_paths(value, name, is_sharded), strict=True)
+            )
+    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
+
+
+def _operands(
+    args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[str], names: dict[int, str], has_gradient: bool
+) -> dict[Place, _Operand]:
+    """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
+    tree: Any = (args, kwargs)
+    mesh = next(x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)).spec.mesh
+    found: dict[Place, _Operand] = {}
+    for i, arg in enumerate((*args, *kwargs.values())):
+        listed = isinstance(arg, (list, tuple))
+        for k, x in enumerate(arg if listed else (arg,)):
+            if isinstance(x, (Tensor, Sharded)):
+                source = sources[i] if i < len(sources) and not listed else None
+                spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype)
+                known = names.get(id(x))
+                name = known or source or f"operand {len(found) + 1}"
+                later = has_gradient and followed(x.local if isinstance(x, Sharded) else x)
+                found[(i, k) if listed else i] = _Operand(name, known is not None, spec, later)
+    return found
+
+
+# --- what moves -----------------------------------------------------------------------------------------------------
+
+
+def _cast_calls(need: TensorSpec, axes: tuple[str, ...]) -> list[Call]:
+    """What the casts of an operand that will have a gradient do in backward."""
+    others = tuple(axis for axis in axes if axis not in need.partition.reduced)
+    return [call("psum", need.mesh, others)] if others else []
+
+
+def _needed(one: _Operand, way: Strategy, i: int) -> tuple[_Operand, TensorSpec]:
+    """How an operand must lie so that nothing is implied: reduced where its cast would be summed in backward."""
+    need = way.operands[i]
+    if not (one.followed and way.casts[i]):
+        return one, need
+    partition = need.partition
+    reduced = partition.reduced | frozenset(way.casts[i])
+    return one, need.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
+
+
+def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
+    for i, (one, need, axes) in enumerate(zip(operands, way.operands, way.casts, strict=True)):
+        if one.spec is not need:
+            yield f"{one.name}: {_route(one.spec, need, backward=one.followed)}"
+        for cast in _cast_calls(need, axes) if one.followed else ():
+            target = _needed(one, way, i)[1]
+            shape, dtype = need.block_shape, need.dtype
+            yield f"{one.name}: {_short(need)} → {_short(target)} [in backward {_priced(cast, shape, dtype)}]"
+
+
+def _short(spec: TensorSpec) -> str:
+    return repr(spec).partition(" on ")[0]
+
+
+def _over(call: Call) -> str:
+    return f"{call.pair.name} over {', '.join(map(repr, call.axes or call.mesh.axis_names))}"
+
+
+def _priced(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{_over(call)}, {_cost(price_of(call, shape, dtype))}"
+
+
+def _cost(price: Price) -> str:
+    return f"{price.moved:,.0f} B, {price.time:.3g} µs"
+
+
+def _route(source: TensorSpec, target: TensorSpec, *, backward: bool = False) -> str:
+    """``actual → needed [collectives, bytes, µs]``."""
+    way = route(source, target, topology())
+    moving = [step for step in way.steps if communicates(step.call)]
+    if moving:
+        what = f"{', '.join(_over(step.call) for step in moving)}, {_cost(way.price)}"
+    else:
+        back = [step for step in way.steps if communicates(step.call.transposed)] if backward else []
+        parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in back]
+        what = f"in backward {', '.join(parts)}" if parts else "moves nothing"
+    return f"{_short(source)} → {_short(target)} [{what}]"
+
+
+# --- what else there is ---------------------------------------------------------------------------------------------
+
+
+def _price(operands: Sequence[_Operand], way: Strategy) -> Price:
+    total = FREE
+    for one, need, axes in zip(operands, way.operands, way.casts, strict=True):
+        total += route(one.spec, need, topology()).price
+        for cast in _cast_calls(need, axes) if one.followed else ():
+            total += price_of(cast, need.block_shape, need.dtype)
+    return total
+
+
+def _others(question: Question, operands: Sequence[_Operand], ways: list[Strategy]) -> list[str]:
+    """Strategies, the cheapest first; what a body would communicate is in their time."""
+    found = []
+    for way in ways:
+        price = _price(operands, way)
+        time = price.time + way.body
+        laid = ", ".join(map(_short, way.operands))
+        out = ", ".join(_short(r.with_partition(p)) for r, p in zip(question.results, way.results, strict=True))
+        where = " in a sharded body" if way.by_body else ""
+        found.append((time, f"{laid} → {out} [{price.moved:,.0f} B, {time:.3g} µs{where}]"))
+    return [text for _, text in sorted(found, key=lambda one: one[0])]
+
+
+def _fix(needs: Sequence[tuple[_Operand, TensorSpec]], what: str) -> str:
+    """The lines to paste."""
+    lines = []
+    for one, need in needs:
+        if one.spec is not need:
+            moved = f"reshard({one.name}, {_written(need.partition)})"
+            lines.append(f"{one.name} = {moved}" if one.assignable else f"{moved} for {one.name}")
+    return "; ".join(lines) or f"reshard of the operands of {what} before it, or {what} in a function run by shard_map"
+
+
+def _written(partition: P) -> str:
+    entries = list(partition)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return repr(P(*entries, unreduced=partition.unreduced, reduced=partition.reduced))

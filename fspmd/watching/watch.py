@@ -1,0 +1,184 @@
+"""Watching what is communicated: while somebody does, each call of the pair table carries its cause into backward."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.meshes.mesh import Mesh
+from fspmd.pairs import Call, watch_with
+from fspmd.redistribution.cost import Price, moves, price
+from fspmd.transport import Pending
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.rows import Route
+from fspmd.transport.windows import traffic
+from fspmd.watching.causes import Cause, Trace, trace
+
+_lock: Final = threading.Lock()
+_watchers: tuple[Watcher, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One collective, of this process's rank; in a simulation, of the first rank.
+
+    ``kind`` is the name of its row of the pair table, ``shape`` and ``dtype`` are those of the block it takes,
+    ``price.moved`` is the bytes that a rank sends. ``backward``: it ran in a backward pass, for what ``cause`` did in
+    the forward pass.
+    """
+
+    kind: str
+    mesh: Mesh
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    price: Price
+    backward: bool
+    cause: Cause
+
+
+class Watcher:
+    """Who wants to know of communication; does nothing."""
+
+    def before(self, x: Any, call: Call, trace: Trace) -> None:
+        """A call is about to be applied to ``x``; its transpose follows in backward without being told here."""
+
+    def told(self, moved: Communication) -> None:
+        """A collective begins, in forward or backward, on any thread."""
+
+
+def add(watcher: Watcher) -> None:
+    """Tell it of what happens from here on, in this process."""
+    global _watchers
+    with _lock:
+        _watchers = (*_watchers, watcher)
+        watch_with(_watched)
+
+
+def remove(watcher: Watcher) -> None:
+    """Tell it no more."""
+    global _watchers
+    with _lock:
+        gone = max(i for i, one in enumerate(_watchers) if one is watcher)
+        _watchers = _watchers[:gone] + _watchers[gone + 1 :]
+        watch_with(_watched if _watchers else None)
+
+
+class _Watched(Call):
+    """A call that knows its cause, as its transpose does, and tells when it begins."""
+
+    __slots__ = ("cause", "plain")
+
+    def __init__(self, plain: Call, cause: Cause) -> None:
+        self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
+        self.kernel, self.results = plain.kernel, plain.results
+        self.plain = plain
+        self.cause = cause
+
+    def start(self, x: Tensor) -> Pending:
+        self.announce(x)
+        return self.plain.start(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        self.announce(x)
+        return self.plain.run(x)
+
+    @property
+    def transposed(self) -> Call:
+        return _Watched(self.plain.transposed, self.cause)
+
+    def batched(self) -> Call:
+        return _Watched(self.plain.batched(), self.cause)
+
+    def announce(self, x: Tensor) -> None:
+        if _watchers and communicates(self):
+            shape = tuple((x.shards[0] if type(x) is LocalTensor else x).shape)
+            cost = price_of(self, shape, x.dtype)
+            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.cause)
+
+
+def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> None:
+    """Tell of what is no row of the pair table: messages between this rank and others, and their bytes."""
+    if _watchers and messages:
+        cost = price(kind, mesh, mesh.axis_names, x.nbytes, x.nbytes, traffic=(messages, moved))
+        _tell(kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost, trace().cause)
+
+
+def _tell(
+    kind: str,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    cost: Price,
+    cause: Cause,
+) -> None:
+    backward = torch._C._current_autograd_node() is not None
+    moved = Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)
+    for watcher in _watchers:
+        watcher.told(moved)
+
+
+def _watched(x: Any, call: Call) -> Call:
+    if type(call) is _Watched:
+        return call
+    found = trace()
+    if torch._C._current_autograd_node() is None:
+        for watcher in _watchers:
+            watcher.before(x, call, found)
+    return _Watched(call, found.cause)
+
+
+def communicates(call: Call) -> bool:
+    """Whether anything moves between ranks."""
+    if call.options.move is not None:
+        return traffic(call.options.move).messages > 0
+    return moves(call.pair.kernel) and _ranks(call) > 1
+
+
+def _ranks(call: Call) -> int:
+    groups = call.options.index_groups
+    return max(map(len, groups)) if groups else call.mesh.axis_size(call.axes or call.mesh.axis_names)
+
+
+def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
+    """What a call costs on a block of a shape."""
+    o, n = call.options, _ranks(call)
+    before = prod(shape) * dtype.itemsize
+    after = prod(_shape_after(call, shape, n)) * dtype.itemsize
+    received = None
+    if o.move is not None:
+        after = prod(o.move.target.block_shape) * dtype.itemsize
+        received = (traffic(o.move).messages, traffic(o.move).elements * dtype.itemsize)
+    elif o.routes is not None:
+        route: Route = o.routes.routes[0]
+        row = prod(size for dim, size in enumerate(shape) if dim != o.dim) * dtype.itemsize
+        after = route.lands.length * row
+        received = (n - 1, (sum(route.sends) - route.sends[_place(call)]) * row)
+    return price(call.pair.kernel, call.mesh, call.axes, before, after, traffic=received, ranks=n)
+
+
+def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Of the block of the first rank, which is the longest, after a collective that cuts or joins."""
+    o, kernel, after = call.options, call.pair.kernel, list(shape or (1,))
+    if kernel in ("reduce_scatter", "exchange"):
+        after[o.dim] = after[o.dim] // n if o.sizes is None else max(o.sizes)
+    if kernel in ("gather", "gather_once"):
+        after[o.dim] = after[o.dim] * n if o.sizes is None else sum(o.sizes)
+    if kernel == "exchange":
+        after[o.concat_dim] = after[o.concat_dim] * n if o.concat_sizes is None else sum(o.concat_sizes)
+    return tuple(after)
+
+
+def _place(call: Call) -> int:
+    """This process's place in its group along the axes."""
+    coordinate = dict(zip(call.mesh.axis_names, call.mesh.coordinate() or (), strict=False))
+    place = 0
+    for axis in call.axes or call.mesh.axis_names:
+        place = place * call.mesh.shape[axis] + coordinate.get(axis, 0)
+    return place
