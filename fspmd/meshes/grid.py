@@ -1,8 +1,8 @@
 """The geometry of a mesh: named axes over global ranks, apart from processes and devices.
 
 A grid says which global rank stands at each coordinate: a :class:`~fspmd.meshes.layout.Layout` per axis gives an
-offset, and the rank map (shared by every grid derived from one) the rank at that offset. So slicing, reordering, flattening and
-unflattening are arithmetic on a few integers, whatever the number of ranks.
+offset, and the rank map (shared by every grid derived from one) the rank at that offset. So slicing, reordering,
+flattening and unflattening are arithmetic on a few integers, whatever the number of ranks.
 """
 
 from __future__ import annotations
