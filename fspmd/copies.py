@@ -6,6 +6,7 @@ A copy must not be written into, and its operand not while the copy is alive, si
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final
 
 from torch import Tensor
@@ -24,22 +25,22 @@ def moved_from(x: Tensor, moved: Tensor) -> None:
         setattr(moved, _MOVED_FROM, weakref.ref(x))
 
 
-def as_copies(out: Any, operand: Tensor, name: str, own: bool) -> Any:
-    """The results of a function that gives views, on an operand that had to be moved.
+def as_copies(out: Any, operands: Iterable[Tensor], name: str, own: bool) -> Any:
+    """The results of a function that gives views, of operands that had to be moved.
 
     Views of them are copies too, and known by what they are views of: the moved operand where that is their own, or
     else a copy made here.
     """
     found = [_as_copy(one, name, own) for one in ((out,) if isinstance(out, Tensor) else out)]
-    before = getattr(operand, _MOVED_FROM, None)
-    origin = operand if before is None else before()
-    if origin is not None:
+    apart = [one if one._base is None else one._base for one in found]
+    for operand in operands:
+        before = getattr(operand, _MOVED_FROM, None)
+        origin = operand if before is None else before()
+        if origin is None:
+            continue
         base = origin if origin._base is None else origin._base
-        root = (
-            getattr(origin, _ROOT, None) or getattr(base, _ROOT, None) or weakref.ref(base)
-        )()  # of copies of copies
+        root = (getattr(origin, _ROOT, None) or getattr(base, _ROOT, None) or weakref.ref(base))()
         if root is not None:
-            apart = [one if one._base is None else one._base for one in found]
             alive = [one for one in getattr(root, _COPIES, ()) if one() is not None]
             setattr(root, _COPIES, [*alive, *map(weakref.ref, apart)])
             for one in (*found, *apart):

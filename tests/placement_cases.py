@@ -148,7 +148,7 @@ def run_placement(case: Placement, transport: str) -> list[list[Tensor]] | None:
 
     put = device_put({"w": whole}, partition, mesh=mesh)["w"]
     assert put.spec is spec
-    tree = {"w": whole, "none": None} if at_source else {"w": None} if case.source % 2 else None
+    tree = {"w": whole if at_source else None, "none": None} if at_source or case.source % 2 else None
     scattered = device_put(tree, partition, mesh=mesh, src=source)
     assert scattered["w"].spec is spec
     assert scattered["none"] is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fspmd import distributions
+from fspmd.random import distributions
 from fspmd.random.counter import Block, Distribution, draw, philox
 
 CPU = torch.device("cpu")

@@ -211,7 +211,7 @@ def _move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
                 found.append(x)
             else:
                 x = apply(x, step)
-        if plan.copies and place == 0:
+        if plan.copies:
             moved_from(before, x)
         _set(blocks, place, x)
     return found

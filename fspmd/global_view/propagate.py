@@ -19,6 +19,7 @@ from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.outcomes import Place, Shape, like_first, on_meta, on_one_element
 from fspmd.global_view.strategies import Strategy, best_strategy
 from fspmd.local_view.connected import connected
+from fspmd.local_view.type_rules import tensors_of
 from fspmd.local_view.uneven import call_uneven
 from fspmd.messages import quoted
 from fspmd.op_kinds import name_of
@@ -261,7 +262,7 @@ def _schemas(func: Any) -> list[Any]:
 
 
 def _copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
-    return as_copies(local(*args, **kwargs), args[0], name, own)
+    return as_copies(local(*args, **kwargs), tensors_of((*args, *kwargs.values())), name, own)
 
 
 def _unless_copy(local: Callable[..., Any], name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
