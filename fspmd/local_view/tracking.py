@@ -7,7 +7,7 @@ once per body and all its uses share the cast.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -319,6 +319,9 @@ def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
     return run
 
 
+_PLAIN: Final = frozenset({int, float, bool, type(None), str, torch.dtype})  # told from tensors by their type alone
+
+
 def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
     """The type of a result of the tensors among the values, in lists and tuples too, and whether all have that type.
 
@@ -327,6 +330,8 @@ def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
     result: Variance | None = None
     alike = True
     for value in values:
+        if (kind := type(value)) is not Tensor and kind in _PLAIN:
+            continue
         if isinstance(value, Tensor):
             variance = getattr(value, ATTRIBUTE, None) or inherited(value)
         elif isinstance(value, (tuple, list)):
