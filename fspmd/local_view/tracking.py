@@ -82,14 +82,15 @@ class Tracker(BodyMode):
             return self._general(op, func, args, kwargs or {})
         if op.sometimes is not None and op.sometimes(*args, **(kwargs or {})):
             return self._general(op, func, args, kwargs or {})
-        result, alike = _joined((*args, *kwargs.values()) if kwargs else args)
+        plain = not kwargs or _PLAIN.issuperset(map(type, kwargs.values()))
+        result, alike = _joined(args if plain else (*args, *kwargs.values()))
         if result is None or result is INVARIANT:
             return self._invariant(func, args, kwargs or {})
         if result.unreduced:
             return self._general(op, func, args, kwargs or {})
         if not alike:
             args = self.cast_all(args, result)
-            if kwargs:
+            if not plain:
                 kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor) and not _transforms_active():
