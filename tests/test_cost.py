@@ -108,6 +108,14 @@ def test_routes_on_three_axes_are_the_quickest_of_all(
 # --- published formulas ---------------------------------------------------------------------------------------------
 
 
+def test_of_equal_routes_all_processes_take_the_same() -> None:
+    """That which comes first in the order of the mesh's axes, and not in one that hashes of strings give."""
+    mesh = make_mesh((4, 2, 2), ("x", "y", "z"), transport="simulation")
+    for source in (P(None, ("y", "x", "z")), P(None, ("y", "x"))):
+        found = way(source, P(), mesh, (64, 64))
+        assert [step.spec.partition for step in found.steps] == [P(None, ("y", "z")), P(None, None)]
+
+
 def test_prices_are_those_of_the_literature() -> None:
     """Rings of 16 ranks and 1 GiB over links of 1 us and 50 GB/s, worked out by hand."""
     mesh = make_mesh((16,), ("x",), transport="simulation")

@@ -161,7 +161,7 @@ def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[
     held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
     goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
     stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
-    goals = {tuple(goal), tuple(stay)}
+    goals = dict.fromkeys((tuple(goal), tuple(stay)))  # in order: every rank must take the same of equal routes
     if anywhere:
         goals |= _placements(spec.mesh.ordered(frozenset(spec.mesh.axis_names) - held), spec.ndim)
     for wanted in goals:
@@ -174,14 +174,15 @@ _MANY = 500  # placements, of which only those are looked at that lead towards t
 
 
 @functools.lru_cache(maxsize=256)
-def _placements(axes: Axes, ndim: int) -> frozenset[tuple[Axes, ...]]:
+def _placements(axes: Axes, ndim: int) -> dict[tuple[Axes, ...], None]:
     """Every way to cut dims over some of the axes, in every order, unless they are too many."""
-    found = set()
+    found: dict[tuple[Axes, ...], None] = {}
     few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
     for order in itertools.permutations(axes) if few else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
-            found.add(tuple(tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim)))
-    return frozenset(found)
+            cuts = (tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim))
+            found[tuple(cuts)] = None
+    return found
 
 
 def reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:
