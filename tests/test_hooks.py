@@ -180,3 +180,37 @@ def test_what_would_cut_a_sharded_off_from_autograd_is_refused() -> None:
     product = fspmd.rule(Product.apply, "m [k], [k] -> m")
     product(x, w, 2.0).sum().backward()
     assert torch.equal(fspmd.device_get(x.grad), torch.full((5, 3), 2.0, dtype=F64))
+
+
+class Weighed(torch.autograd.Function):
+    """w², of which the backward is a function run by shard_map, differentiated: the sum of X times the cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * _slope(g)
+
+
+def _slope(like: Tensor) -> Tensor:
+    f = shard_map(lambda w, x: psum((w * x).sum(), "x"), mesh=MESH, in_specs=(P(), P("x")), out_specs=P())
+    with torch.enable_grad():
+        w = like.detach().requires_grad_()
+        (g,) = torch.autograd.grad(fspmd.device_get(f(w, X)), w)
+    return g
+
+
+def _hooked(w: Tensor) -> Tensor:
+    y = w * 1
+    y.register_hook(_slope)
+    return y
+
+
+@pytest.mark.parametrize("function", [Weighed.apply, _hooked])
+def test_bodies_in_backward_outside_of_bodies(function: Any) -> None:
+    w = torch.tensor(2.0, dtype=F64, requires_grad=True)
+    function(w).backward()
+    for found in (w.grad, fspmd.grad(function)(w.detach())):
+        torch.testing.assert_close(found, X.sum())

@@ -131,6 +131,9 @@ def _flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Blocks in, the body, `Sharded` out."""
+    if not _sees_functions():  # in a hook or a custom backward, of a derivative that disabled it
+        with torch._C._EnableTorchFunction():
+            return run(plan, function, leaves, names, flat)
     body, outer, outer_tracker = plan.body, state.body, state.tracker
     for i, fewest in plan.plain:
         x = leaves[i]
@@ -194,6 +197,7 @@ def _flatten_result(out: Any) -> tuple[list[Any], Any]:
 
 _TENSORS = {Tensor}
 _transforms_active = torch._C._are_functorch_transforms_active
+_sees_functions = torch._C._is_torch_function_enabled
 _push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
 
