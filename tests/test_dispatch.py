@@ -58,6 +58,11 @@ CASES: dict[str, Case] = {
     "sum": (lambda x: x.sum(), ((5, 6),)),
     "sum of a dim": (lambda x: x.sum(dim=-1), ((5, 6),)),
     "sum of dims": (lambda x: torch.sum(x, (0, 2), keepdim=True), ((3, 4, 5),)),
+    "sums by NumPy's names": (lambda x: (x.sum(axis=0), torch.mean(x, axis=1, keepdims=True)), ((5, 6),)),
+    "operands by name": (
+        lambda x, y: torch.cumsum(dim=0, input=torch.mul(x1=y, x2=torch.reshape(input=x, shape=(3, 10)))),
+        ((5, 6), (3, 10)),
+    ),
     "mean": (lambda x: x.mean(), ((5, 6),)),
     "mean of a dim": (lambda x: torch.mean(x, 0, True), ((5, 6),)),
     "sum kept": (lambda x: x.sum((0, -1), keepdim=True), ((3, 4, 5),)),
@@ -65,6 +70,7 @@ CASES: dict[str, Case] = {
     "linear by keyword": (lambda x, w, b: F.linear(x, weight=w, bias=b), ((4, 6), (5, 6), (5,))),
     "addmm": (lambda b, x, y: torch.addmm(b, x, y, alpha=2, beta=3), ((4, 6), (4, 5), (5, 6))),
     "einsum": (lambda x, y: torch.einsum("bij,kjb->bki", x, y), ((2, 3, 4), (5, 4, 2))),
+    "einsum without a result": (lambda x, y: torch.einsum("ij,jb", x, y), ((5, 6), (6, 4))),
     "einsum of a diagonal": (lambda x: torch.einsum("iij->ij", x), ((4, 4, 3),)),
     "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
     "log_softmax": (lambda x: x.log_softmax(0), ((5, 6),)),
@@ -103,7 +109,8 @@ CASES: dict[str, Case] = {
     "set at an index that is a tensor": (lambda x: _with_row(x * 1, x[:, 1].argmin(), x[0]), ((5, 6),)),
     "getitem of rows": (lambda x: (x[0], x[-2:], x[None]), ((5, 6),)),
     "select and narrow": (lambda x: x.select(0, 2) + x.narrow(0, 1, 2).sum(0), ((5, 6),)),
-    "split": (lambda x: (*x.split(2), *x.split([1, 5], dim=1)), ((5, 6),)),
+    "split": (lambda x: (*x.split(2), *x.split([1, 5], dim=1), *x.chunk(dim=1, chunks=4)), ((5, 6),)),
+    "a plain tensor written": (lambda x: x * _with_row(torch.ones(5, 6, dtype=F64), slice(1, 3), x[2:4]), ((5, 6),)),
     "one of unsafe parts": (
         lambda x: (torch.unsafe_chunk(x, 3)[1] * 2, torch.ops.aten.unsafe_split.Tensor(x, 2, 1)[0]),
         ((5, 6),),
@@ -438,6 +445,21 @@ def test_what_has_no_rule_is_refused(call: Callable[[Sharded], Any]) -> None:
     x = device_put(torch.ones(8, 8), P("x"), mesh=LINE)
     with pytest.raises(ArgumentError, match=r"has no rule for|got the blocks of all"):
         call(x)
+
+
+def test_what_torch_raises_of_blocks_says_which_call_it_was() -> None:
+    x = device_put(torch.ones(6, 8), P("x"), mesh=LINE)
+    with pytest.raises(ArgumentError, match=r"@ of f32\[6@x, 8\], f64\[8, 3\] takes operands of one dtype"):
+        x @ torch.ones(8, 3, dtype=F64)
+    with pytest.raises(RuntimeError, match="index 3 is out of bounds") as caught:  # of a block of two rows
+        x.gather(0, torch.full((1, 8), 6))
+    assert "raised by gather() of Sharded f32[6@x, 8]" in caught.value.__notes__[0]
+
+
+def test_a_transform_of_empty_blocks_that_have_no_gradient() -> None:
+    x = torch.arange(48.0).reshape(6, 8)
+    whole = device_get(torch.fft.rfft(device_put(x, P("x"), mesh=LINE), dim=1))
+    torch.testing.assert_close(whole, torch.fft.rfft(x, dim=1))
 
 
 def test_numbers_that_do_not_bear_on_layouts_never_miss() -> None:

@@ -16,7 +16,7 @@ from fspmd.body import state
 from fspmd.copies import moved_from
 from fspmd.errors import ArgumentError
 from fspmd.global_view.outcomes import Place
-from fspmd.global_view.planning import plan_call, sharded_values
+from fspmd.global_view.planning import plan_call, sharded_values, tell_call
 from fspmd.global_view.propagate import OpPlan, shown
 from fspmd.messages import described
 from fspmd.pairs import Call, apply
@@ -165,12 +165,16 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         casts = None
     if plan.casts:
         casts = [*(casts or ()), *_cast_operands(plan, blocks)]
-    if plan.in_order:
-        out = plan.local(*blocks)
-    elif plan.by_name:
-        out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
-    else:
-        out = plan.local(*blocks[: len(args)], **kwargs)
+    try:
+        if plan.in_order:
+            out = plan.local(*blocks)
+        elif plan.by_name:
+            out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
+        else:
+            out = plan.local(*blocks[: len(args)], **kwargs)
+    except Exception as error:
+        tell_call(error, func, args, kwargs or {})
+        raise
     if plan.writes:
         return args[0]
     if casts:

@@ -20,6 +20,7 @@ from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, deco
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import NoRuleError, OpPlan, as_whole, parameters, propagate, refuse_rule, shown
 from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.redistribution.redistribute import redistribute
@@ -29,6 +30,9 @@ from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
 _NUMBERS: Final = ("alpha", "beta")
+#: NumPy's names of parameters, which torch's functions in C take too
+_NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+_OTHER_NAMES: Final = _NUMPY.keys() | {"input"}
 
 
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
@@ -40,6 +44,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     """
     if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _NUMBERS):
         return as_whole(functools.partial(_with_numbers, func))
+    if kwargs and not isinstance(func, FunctionType) and not kwargs.keys() & _OTHER_NAMES <= {*parameters(func)}:
+        return as_whole(functools.partial(_by_own_names, func))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
@@ -110,6 +116,14 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     return as_whole(functools.partial(_composed, func, graph))
 
 
+def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function in C by the names that its schema has, of which rules know; ``input``, there ``self``, comes first."""
+    own = parameters(func)
+    named = {name if name in own else _NUMPY.get(name, name): value for name, value in kwargs.items()}
+    first = (named.pop("input"),) if not args and "input" in named and "input" not in own else args
+    return above.dispatch(func, (), first, named)
+
+
 def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a tensor leaves an operator to its other operand: ``x == "a"`` is False, ``x + "a"`` fails."""
     if len(args) != 2 or isinstance(args[1], (Sharded, Tensor, int, float, complex)):
@@ -139,14 +153,18 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list
     return found
 
 
-def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
+def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | Tensor:
     """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
-    x: Sharded = args[0]
-    refuse_copy(x.local, shown(func))
+    x: Sharded | Tensor = args[0]
+    if isinstance(x, Sharded):
+        refuse_copy(x.local, shown(func))
     new = _composed(func, graph, args, kwargs)
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
-    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    if isinstance(x, Sharded):
+        x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    else:
+        x.copy_(redistribute(new.local, new.spec, new.spec.with_partition(P())))
     return x
 
 
@@ -226,6 +244,14 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
         raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
     return optree.tree_map(wrapped, out, none_is_leaf=True)
+
+
+def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note on what torch raised of blocks which call it was; places that are out of range are known by value alone."""
+    if isinstance(error, FspmdError) or getattr(error, "__notes__", None):
+        return
+    given = ", ".join(repr(x) if is_sharded(x) else described(x) for x in tensors_of(args, kwargs))
+    error.add_note(f"raised by {shown(func)} of {given}; sizes and places are those of a rank's block")
 
 
 def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:

@@ -33,6 +33,11 @@ from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 
+#: of whose operands the meta device does not ask that they have one dtype, as other devices do
+_OF_ONE_DTYPE = frozenset(
+    ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
+    + ("addmm", "addmv", "baddbmm", "addbmm")
+)
 T = TypeVar("T")
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
 
@@ -103,6 +108,8 @@ def ask(
             out = on_meta(func, args, kwargs, ordered)
         except Exception as error:
             _refuse_global(func, specs, error)
+    if name_of(func).strip("_") in _OF_ONE_DTYPE and not torch._C._is_any_autocast_enabled():
+        _check_dtypes(func, specs)
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
         return None
@@ -373,6 +380,15 @@ def shown(func: Any) -> str:
 def _refuse_global(func: Any, specs: Sequence[TensorSpec], error: Exception) -> NoReturn:
     given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
     raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+
+
+def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
+    if any(spec.dtype is not specs[0].dtype for spec in specs):
+        widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
+        given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
+        raise ArgumentError(
+            f"{shown(func)} of {given} takes operands of one dtype; write x.to({widest}), or use torch.autocast"
+        )
 
 
 class NoRuleError(ArgumentError):

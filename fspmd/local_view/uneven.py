@@ -110,10 +110,10 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
     try:
         return _parted(func, *copies) if _name_of(func) in _PARTS else func(*copies[0], **copies[1])
-    except (ShapeError, RuntimeError) as error:
+    except (ShapeError, VarianceError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "symbolic" not in str(error):
             raise
-        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented  # torch itself needs plain sizes
+        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented  # the call itself needs plain sizes
         if out is NotImplemented:
             raise
         return out

@@ -28,7 +28,9 @@ def einsum(whole: Whole) -> Factors:
     """As the equation says; an ellipsis or another form of the call has no rule."""
     if not isinstance(whole.args[0], str) or "." in whole.args[0]:
         return NO_RULE
-    operands, _, result = whole.args[0].replace(" ", "").partition("->")
+    operands, arrow, result = whole.args[0].replace(" ", "").partition("->")
+    if not arrow:  # what stands once, in the order of the alphabet
+        result = "".join(sorted(c for c in operands if c != "," and operands.count(c) == 1))
     return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), whole.shapes)
 
 

@@ -89,9 +89,9 @@ def cut(site: Site, x: Tensor, dim: int = 0, start: int | None = None, end: int 
 
 
 @passing
-def split(site: Site, x: Tensor, _: Any, dim: int = 0) -> tuple[Tensor, ...]:
-    """Pieces one after another."""
-    d, start = dim % x.dim(), 0
+def split(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Pieces one after another, of sizes or so many."""
+    d, start = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim(), 0
     found = []
     for spec in site.results:
         found.append(_cut(site, x, d, start, spec.shape[d]))
