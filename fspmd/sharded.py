@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Iterable
 from math import prod
@@ -15,7 +16,8 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.spec import TensorSpec
+from fspmd.spec import SAVED, TensorSpec
+from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
@@ -196,6 +198,19 @@ class Sharded:
     def __repr__(self) -> str:
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
 
+    def __copy__(self) -> Sharded:
+        return Sharded(self.local, self.spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        return Sharded(copy.deepcopy(self.local, memo), self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
+        x = self.local
+        if type(x) is not LocalTensor:
+            return Sharded, (x, self.spec)
+        return _of_blocks, (self.spec, x.frame.axes, [one.detach().clone() for one in x.shards], x.requires_grad)
+
     def __len__(self) -> int:
         if not self.spec.shape:
             raise ShardedTypeError(
@@ -292,6 +307,14 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
     return apply(x, call("held_once", mesh, absent)) if absent else x
+
+
+def _of_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool) -> Sharded:
+    """What was saved of a simulation."""
+    return Sharded(LocalTensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad), spec)
+
+
+torch.serialization.add_safe_globals([Sharded, _of_blocks, *SAVED])
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fspmd.errors import MeshError, ShapeError, SpecError
-from fspmd.meshes.mesh import Mesh
+from fspmd.meshes.mesh import Mesh, load_mesh
 from fspmd.messages import counted, described, quoted
 
 Entry = None | str | tuple[str, ...]
@@ -78,7 +78,7 @@ class P:
         return f"P({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.entries, self.unreduced, self.reduced)
+        return _rebuild, (self.entries, sorted(self.unreduced), sorted(self.reduced))
 
     @property
     def mentioned(self) -> frozenset[str]:
@@ -124,7 +124,7 @@ def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduce
         )
 
 
-def _rebuild(entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> P:
+def _rebuild(entries: tuple[Entry, ...], unreduced: list[str], reduced: list[str]) -> P:
     return P(*entries, unreduced=unreduced, reduced=reduced)
 
 
@@ -247,6 +247,8 @@ class TensorSpec:
 
 
 _SPECS: Final[WeakValueDictionary[Any, TensorSpec]] = WeakValueDictionary()
+#: what pickles of specs are made of
+SAVED: Final = (TensorSpec, _rebuild, load_mesh)
 
 
 def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:

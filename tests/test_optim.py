@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD of lists": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.1}),
     "AdamW of lists": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "foreach": True}),
+    "maxima of Adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "centered": True}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),

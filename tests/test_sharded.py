@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +49,19 @@ def test_attributes_and_trees(x: Any) -> None:
     paths = [path for path, _ in torch.utils._pytree.tree_flatten_with_path({"w": x})[0]]
     assert [torch.utils._pytree.keystr(path) for path in paths] == ["['w'].local"]
     assert x.to("cpu").spec is x.spec
+
+
+def test_saved_and_loaded(x: Any) -> None:
+    leaf, file = x.clone().requires_grad_(), io.BytesIO()
+    (leaf * 2).sum().backward()
+    torch.save({"x": x, "leaf": leaf}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for copied in (loaded["x"], loaded["leaf"], pickle.loads(pickle.dumps(x)), copy.copy(x), copy.deepcopy(x)):
+        assert copied.spec is x.spec
+        assert torch.equal(device_get(copied.detach()), PLAIN)
+    assert loaded["leaf"].requires_grad
+    assert torch.equal(device_get(copy.deepcopy(leaf).grad), device_get(leaf.grad))
 
 
 def test_data_shares_memory(x: Any) -> None:

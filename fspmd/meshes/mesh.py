@@ -179,10 +179,11 @@ class Mesh(Grid):
     def __reduce__(self) -> tuple[Any, ...]:
         axes = {name: (axis.shape, axis.stride) for name, axis in zip(self.axis_names, self._axes, strict=True)}
         ranks = None if self._map is None else self._map.ranks
-        return _load, (_VERSION, axes, self._offset, ranks, self.device_type, self.transport)
+        return load_mesh, (_VERSION, axes, self._offset, ranks, self.device_type, self.transport)
 
 
-def _load(version: int, *state: Any) -> Mesh:
+def load_mesh(version: int, *state: Any) -> Mesh:
+    """What was pickled."""
     if version != _VERSION:
         raise MeshError(f"a mesh was pickled in version {version} of the format, this fspmd reads version {_VERSION}")
     axes, offset, ranks, device_type, transport = state

@@ -88,6 +88,7 @@ def _adding(original: Any) -> Any:
         held = {id(x.local): x for x in values if is_sharded(x)}
         if held:
             _check(self, param_group, values)
+            _take_lists(self, param_group)
         original(self, param_group)
         if held:
             param_group["params"] = [held.get(id(x), x) for x in param_group["params"]]
@@ -114,6 +115,13 @@ def _check(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list
             f"{name} got fused=True and {x!r}, of which its kernel knows nothing; write foreach=True, or give it the "
             "blocks, each of which it then optimizes by itself: optree.tree_leaves(params)"
         )
+
+
+def _take_lists(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Unless told otherwise: torch keeps maxima with ``out=``, which no `Sharded` takes, but of lists in place."""
+    given = {**optimizer.defaults, **group}
+    if given.get("foreach", False) is None and (given.get("amsgrad") or isinstance(optimizer, torch.optim.Adamax)):
+        group["foreach"] = True
 
 
 def _named_by_number(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -149,6 +157,9 @@ def _unveil(optimizer: torch.optim.Optimizer) -> None:
             return x
 
         optimizer.state[param] = _each(laid_out, state)
+    for group in optimizer.param_groups:
+        if any(map(is_sharded, group["params"])):
+            _take_lists(optimizer, group)
 
 
 def _each(f: Any, tree: Any) -> Any:
