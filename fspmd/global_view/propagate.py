@@ -27,6 +27,7 @@ from fspmd.operators import OPERATORS
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import moves as kernel_moves
 from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
@@ -200,11 +201,11 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
     moves: list[tuple[Place, tuple[Call, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
     for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
-        way = moves_of(spec, need, axes, topology())
-        if spec is not need:
+        way = moves_of(spec, need, axes, topology()) if spec is not need else None
+        if way is not None:
             moves.append((place, way.calls))
-        if way.casts:
-            casts.append((place, way.casts))
+        if cast := casts_of(need, axes) if way is None else way.casts:
+            casts.append((place, cast))
     result = final[0] if question.single else final
     if best.by_body and row.body is not None:
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}

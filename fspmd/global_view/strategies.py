@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import inf, lcm, prod
 from typing import Final
 
+from fspmd.redistribution.bounds import at_least
 from fspmd.redistribution.cost import Topology, work
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
@@ -50,6 +51,18 @@ class Strategy:
     body: float  # µs of the body's collectives
 
 
+@dataclass(slots=True)
+class _Way:
+    """One combination, in the order of preference; what it takes at least; and its layouts once they are asked for."""
+
+    least: float  # µs
+    place: int
+    factors: Factors
+    choices: dict[str, Choice]
+    layouts: _Layouts | None = None
+    made: bool = False
+
+
 def best_strategy(
     factors: Factors,
     linear: str,
@@ -62,26 +75,60 @@ def best_strategy(
     body: BodyTime | None = None,
     gradients: frozenset[int] = _NONE,
     weighs: bool = False,
-    known: list[_Layouts | None] | None = None,
+    known: list[_Way] | None = None,
 ) -> Strategy | None:
-    """The cheapest combination; of equal ones that whose pending sums are.
+    """The cheapest combination; of equal ones that whose pending sums are, then the preferred one.
 
-    Combinations are made one by one, the preferred first: none is priced to its end that is dearer than the best.
-    ``known``: those made before, for other ``gradients``; new ones are appended.
+    Those that take the least at best are priced first, and none that takes more at best than another does. ``known``:
+    those of the same call, made before for other ``gradients``; if it is empty it is filled.
     """
-    best: Strategy | None = None
+    still = _as_they_lie(factors, operands, results, empty) if not gradients else None
+    if still is not None and _may(still, operands[0], fixed):
+        return still
     known = [] if known is None else known
-    for i, (reading, chosen) in enumerate(_combinations(factors, linear, operands, body)):
-        if i == len(known):
-            known.append(_layouts(reading, chosen, operands, results, topology, empty, body))
-        limit = inf if best is None else best.time[0]
-        laid = known[i]
-        one = None if laid is None else _strategy(laid, operands, topology, gradients, weighs, limit)
-        if one is not None and _may(one, operands[0], fixed) and (best is None or one.time < best.time):
-            best = one
-            if best.time == (0, 0):
+    if not known:
+        known += sorted(_ways(factors, linear, operands, body, topology), key=lambda way: way.least)
+    best: tuple[tuple[float, float], int, Strategy] | None = None
+    for way in known:
+        limit = inf if best is None else best[0][0]
+        if way.least > limit + _ROUNDING:
+            break
+        if not way.made:
+            way.layouts = _layouts(way.factors, way.choices, operands, results, topology, empty, body)
+            way.made = True
+        one = None if way.layouts is None else _strategy(way.layouts, operands, topology, gradients, weighs, limit)
+        if one is not None and _may(one, operands[0], fixed) and (best is None or (one.time, way.place) < best[:2]):
+            best = one.time, way.place, one
+            if one.time == (0, 0):
                 break
-    return best
+    return None if best is None else best[2]
+
+
+def _as_they_lie(
+    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], empty: bool
+) -> Strategy | None:
+    """The strategy that is plain to see where all operands lie alike: nothing moves, and nothing is pending."""
+    lies: dict[int, Entry] = {}
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        partition = spec.partition
+        if partition.unreduced or partition.reduced or 0 in spec.shape:
+            return None
+        for factor, entry in zip(dims, partition.entries, strict=True):
+            if entry is not None:
+                if factor is None or factor in factors.whole or factor in factors.summed:
+                    return None
+                lies[factor] = entry
+    axes_of = {factor: entry_axes(entry) for factor, entry in lies.items()}
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        if any(lies.get(f) != entry for f, entry in zip(dims, spec.partition.entries, strict=True) if f is not None):
+            return None
+    used = [axis for axes in axes_of.values() for axis in axes]
+    if len(set(used)) < len(used) or not _aligned(factors, axes_of, [*operands, *results], empty, set()):
+        return None
+    choices = {axis: factor for axis in operands[0].mesh.axis_names for factor, axes in axes_of.items() if axis in axes}
+    casts = tuple(tuple([axis for axis, factor in choices.items() if factor not in dims]) for dims in factors.operands)
+    outs = tuple(P(*_entries(dims, lies)) for dims in factors.results)
+    return Strategy(tuple(operands), casts, outs, (0.0, 0.0), False, axes_of, 0.0)
 
 
 def strategies(
@@ -104,8 +151,8 @@ def strategies(
     operands that will have one. ``weighs``: the sums of gradients of whole operands count.
     """
     every = (
-        _layouts(reading, chosen, operands, results, topology, empty, body)
-        for reading, chosen in _combinations(factors, linear, operands, body)
+        _layouts(way.factors, way.choices, operands, results, topology, empty, body)
+        for way in _ways(factors, linear, operands, body, topology)
     )
     found = (_strategy(laid, operands, topology, gradients, weighs, inf) for laid in every if laid is not None)
     return [one for one in found if one is not None and _may(one, operands[0], fixed)]
@@ -116,15 +163,49 @@ def _may(strategy: Strategy, stays: TensorSpec, fixed: bool) -> bool:
     return lies or not fixed
 
 
-def _combinations(
-    factors: Factors, linear: str, operands: Sequence[TensorSpec], body: BodyTime | None
-) -> Iterator[tuple[Factors, dict[str, Choice]]]:
-    """For each way to read the call what each axis does."""
-    axes = operands[0].mesh.axis_names
+def _ways(
+    factors: Factors, linear: str, operands: Sequence[TensorSpec], body: BodyTime | None, topology: Topology
+) -> Iterator[_Way]:
+    """For each way to read the call what each axis does, and how many operands have to begin a collective for that."""
+    axes, place = operands[0].mesh.axis_names, itertools.count()
     for reading in (factors, *factors.others):
-        options = [_choices(axis, reading, linear, operands, body is not None) for axis in axes]
-        for choices in itertools.product(*options):
-            yield reading, dict(zip(axes, choices, strict=True))
+        options = [
+            [
+                (choice, *_begun(axis, choice, reading, operands))
+                for choice in _choices(axis, reading, linear, operands, body is not None)
+            ]
+            for axis in axes
+        ]
+        for combination in itertools.product(*options):
+            moved = frozenset[int]().union(*(one[1] for one in combination))
+            pends = any(one[2] for one in combination)
+            begun = len(moved) + (0.5 if moved and pends else 0.0)  # at least sums are scattered
+            yield _Way(
+                begun * topology.launch,
+                next(place),
+                reading,
+                {a: one[0] for a, one in zip(axes, combination, strict=True)},
+            )
+
+
+def _begun(axis: str, choice: Choice, factors: Factors, operands: Sequence[TensorSpec]) -> tuple[frozenset[int], bool]:
+    """The operands that plainly must move for what an axis does, and whether it leaves a pending sum."""
+    if operands[0].mesh.shape[axis] == 1 or any(0 in spec.shape for spec in operands):
+        return _NONE, False
+    found = []
+    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
+        if axis in spec.partition.unreduced:
+            moves_it = _state(choice, i, dims, factors) != "U"
+        elif axis not in spec.partition.axes:
+            continue
+        elif isinstance(choice, str) or choice not in dims:
+            moves_it = True
+        else:  # to another dim: of uneven blocks there may be but one
+            cut = next(d for d, entry in enumerate(spec.partition) if axis in entry_axes(entry))
+            moves_it = dims[cut] != choice and spec.even
+        if moves_it:
+            found.append(i)
+    return frozenset(found), "U" in choice if isinstance(choice, str) else choice in factors.summed
 
 
 def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
@@ -187,16 +268,19 @@ def _layouts(
     """The layouts of a combination; None where blocks do not fit."""
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
     axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
+    entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
     needs: list[TensorSpec] = []
     casts: list[tuple[str, ...]] = []
     for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
-        states = {axis: _state(choice, i, dims, factors, spec, axis) for axis, choice in choices.items()}
-        unreduced, reduced = (
-            frozenset(axis for axis, s in states.items() if s in kinds) for kinds in (("U",), ("R", "R, cast"))
+        states = [(axis, _state(choice, i, dims, factors)) for axis, choice in choices.items()]
+        cast = [axis for axis, state in states if state == "cast"]
+        unreduced = frozenset([axis for axis, state in states if state == "U"])
+        reduced = frozenset([axis for axis, state in states if state == "R"]) | spec.partition.reduced.intersection(
+            cast
         )
-        needs.append(spec.with_partition(P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)))
-        casts.append(tuple(axis for axis, s in states.items() if s in ("I, cast", "R, cast")))
-    outs = tuple(_result(dims, factors, choices, axes_of) for dims in factors.results)
+        needs.append(spec.with_partition(P(*_entries(dims, entries), unreduced=unreduced, reduced=reduced)))
+        casts.append(tuple(cast))
+    outs = tuple(_result(dims, factors, choices, entries) for dims in factors.results)
     by_body = sharded & factors.whole if body is not None else set[int]()
     if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
         return None  # of pending sums a body knows those of all its operands, not a product's
@@ -228,8 +312,7 @@ def _strategy(
         casts = ((),) * len(casts)
     time, later = laid.work * (_PASSES if gradients else 1), 0.0
     time += laid.body * (2 if gradients else 1)  # backward as much as forward
-    begins = sum(_sends(spec, need) for spec, need in zip(operands, needs, strict=True)) * topology.launch
-    if time + begins > limit + _ROUNDING:
+    if limit < inf and time + sum(map(at_least, operands, needs, itertools.repeat(topology))) > limit + _ROUNDING:
         return None
     for i, (spec, need, cast) in enumerate(zip(operands, needs, casts, strict=True)):
         if time > limit + _ROUNDING:
@@ -253,15 +336,6 @@ def _cast_in_body(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) ->
     gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
     lies = need.partition
     return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
-
-
-def _sends(spec: TensorSpec, need: TensorSpec) -> bool:
-    """Whether an operand comes to lie as it must only by a collective: not where its blocks are but cut further."""
-    if spec is need:
-        return False
-    before, after = spec.partition, need.partition
-    entries = zip(map(entry_axes, before), map(entry_axes, after), strict=True)
-    return bool(before.unreduced - after.unreduced) or any(now[: len(was)] != was for was, now in entries)
 
 
 def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
@@ -293,7 +367,7 @@ def _aligned(
             if own == factor
         }
         parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
-        if factor in by_body:
+        if factor in by_body or (empty and len(sizes) == 1):
             continue
         if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
             return False
@@ -303,19 +377,17 @@ def _aligned(
     return True
 
 
-def _state(choice: Choice, operand: int, dims: Dims, factors: Factors, spec: TensorSpec, axis: str) -> str:
-    """What an operand must be over an axis: I, V (it has the factor), U or R; cast where it meets others that vary."""
+def _state(choice: Choice, operand: int, dims: Dims, factors: Factors) -> str:
+    """What an operand must be over an axis: I, V (it has the factor), U, R, or cast where it meets others that vary."""
     if isinstance(choice, str):
         return choice[operand]
     if choice in dims:
         return "V"
-    if choice in factors.summed and operand in factors.added:
-        return "U"
-    return "R, cast" if axis in spec.partition.reduced else "I, cast"
+    return "U" if choice in factors.summed and operand in factors.added else "cast"
 
 
-def _entries(dims: Dims, axes_of: dict[int, tuple[str, ...]]) -> list[Entry]:
-    return [None if factor is None else entry_of(axes_of.get(factor, ())) for factor in dims]
+def _entries(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
+    return [None if factor is None else entries.get(factor) for factor in dims]
 
 
 def _ordered(
@@ -332,7 +404,7 @@ def _ordered(
     return (*best, *(axis for axis in axes if axis not in best))
 
 
-def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], axes_of: dict[int, tuple[str, ...]]) -> P:
+def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], entries: dict[int, Entry]) -> P:
     unreduced = frozenset(
         axis
         for axis, choice in choices.items()
@@ -341,4 +413,4 @@ def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], axes_of: d
     reduced = frozenset(
         axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
     )
-    return P(*_entries(dims, axes_of), unreduced=unreduced, reduced=reduced)
+    return P(*_entries(dims, entries), unreduced=unreduced, reduced=reduced)

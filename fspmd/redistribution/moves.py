@@ -32,7 +32,7 @@ def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
         return _STILL
     way = route(spec, need, topology)
     calls, gathered = _scattering_backward([step.call for step in way.steps], axes)
-    casts = _casts(need, axes, gathered)
+    after = casts(need, axes, gathered)
     backward, casting, before = 0.0, 0.0, spec
     for step, one in zip(way.steps, calls, strict=True):
         time = back(Step(one, step.spec, step.price), before, topology).time
@@ -42,8 +42,8 @@ def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
             casting += time
         before = step.spec
     size = prod(need.block_shape) * need.dtype.itemsize
-    casting += sum(price(one.transposed.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in casts)
-    return Moves(calls, casts, way.price.time, backward, casting)
+    casting += sum(price(one.transposed.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in after)
+    return Moves(calls, after, way.price.time, backward, casting)
 
 
 _STILL: Final = Moves((), (), 0.0, 0.0, 0.0)
@@ -60,7 +60,7 @@ def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple
     return tuple(found), frozenset(axes)
 
 
-def _casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str]) -> tuple[Call, ...]:
+def casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str] = frozenset()) -> tuple[Call, ...]:
     """To varying, over axes of which some were just ``gathered``, to reduced."""
     reduced = tuple(axis for axis in axes if axis in need.partition.reduced | gathered)
     others = tuple(axis for axis in axes if axis not in reduced)
