@@ -138,6 +138,13 @@ def test_parameters_of_a_module_are_named() -> None:
     )
 
 
+def test_names_are_found_beside_what_is_no_tree_of_parameters() -> None:
+    tree: dict[str, Any] = {"none": None, "w": [put(8, 4, spec=P("x")), None]}
+    around: list[Any] = [1]
+    around.append(around)
+    assert "write tree['w'][0] = reshard(tree['w'][0], P())" in refusal(lambda: around and tree["w"][0].std(0))
+
+
 def test_a_part_of_a_function_is_named() -> None:
     x, y = put(8, 4, spec=P("x"), grad=False), put(8, 4, spec=P(None, "x"), grad=False)
     message = refusal(lambda: F.mse_loss(x, y))

@@ -286,6 +286,15 @@ def test_arguments_by_keyword_and_tuples() -> None:
     assert (first.spec.partition, second.spec.partition) == (P("tp", None), P(None, None))
 
 
+def test_one_parameter_under_two_names_stays_one() -> None:
+    w = torch.ones(8, 6)
+    params, _ = parallelize(
+        {"embed": w, "head": w, "other": w}, {"embed": VocabParallel(), "head": VocabParallel()}, LINE
+    )
+    assert params["embed"] is params["head"]
+    assert params["other"].spec.partition == P(None, None)
+
+
 def test_globs() -> None:
     yes = [
         ("", ""),

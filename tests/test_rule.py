@@ -111,6 +111,20 @@ def test_a_rule_that_is_not_so_is_told(function: Any, pattern: str, message: str
         rule(function, pattern)(x)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda site, x: x[:, :1], r"gave a tensor of shape \(8, 1\); a block of .* is \(8, 16\)"),
+        (lambda site, x: (x, x), r"gave a tensor of shape \(8, 16\), a tensor .*; its rule has 1 result"),
+        (lambda site, x: None, r"the body of <lambda>\(\) gave None; its rule has 1 result"),
+    ],
+)
+def test_a_body_that_gives_other_blocks_is_told(body: Any, message: str) -> None:
+    softmax = rule(lambda x: F.softmax(x, -1), "a [d] -> a [d]", body=body)
+    with pytest.raises(ArgumentError, match=message):
+        softmax(device_put(torch.ones(8, 64), P(None, "x"), mesh=LINE))
+
+
 def test_operands_that_a_rule_does_not_have_are_told() -> None:
     x = device_put(torch.ones(5), P("x"), mesh=LINE)
     scaled = rule(lambda x, y=2: x * y, "m, m -> m")

@@ -72,7 +72,7 @@ class _Cache:
     def shrink(self) -> None:
         """To the size it may have."""
         for key in list(itertools.islice(_plans, max(0, len(_plans) - self.maxsize))):
-            del _plans[key]
+            _plans.pop(key, None)  # another thread may have been quicker
 
 
 _cache = _Cache()

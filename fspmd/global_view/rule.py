@@ -17,7 +17,7 @@ from fspmd.global_view.propagate import Question, ask, shown
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.messages import counted, described
-from fspmd.rules import Factors, Row, Rule, Whole, match, parse, reducing, register, row_of
+from fspmd.rules import Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 
@@ -64,7 +64,7 @@ def rule(
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
         raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
-    bodied = reducing(2)(body) if body is not None else None
+    bodied = reducing(2)(_checked(body, shown(func))) if body is not None else None
     register(func, Row(_fitting(shown(func), pattern, body is not None), linear, body=bodied))
     forget_plans()
     if _is_dispatched(func):
@@ -96,6 +96,29 @@ def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
         return factors
 
     return fitting
+
+
+def _checked(body: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The body, what it gives compared with the blocks that its rule promises."""
+
+    @functools.wraps(body)
+    def checked(site: Site, *args: Any, **kwargs: Any) -> Any:
+        out = body(site, *args, **kwargs)
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if len(outs) != len(site.results) or not all(isinstance(x, Tensor) for x in outs):
+            found = ", ".join(map(described, outs))
+            raise ArgumentError(f"the body of {name} gave {found}; its rule has {counted(len(site.results), 'result')}")
+        for x, spec in zip(outs, site.results, strict=True):
+            known = [
+                n if not axes else spec.block_shape[d] if spec.even else None
+                for d, (n, axes) in enumerate(zip(spec.shape, spec.partition, strict=True))
+            ]
+            if len(known) != x.ndim or any(n is not None and x.shape[d] != n for d, n in enumerate(known)):
+                shape = tuple("any" if n is None else n for n in known)
+                raise ArgumentError(f"the body of {name} gave {described(x)}; a block of {spec!r} is {shape}")
+        return out
+
+    return checked
 
 
 def _misfits(whole: Whole, factors: Factors, free: frozenset[int]) -> Iterator[str]:

@@ -259,7 +259,15 @@ def parallelize(
     shapes = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in named.items()}
     plan = make_plan(shapes, styles, mesh, axis, "parallelize")
     specs = plan.specs
-    return _mapped(params, "", lambda name, leaf: _leaf(leaf, specs[name], mesh)), plan
+    placed: dict[Any, Sharded] = {}  # one leaf under several names that lies alike stays one
+
+    def place(name: str, leaf: Tensor | Sharded) -> Sharded:
+        key = id(leaf), specs[name]
+        if key not in placed:
+            placed[key] = _leaf(leaf, specs[name], mesh)
+        return placed[key]
+
+    return _mapped(params, "", place), plan
 
 
 def _mapped(tree: Any, prefix: str, f: Callable[[str, Any], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -11,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import Question, ask, shown
 from fspmd.global_view.strategies import Strategy, strategies
@@ -111,7 +113,9 @@ def _solved(
     """What moves, how the operands must lie so that nothing is implied, and the other ways to compute it."""
     if handler_of(func) is not None or composite_of(func, args, kwargs) is not None:
         return [], [], []
-    question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
+    question = None
+    with suppress(ArgumentError):  # of what depends on values
+        question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
     if question is None:
         needs = [(one, one.spec.with_partition(P())) for one in operands.values() if one.spec.partition.mentioned]
         gathered = [f"{one.name}: {_route(one.spec, need)}" for one, need in needs]
@@ -137,10 +141,10 @@ def _names(user: FrameType | None) -> dict[int, str]:
     found: dict[int, str] = {}
     for name, value in known.items():
         if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
-            leaves = optree.tree_leaves(value, is_leaf=is_sharded)
-            found.update(
-                (id(leaf), path) for leaf, path in zip(leaves, leaf_paths(value, name, is_sharded), strict=True)
-            )
+            with suppress(RecursionError, TypeError, ValueError):  # or something else, which holds itself perhaps
+                leaves = optree.tree_leaves(value, is_leaf=is_sharded, none_is_leaf=True)
+                paths = leaf_paths(value, name, is_sharded)
+                found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
     return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
 
 
