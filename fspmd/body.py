@@ -61,6 +61,7 @@ class _State(threading.local):
 
 
 state = _State()
+RUNNING: Final[list[Body | None]] = []  # an entry for each body that runs, of whatever thread: whether to ask the state
 
 
 #: what a message shows: the call on a block of rows sharded over x, and the spec of its result
@@ -133,6 +134,7 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
 def within(body: Body | None, tracker: Any) -> Iterator[None]:
     """Run in a body again, for example to recompute a part of it in backward."""
     before = state.body, state.tracker
+    RUNNING.append(body)
     state.body, state.tracker = body, tracker
     try:
         if tracker is None:
@@ -142,3 +144,4 @@ def within(body: Body | None, tracker: Any) -> Iterator[None]:
                 yield
     finally:
         state.body, state.tracker = before
+        RUNNING.pop()

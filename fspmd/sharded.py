@@ -148,8 +148,7 @@ class Sharded:
             ArgumentError, VarianceError: no ``gradient``, and self is no scalar equal on all ranks.
             TreeError: a ``gradient`` of another shape, dtype or layout.
         """
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        above.backward(self, gradient, what="backward()", **options)
+        above.backward(self, gradient, retain_graph, create_graph, inputs, what="backward()")
 
     def register_hook(self, hook: Callable[[Sharded], Sharded | Tensor | None]) -> Any:
         """Call ``hook`` with the gradient, laid out as `grad` is; what it returns is the gradient from there on.

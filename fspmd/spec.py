@@ -239,11 +239,17 @@ class TensorSpec:
         partition = self.partition
         if not partition.unreduced and not partition.reduced:
             return self
-        return self.with_partition(P(*partition, unreduced=partition.reduced, reduced=partition.unreduced))
+        return _dual(self)
 
     def with_partition(self, partition: P) -> TensorSpec:
         """The same tensor under another partition of the same mesh."""
         return TensorSpec(self.mesh, partition, self.shape, self.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dual(spec: TensorSpec) -> TensorSpec:
+    partition = spec.partition
+    return spec.with_partition(P(*partition, unreduced=partition.reduced, reduced=partition.unreduced))
 
 
 _SPECS: Final[WeakValueDictionary[Any, TensorSpec]] = WeakValueDictionary()

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, P, device_put, make_mesh, pmax, psum, rule
+from fspmd.global_view.dispatch import forget_plans
 from fspmd.redistribution.cost import Link, Topology, set_topology, topology
+from fspmd.rules import registry
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
@@ -86,6 +88,17 @@ def test_a_body() -> None:
     for mesh in (LINE, WIDE):
         check_case("body", (ruled, ((3, 8),)), mesh, 80)
     assert ruled(device_put(torch.ones(3, 64), P(None, "x"), mesh=LINE)).spec.partition == P(None, "x")
+
+
+def test_a_rule_of_a_function_that_hands_on_to_another() -> None:
+    x = device_put(torch.rand(4, 8), P(None, "x"), mesh=LINE)
+    rule(F.log_softmax, "m [n] -> m [n]", body=lambda site, x, *_, **__: x * 0 + 7)
+    try:
+        assert fspmd.device_get(F.log_softmax(x, dim=1)).eq(7).all()
+    finally:
+        registry._ROWS.pop(F.log_softmax)
+        registry.IN_C[F.log_softmax] = torch.log_softmax
+        forget_plans()
 
 
 def _twice(x: Any) -> Any:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fspmd.autodiff.leaves import differentiable, flatten, local_of, show_leaf
+from fspmd.autodiff.leaves import flatten, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import to_blocks
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.spec import P, TensorSpec, describe
+from fspmd.spec import TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
 
@@ -50,6 +50,8 @@ def _cast(cotangent: Tensor, to: Variance) -> Tensor:
 
 def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
     """The block of the cotangent of one Sharded."""
+    if type(cotangent) is Sharded and cotangent.spec is out.spec.dual:
+        return cotangent.local
     if failure := _cotangent_failure(cotangent, out, "the gradient", "the tensor"):
         refuse(f"{what}: a gradient that does not fit", [failure])
     return _block(cotangent, out.spec.dual)
@@ -73,13 +75,11 @@ def scalar_of(out: Any, what: str) -> Tensor:
     Of a pending sum, which functions of global values compute, its terms: their cotangent is that of the sum. Of a
     reduced value an equal one that is invariant, whose cotangent is no pending sum.
     """
-    if isinstance(out, Sharded) and (out.spec.partition.unreduced or out.spec.partition.reduced):
-        local, mesh, reduced = out.local, out.spec.mesh, out.spec.partition.reduced
-        if axes := tuple(axis for axis in mesh.axis_names if axis in reduced):
-            local = apply(local, call("reduced_to_invariant", mesh, axes))
-        out = Sharded(local, out.spec.with_partition(P(*out.spec.partition)))
     x = local_of(out)
-    if not isinstance(x, Tensor) or x.ndim or not differentiable(x) or x.is_complex():
+    if isinstance(out, Sharded) and out.spec.partition.reduced:
+        mesh = out.spec.mesh
+        x = apply(x, call("reduced_to_invariant", mesh, mesh.ordered(out.spec.partition.reduced)))
+    if not isinstance(x, Tensor) or x.ndim or not x.is_floating_point():
         given = show_leaf(out) if isinstance(x, Tensor) else described(out)
         more = "" if what == "backward()" else ", return (scalar, aux) with has_aux=True, or use vjp"
         raise ArgumentError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,20 +18,40 @@ Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
 
 
 def backward(
-    tensors: Tensors, grad_tensors: Any = None, *, what: str = "torch.autograd.backward()", **options: Any
+    tensors: Tensors,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    *,
+    what: str = "torch.autograd.backward()",
 ) -> None:
     """``torch.autograd.backward`` and `Sharded.backward`."""
-    outs = _listed(tensors)
-    values, cotangents = _seeds(outs, grad_tensors, what)
-    for x in outs:
-        if not local_of(x).requires_grad:
-            raise ArgumentError(
-                f"{what} of {show_leaf(x)}, which was computed from no tensor that requires grad, or under no_grad; "
-                "write w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
-            )
-    if options.get("inputs") is not None:
-        options["inputs"] = [local_of(x) for x in _listed(options["inputs"])]
-    torch.autograd.backward(values, cotangents, **options)
+    values: Tensor | list[Tensor]
+    cotangents: Tensor | list[Tensor | None] | None
+    if type(tensors) is Sharded and (grad_tensors is None or isinstance(grad_tensors, (Sharded, Tensor))):  # quickly
+        if grad_tensors is None:
+            values, cotangents = scalar_of(tensors, what), None
+        else:
+            values, cotangents = tensors.local, cotangent_of(grad_tensors, tensors, what)
+        if not tensors.local.requires_grad:
+            _refuse_constant(tensors, what)
+    else:
+        outs = _listed(tensors)
+        values, cotangents = _seeds(outs, grad_tensors, what)
+        for x in outs:
+            if not local_of(x).requires_grad:
+                _refuse_constant(x, what)
+    if inputs is not None:
+        inputs = [local_of(x) for x in _listed(inputs)]
+    torch.autograd.backward(values, cotangents, retain_graph, create_graph, None, inputs)
+
+
+def _refuse_constant(x: Any, what: str) -> NoReturn:
+    raise ArgumentError(
+        f"{what} of {show_leaf(x)}, which was computed from no tensor that requires grad, or under no_grad; "
+        "write w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
+    )
 
 
 def gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from math import isnan
@@ -12,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import state
+from fspmd.body import RUNNING, state
 from fspmd.copies import moved_from
 from fspmd.errors import ArgumentError
 from fspmd.global_view.outcomes import Place
@@ -21,14 +22,14 @@ from fspmd.global_view.propagate import OpPlan, shown
 from fspmd.messages import described
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import replan_with
-from fspmd.rules import row_of
+from fspmd.rules import IN_C, row_of
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
-_new = object.__new__
+_new = functools.partial(object.__new__, Sharded)
 _CASTS = "_fspmd_casts"
 
 
@@ -119,8 +120,10 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
 
     It is ``Sharded.__torch_function__`` itself: what is done here is done in every call.
     """
-    if state.body is not None:
+    if RUNNING and state.body is not None:
         _refuse_in_body(func, args, kwargs or {})
+    if kwargs and func in IN_C and len(kwargs) == 3 and kwargs["dtype"] is None is not kwargs["dim"]:
+        func, args, kwargs = IN_C[func], (args[0], kwargs["dim"]), None
     key: list[Any] = [func]
     blocks: list[Any] = []
     for arg in args:
@@ -131,12 +134,24 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         elif (kind is int and func in _counting) or kind in _CONSTANT:
             key.append(arg)
             blocks.append(arg)
+        elif kind is list:
+            held: list[Any] = []
+            key.append(list)
+            key.append(len(arg))
+            for one in arg:
+                if type(one) is Sharded:
+                    key.append(one.spec)
+                    held.append(one.local)
+                else:
+                    key.append(_hashable(one))
+                    held.append(one)
+            blocks.append(held)
         else:
             _add(func, arg, kind, key, blocks)
     if kwargs:
-        key.append(dict)  # what follows are names
-        key += kwargs
-        for arg in kwargs.values():
+        key.append(dict)  # what follows are names, each with its value
+        for name, arg in kwargs.items():
+            key.append(name)
             kind = type(arg)
             if kind is Sharded:
                 key.append(arg.spec)
@@ -148,23 +163,21 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                 _add(func, arg, kind, key, blocks)
     cached = tuple(key)
     try:
-        plan = _plans.get(cached)
+        plan = _plans[cached]
+        _cache.hits += 1
+    except KeyError:
+        plan = None
     except TypeError:  # an argument has no hash
         return _with_arrays(func, args, kwargs or {})
     if plan is None:
         plan = _cache.plan(cached, func, args, kwargs or {})
-    else:
-        _cache.hits += 1
-    if plan.needs_redistribute:
+    casts = None
+    if not plan.at_once:
         if plan.whole is not None:
             return plan.whole(args, kwargs or {})
         if plan.choose is not None:
             plan = plan.choose(blocks)
-        casts = _move_operands(plan, blocks)
-    else:
-        casts = None
-    if plan.casts:
-        casts = [*(casts or ()), *_cast_operands(plan, blocks)]
+        casts = [*_move_operands(plan, blocks), *_cast_operands(plan, blocks)]
     try:
         if plan.in_order:
             out = plan.local(*blocks)
@@ -175,14 +188,15 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     except Exception as error:
         tell_call(error, func, args, kwargs or {})
         raise
-    if plan.writes:
-        return args[0]
-    if casts:
-        _keep(casts, out)
+    if casts is not None:
+        if plan.writes:
+            return args[0]
+        if casts:
+            _keep(casts, out)
     results = plan.results
     if type(results) is tuple or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, results)
-    value = _new(Sharded)  # without the checks of its constructor
+    value = _new()  # without the checks of its constructor
     value.local = out
     value.spec = results  # type: ignore[assignment]
     return value
@@ -288,22 +302,23 @@ def _hashable(arg: Any) -> Any:
 
 def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> None:
     """Append what an argument is in the key of a call, and its block or blocks."""
-    if kind is not tuple and kind is not list:
+    if kind is list or kind is tuple:
+        key.append(kind)
+        key.append(len(arg))
+        held, sharded = [], False
+        for one in arg:
+            if type(one) is Sharded:
+                key.append(one.spec)
+                held.append(one.local)
+                sharded = True
+            else:
+                key.append(_hashable(one))
+                held.append(one)
+        blocks.append(held if sharded else arg)
+    else:
         blocks.append(arg)
         free = (kind is float or kind is int) and (func in _free or _is_free(func))
         key.append(kind if free else _hashable(arg))
-        return
-    key += kind, len(arg)
-    held, sharded = [], False
-    for one in arg:
-        if type(one) is Sharded:
-            key.append(one.spec)
-            held.append(one.local)
-            sharded = True
-        else:
-            key.append(_hashable(one))
-            held.append(one)
-    blocks.append(held if sharded else arg)
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

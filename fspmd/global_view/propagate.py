@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any, NoReturn, TypeVar
@@ -58,6 +58,10 @@ class OpPlan:
     copies: bool = False  # gives copies of the first operand, moved, where torch gives views
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
+    at_once: bool = field(init=False)  # nothing is moved, cast or written
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at_once", not (self.needs_redistribute or self.casts or self.writes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fspmd.body import Body, state
+from fspmd.body import RUNNING, Body, state
 
 _mode_count, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
@@ -38,6 +38,7 @@ def is_active(mode: BodyMode) -> bool:
 def again(body: Body | None, mode: BodyMode | None) -> Iterator[None]:
     """Run in a body again, in backward: its axes bound, each call seen once, by ``mode``."""
     before = state.body, state.tracker
+    RUNNING.append(body)
     state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
     with torch._C._EnableTorchFunction():  # backward may have been started with it disabled
         below = lift_mode()
@@ -51,3 +52,4 @@ def again(body: Body | None, mode: BodyMode | None) -> Iterator[None]:
             if below is not None:
                 _push_mode(below)
             state.body, state.tracker = before
+            RUNNING.pop()

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from fspmd.body import state
+from fspmd.body import RUNNING, state
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.indexing import IndexMode
@@ -146,6 +146,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if not flat:
         args = plan.treedef.unflatten(args)
     called = _by_name(function, len(args) - len(names), names) if names else function
+    RUNNING.append(body)
     state.body = body
     mode: BodyMode | None = None
     if body.checked:
@@ -176,6 +177,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     finally:
         state.body, state.tracker = outer, outer_tracker
+        RUNNING.pop()
 
 
 def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from fspmd.rules.bodies import Bodied, Site, reducing
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.handlers import handler_of
-from fspmd.rules.registry import register, row_of
+from fspmd.rules.registry import IN_C, register, row_of
 from fspmd.rules.table import Row, composite_of, is_ragged, writes
 from fspmd.rules.whole import Rule, Whole
 
 __all__ = [
+    "IN_C",
     "Bodied",
     "Factors",
     "Row",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torch.nn import functional as F
 
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.losses import alike, gaussian, of_rows
 from fspmd.rules.table import Row
 from fspmd.rules.table import row_of as row_of_torch
 
+#: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None
+IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _ROWS: Final[dict[Any, Row]] = {alike: Row(of_rows), gaussian: Row(elementwise)}
 
 
@@ -18,6 +21,7 @@ def register(func: Any, row: Row) -> None:
     """Make a row the rule of a function, and of what calls of it are dispatched as."""
     for one in (func, *_overloads(func)):
         _ROWS[one] = row
+        IN_C.pop(one, None)
 
 
 def _overloads(func: Any) -> list[Any]:
