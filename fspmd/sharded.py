@@ -85,6 +85,11 @@ class Sharded:
         """Number of elements of the global tensor."""
         return prod(self.spec.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.numel() * self.spec.dtype.itemsize
+
     def is_floating_point(self) -> bool:
         """Whether the dtype is a floating-point one."""
         return self.spec.dtype.is_floating_point

@@ -436,8 +436,7 @@ def test_dtypes_follow_autocast_and_the_default() -> None:
     "call",
     [
         lambda x: torch.add(x, 1, out=x.local),
-        lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0),
-        lambda x: x.view(torch.int32),
+        lambda x: torch.binomial(x, x / 2),
         lambda x: x + x.local,
     ],
 )
@@ -460,6 +459,23 @@ def test_a_transform_of_empty_blocks_that_have_no_gradient() -> None:
     x = torch.arange(48.0).reshape(6, 8)
     whole = device_get(torch.fft.rfft(device_put(x, P("x"), mesh=LINE), dim=1))
     torch.testing.assert_close(whole, torch.fft.rfft(x, dim=1))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(None, ("y", "x")), P()], ids=repr)
+def test_views_of_bits_and_rows_made_short(spec: P) -> None:
+    table = values(((5, 6),))[0]
+    x = device_put(table, spec, mesh=WIDE)
+    for dtype in (torch.int64, torch.int16, torch.complex128):
+        assert torch.equal(device_get(x.view(dtype)), table.view(dtype))
+    places = torch.tensor([[0, 2, 3], [0, 4, 4]])
+    for where in (places, device_put(places, P("x", "y"), mesh=WIDE)):
+        found, want = x.clone().requires_grad_(), table.clone().requires_grad_()
+        y, expected = (F.embedding(i, w, max_norm=1.5, norm_type=3.0) for i, w in ((where, found), (places, want)))
+        torch.testing.assert_close(device_get(y), expected)
+        torch.testing.assert_close(device_get(found), want)
+        for one in (y, expected):
+            one.square().sum().backward()
+        torch.testing.assert_close(device_get(found.grad), want.grad)
 
 
 def test_numbers_that_do_not_bear_on_layouts_never_miss() -> None:

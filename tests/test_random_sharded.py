@@ -265,6 +265,7 @@ def test_a_generator_of_ones_own() -> None:
         (lambda x: F.rrelu(x, 0.5, 0.1, training=True), "lower"),
         (lambda x: base().bernoulli_(x), "plain tensor"),
         (lambda x: x.bernoulli_(torch.tensor(1.5)), "p of which not all are between 0 and 1"),
+        (lambda x: torch.bernoulli(put(LINE, P("x")) + 2), "p of which not all are between 0 and 1"),
         (lambda x: torch.bernoulli(put(LINE, P()) + 2), "p of which not all are between 0 and 1"),
         (lambda x: torch.normal(x, -1.0), "std of which not all are not below 0"),
         (lambda x: torch.normal(x, -torch.ones(3)), "std of which not all are not below 0"),

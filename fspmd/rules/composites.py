@@ -151,6 +151,23 @@ def _norm_with_update(
     return (*found, x.new_empty((0,), dtype=torch.uint8))
 
 
+def renormed_embedding(
+    places: Any,
+    table: Any,
+    padding_idx: Any = None,
+    max_norm: float = 1.0,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """With ``max_norm``: the rows that are looked up are first made that short, where they lie."""
+    with torch.no_grad():
+        norms = torch.linalg.vector_norm(table, norm_type, dim=1)
+        used = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, places.flatten(), True)
+        table.mul_(torch.where(used & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)[:, None])
+    return F.embedding(places, table, padding_idx, None, norm_type, *args, **kw)
+
+
 #: by torch function, or by the name of all that have it
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **LOSSES,

@@ -23,7 +23,7 @@ from fspmd.rules.likes import Handler, Value, drawn_like, settle
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import shards_of
+from fspmd.transport.local_tensor import LocalTensor, shards_of
 from fspmd.transport.randomness import draw_seed
 
 Then = Callable[[Tensor], Tensor]
@@ -89,12 +89,15 @@ def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> 
 
 
 def _check_each(name: str, parameter: str, values: Any, fits: Callable[[Any], Any], bounds: str) -> None:
-    """Of values that every rank has: of others it would take a sum over ranks to refuse on all alike."""
+    """Of values cut over ranks a rank looks at its block, as with places out of range; pending sums go unchecked."""
     if is_sharded(values):
-        values = None if values.spec.partition.mentioned else values.local
+        values = None if values.spec.partition.unreduced else values.local
     if isinstance(values, (int, float)):
         values = torch.tensor(values)
-    if isinstance(values, Tensor) and not bool(fits(values.detach()).all()):
+    if not isinstance(values, Tensor):
+        return
+    good = fits(values.detach())
+    if not all(bool(block.all()) for block in (good.shards if type(good) is LocalTensor else [good])):
         raise ArgumentError(f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
 
 

@@ -30,7 +30,7 @@ from fspmd.rules import (
 )
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.composites import COMPOSITES
+from fspmd.rules.composites import COMPOSITES, renormed_embedding
 from fspmd.rules.contractions import convolution, convolution_of_blocks, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
@@ -254,7 +254,10 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(gathered) for name in _GATHERED},
 }
 #: of functions that share a name with another
-_OWN: Final[dict[Any, Row]] = {F.embedding: Row(lookups.embedding, body=tables.embedding)}
+_OWN: Final[dict[Any, Row]] = {
+    F.embedding: Row(lookups.embedding, body=tables.embedding),
+    torch.ops.aten.view.dtype: Row(views.bits),
+}
 
 
 def row_of(func: Any) -> Row | None:
@@ -284,6 +287,11 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
         return None
     name = name_of(func)
+    given = (*args[1:2], *kwargs.values())
+    if name == "view":
+        return torch.ops.aten.view.dtype if any(isinstance(one, torch.dtype) for one in given) else None
+    if func is F.embedding:
+        return renormed_embedding if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return None
     if name == "scaled_dot_product_attention":

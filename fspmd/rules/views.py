@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fspmd.rules.factors import Dims, Factors, Shape
@@ -65,8 +64,6 @@ def reshaped(whole: Whole) -> Factors:
     Otherwise one dim of one group, as one dim of that group in the result, by a body.
     """
     before, after = whole.shapes[0], whole.results[0]
-    if any(isinstance(arg, torch.dtype) for arg in (*whole.args, *whole.kwargs.values())):
-        return NO_RULE  # a view of the bits
     operand: list[int | None] = [None] * len(before)
     result: list[int | None] = [None] * len(after)
     ways: list[tuple[list[int], list[int]]] = []
@@ -79,6 +76,14 @@ def reshaped(whole: Whole) -> Factors:
     found = Factors((tuple(operand),), (tuple(result),))
     others = tuple(_one_way(found, pair, s, t) for pair in ways for s in pair[0] for t in _roomy_first(pair[1], after))
     return replace(found, others=others)
+
+
+def bits(whole: Whole) -> Factors:
+    """As another dtype: of another size its elements are made of those of a row, or are their parts."""
+    dims: list[int | None] = list(range(whole.ndim))
+    if whole.shapes[0] != whole.results[0]:
+        dims[-1] = None
+    return Factors((tuple(dims),), (tuple(dims),))
 
 
 def _one_way(found: Factors, pair: tuple[list[int], list[int]], s: int, t: int) -> Factors:
