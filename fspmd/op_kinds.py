@@ -5,6 +5,7 @@ Data, by name: most torch functions need no row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -305,6 +306,7 @@ def learn(func: Any) -> Op:
     return op
 
 
+@functools.lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """The name of a torch function, method, property or op; of a property that tells of its operand ``get name``."""
     if isinstance(func, torch._ops.OpOverload):

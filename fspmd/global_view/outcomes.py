@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from fspmd.rules import Rule, Whole
+from fspmd.rules.elementwise import elementwise
 from fspmd.spec import TensorSpec
 
 Shape = tuple[int, ...]
@@ -18,9 +20,17 @@ Shape = tuple[int, ...]
 Place = int | tuple[int, int]
 
 
+class Outcome(NamedTuple):
+    """Shape and dtype of each result; whether it is a tensor, not a tuple, and a view of the first operand."""
+
+    results: Sequence[tuple[Shape, torch.dtype]]
+    single: bool = True
+    views: bool = False
+
+
 def on_one_element(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Tensor | None:
+) -> Outcome | None:
     """What a function of elements gives for global tensors without data, or None: the meta device takes far longer."""
     shape = _broadcast([spec.shape for _, spec in operands])
     if shape is None or torch._C._is_any_autocast_enabled():
@@ -33,18 +43,43 @@ def on_one_element(
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view():
         return None
-    return out.new_empty(shape, device="meta")
+    return Outcome([(shape, out.dtype)])
 
 
-def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Tensor | None:
+def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
     """The result of a function that keeps shape and dtype, or None where its arguments may say otherwise."""
-    first = specs[0]
-    alike = first.dtype.is_floating_point and all(spec.dtype is first.dtype for spec in specs)
-    if not alike or torch._C._is_any_autocast_enabled():
+    if not _of_one_float(specs):
         return None
     if any(isinstance(arg, torch.dtype) or arg is True for arg in (*args, *kwargs.values())):
         return None
-    return torch.empty(first.shape, dtype=first.dtype, device="meta")
+    return Outcome([(specs[0].shape, specs[0].dtype)])
+
+
+def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> Outcome | None:
+    """The result of a function of two operands, or of one and a number, which keeps their dtype.
+
+    Its shape is told by the sizes of its factors; None where these do not agree, or the arguments say otherwise.
+    """
+    others = [arg for arg in whole.args if arg is not None]
+    if len(whole.args) != 2 or whole.kwargs or not _of_one_float(specs) or len(specs) + len(others) != 2:
+        return None
+    if others and not (rule is elementwise and type(others[0]) in (float, int)):
+        return None
+    factors = rule(whole)
+    sizes: dict[int | None, int] = {None: 1}
+    if [*map(len, factors.operands)] != [*map(len, whole.shapes)]:
+        return None
+    for dims, shape in zip(factors.operands, whole.shapes, strict=True):
+        if any(sizes.setdefault(factor, size) != size for factor, size in zip(dims, shape, strict=True)):
+            return None
+    return Outcome([(tuple([sizes[factor] for factor in factors.results[0]]), specs[0].dtype)])
+
+
+def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
+    """Whether all operands have one floating dtype, which autocast leaves alone."""
+    first = specs[0].dtype
+    alike = first.is_floating_point and all(spec.dtype is first for spec in specs)
+    return alike and not torch._C._is_any_autocast_enabled()
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
@@ -59,21 +94,29 @@ def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
 
 def on_meta(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Any:
-    """What the call gives for global tensors without data."""
+) -> Outcome | None:
+    """What the call gives for global tensors without data; None where it is no tensors, or depends on values."""
     mesh = operands[0][1].mesh
     try:
         try:
-            return _on(_empty_on("meta"), func, args, kwargs, operands)
+            return _outcome(_on(_empty_on("meta"), func, args, kwargs, operands))
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             with FakeTensorMode():
-                return _on(_empty_on(mesh.device_type), func, args, kwargs, operands)
+                return _outcome(_on(_empty_on(mesh.device_type), func, args, kwargs, operands))
     except (
         NotImplementedError,
         DataDependentOutputException,
         DynamicOutputShapeException,
     ):  # the shape of the result depends on values
         return None
+
+
+def _outcome(out: Any) -> Outcome | None:
+    found = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(found, (tuple, list)) or not found or not all(isinstance(one, Tensor) for one in found):
+        return None
+    results = [(tuple(one.shape), one.dtype) for one in found]
+    return Outcome(results, isinstance(out, Tensor), bool(found[0]._is_view()))
 
 
 def _empty_on(device: str) -> Callable[[TensorSpec], Tensor]:

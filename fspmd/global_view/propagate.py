@@ -16,7 +16,7 @@ from torch import Tensor
 from fspmd.copies import as_copies, handed_on, refuse_copy
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.global_view.bodied import as_local_call
-from fspmd.global_view.outcomes import Place, Shape, like_first, on_meta, on_one_element
+from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
 from fspmd.global_view.strategies import Strategy, best_strategy
 from fspmd.local_view.connected import connected
 from fspmd.local_view.type_rules import tensors_of
@@ -70,7 +70,7 @@ class Question:
 
     row: Row
     operands: Sequence[tuple[Place, TensorSpec]]
-    results: list[TensorSpec]  # not laid out yet
+    results: list[TensorSpec]  # not laid out yet: any layout of them
     single: bool  # the result is a tensor, not a tuple of them
     factors: Factors
     linear: str
@@ -103,24 +103,26 @@ def ask(
     if (ordered := _by_signature(func, len(args), list(kwargs), operands)) is None:
         return None
     specs = [spec for _, spec in ordered]
-    out = None
-    if row.rule is elementwise and not writes(func):
-        out = on_one_element(func, args, kwargs, ordered)
-    elif row.kept:
-        out = like_first(args, kwargs, specs)
-    if out is None:
+    shapes = [spec.shape for spec in specs]
+    plain = [None if isinstance(a, (Sharded, Tensor)) else a for a in args]
+    outcome = None
+    if row.kept:
+        outcome = like_first(args, kwargs, specs)
+    elif row.sized and not writes(func):
+        outcome = by_factors(row.rule, Whole(shapes, plain, kwargs, [()]), specs)
+    if outcome is None and row.rule is elementwise and not writes(func):
+        outcome = on_one_element(func, args, kwargs, ordered)
+    if outcome is None:
         try:
-            out = on_meta(func, args, kwargs, ordered)
+            outcome = on_meta(func, args, kwargs, ordered)
         except Exception as error:
             _refuse_global(func, specs, error)
     if name_of(func).strip("_") in _OF_ONE_DTYPE and not torch._C._is_any_autocast_enabled():
         _check_dtypes(func, specs)
-    outs = (out,) if isinstance(out, Tensor) else out
-    if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(one, Tensor) for one in outs):
+    if outcome is None:
         return None
-    results = [TensorSpec(specs[0].mesh, P(*(None,) * one.dim()), tuple(one.shape), one.dtype) for one in outs]
-    shapes, after = [spec.shape for spec in specs], [spec.shape for spec in results]
-    plain = [None if isinstance(a, (Tensor, Sharded)) else a for a in args]
+    after = [shape for shape, _ in outcome.results]
+    results = [_whole(shape, dtype, specs[0]) for shape, dtype in outcome.results]
     try:
         factors = row.rule(Whole(shapes, plain, kwargs, after))
     except IndexError as error:  # no such dim
@@ -129,8 +131,14 @@ def ask(
     if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, args, kwargs, specs[0], results[0])
-    single, views = isinstance(out, Tensor), outs[0]._is_view()
-    return Question(row, ordered, results, single, factors, linear, writes(func), views, tuple(kwargs))
+    return Question(row, ordered, results, outcome.single, factors, linear, writes(func), outcome.views, tuple(kwargs))
+
+
+def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
+    """A result that is not laid out yet: of some layout, which does not count."""
+    if (shape, dtype) == (like.shape, like.dtype):
+        return like
+    return TensorSpec(like.mesh, P(*(None,) * len(shape)), shape, dtype)
 
 
 def propagate(
@@ -149,10 +157,11 @@ def propagate(
     if best is None:
         _refuse_write(func, [spec for _, spec in question.operands])
     plan = _plan(func, len(args), question, best)
-    floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
     empty = any(0 in spec.shape for _, spec in question.operands)
-    weighs = question.row.weighs and plan.casts
-    if not floating or not (plan.needs_redistribute or best.by_body or empty or weighs):
+    if not (plan.needs_redistribute or best.by_body or empty or (question.row.weighs and plan.casts)):
+        return plan
+    floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
+    if not floating:
         return plan
     if _same(best, replace(question, gradients=floating).solve(best_strategy, known=known)):
         return plan

@@ -21,7 +21,7 @@ _MATMUL: Final = {
 def matmul(whole: Whole) -> Factors:
     """By the number of dims of both operands."""
     a, b = (min(len(shape), 2) for shape in whole.shapes)
-    return match(_MATMUL[a, b], whole.shapes)
+    return match(_MATMUL[a, b], whole.shapes) if a and b else NO_RULE
 
 
 def einsum(whole: Whole) -> Factors:

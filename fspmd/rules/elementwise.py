@@ -17,6 +17,9 @@ _PATTERNS: Final = {
 
 def elementwise(whole: Whole) -> Factors:
     """Any number of operands."""
+    if all(shape == whole.shapes[0] for shape in whole.shapes):
+        every = tuple(range(whole.ndim))
+        return Factors((every,) * len(whole.shapes), (every,) * len(whole.results), names=dict(enumerate(every)))
     return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
 
 

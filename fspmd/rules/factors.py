@@ -39,6 +39,7 @@ class Pattern:
     text: str
     operands: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
+    broadcasts: bool
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def parse(text: str) -> Pattern:
         raise ArgumentError(
             f"the rule {text!r} has a result with {unknown[0]!r}, which no operand has; write 1 for a dim of its own"
         )
-    return Pattern(text, *sides)
+    return Pattern(text, sides[0], sides[1], any("..." in names for names in (*sides[0], *sides[1])))
 
 
 _NAME: Final = re.compile(r"[\w.]+|\[[\w.]+\]")
@@ -66,6 +67,17 @@ _NAME: Final = re.compile(r"[\w.]+|\[[\w.]+\]")
 
 def match(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     """The factors of a call on operands of these shapes (trailing operands may be missing)."""
+    if not pattern.broadcasts:  # its names are all there is to know
+        return _named(pattern, len(shapes))
+    return _matched(pattern, shapes)
+
+
+@functools.cache
+def _named(pattern: Pattern, operands: int) -> Factors:
+    return _matched(pattern, [()] * operands)
+
+
+def _matched(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     numbers: dict[str | int, int] = {}
     whole: set[int] = set()
 

@@ -36,6 +36,7 @@ _OF_MEMORY: Final = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def handler_of(func: Any) -> Handler | None:
     """What runs in place of a torch function when it is called with `Sharded` values; None where a rule decides."""
     if getattr(func, "__module__", None) == "torch.nn.init":

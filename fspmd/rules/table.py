@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -53,6 +54,7 @@ class Row:
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
     empty: bool = True  # torch takes empty blocks
     kept: bool = False  # the result has the shape of the first operand, and its dtype where all operands have one
+    sized: bool = False  # of two operands of one dtype the result has it, too, and the sizes of its factors
     body: Bodied | None = None  # what runs where a dim that must be whole is sharded
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
     weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
@@ -146,16 +148,16 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=True) for name in _POINTWISE},
     **{name: Row(elementwise) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
-    **{name: Row(elementwise, "sum", free=True) for name in _names("add sub subtract radd rsub")},
-    **{name: Row(elementwise, "product", free=True) for name in _names("mul multiply rmul")},
-    **{name: Row(elementwise, "first", free=True) for name in _names("div divide true_divide")},
-    "matmul": Row(matmul, "product"),
-    "mm": Row(notation("m k, k n -> m n"), "product"),
-    "bmm": Row(notation("b m k, b k n -> b m n"), "product"),
-    "mv": Row(notation("m k, k -> m"), "product"),
-    "dot": Row(notation("k, k ->"), "product"),
-    "vdot": Row(notation("k, k ->"), "product"),
-    "outer": Row(notation("m, n -> m n"), "product"),
+    **{name: Row(elementwise, "sum", free=True, sized=True) for name in _names("add sub subtract radd rsub")},
+    **{name: Row(elementwise, "product", free=True, sized=True) for name in _names("mul multiply rmul")},
+    **{name: Row(elementwise, "first", free=True, sized=True) for name in _names("div divide true_divide")},
+    "matmul": Row(matmul, "product", sized=True),
+    "mm": Row(notation("m k, k n -> m n"), "product", sized=True),
+    "bmm": Row(notation("b m k, b k n -> b m n"), "product", sized=True),
+    "mv": Row(notation("m k, k -> m"), "product", sized=True),
+    "dot": Row(notation("k, k ->"), "product", sized=True),
+    "vdot": Row(notation("k, k ->"), "product", sized=True),
+    "outer": Row(notation("m, n -> m n"), "product", sized=True),
     "linear": Row(with_added("... k, n k -> ... n", 2), "product"),
     "addmm": Row(with_added("m k, k n -> m n", 0), "product"),
     "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False),
@@ -260,6 +262,7 @@ _OWN: Final[dict[Any, Row]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def row_of(func: Any) -> Row | None:
     """The row of a torch function, a method or a property; None where there is none, and for what is not torch's."""
     if not _is_torch(func):
@@ -320,6 +323,7 @@ _RAGGED: Final = frozenset(
 _RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
 
 
+@functools.lru_cache(maxsize=4096)
 def writes(func: Any) -> bool:
     """Whether a function writes into its first operand: by torch's custom its name ends in an underscore."""
     name = name_of(func)
