@@ -64,6 +64,16 @@ CASES: dict[str, Case] = {
     "norm of order -math.inf": (lambda x: torch.linalg.vector_norm(_tied(x), -math.inf, 0), ((5, 4),)),
     "norm": (lambda x: torch.norm(x, dim=1), ((4, 6),)),
     "norm of zeros": (lambda x: (x * 0).norm(), ((5, 6),)),
+    "cdist": (torch.cdist, ((5, 6), (3, 6))),
+    "cdist of order 1": (lambda x, y: torch.cdist(x, y, 1.0), ((2, 3, 5), (4, 5))),
+    "cdist of order 3": (lambda x, y: torch.cdist(x, torch.cat([x[:1], y]), 3.0), ((5, 6), (3, 6))),
+    "cdist of order 0": (lambda x, y: (torch.cdist(_tied(x), _tied(y), 0.0), x + 0, y + 0), ((5, 6), (3, 6))),
+    "cdist of order math.inf": (lambda x, y: torch.cdist(x, y, math.inf), ((5, 6), (3, 6))),
+    "softmax, backward": (lambda g, y: torch._softmax_backward_data(g, y, 0, g.dtype), ((5, 6), (5, 6))),
+    "log_softmax, backward": (
+        lambda g, y: torch.ops.aten._log_softmax_backward_data(g, y, -1, g.dtype),
+        ((4, 6), (4, 6)),
+    ),
     "prod": (torch.prod, ((5, 6),)),
     "prod of a dim": (lambda x: _tied(x).prod(1, keepdim=True), ((4, 5),)),
     "counts": (

@@ -24,6 +24,10 @@ Case = tuple[Callable[..., Any], list[tuple[Any, P]], float]
 COUNTED = torch.linspace(-1.0, 1.0, 64).sin().reshape(8, 8)  # has no gradient
 
 
+def _batch_norm(x: Any, weight: Any, bias: Any) -> Any:
+    return F.batch_norm(x, None, None, weight, bias, True)
+
+
 def _bce(x: Any, y: Any) -> Any:
     return F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
 
@@ -49,7 +53,11 @@ CASES: dict[str, Case] = {
     # 8 bytes an element; a gather or its transpose: 3/4 of the whole, an all-reduce: twice that
     "a sharded batch stays": (torch.mm, [((8, 4), ROWS), ((4, 16), WHOLE)], 12 * 4 * 16),
     "a small operand is gathered": (torch.addmm, [((3, 3), ROWS), ((3, 3), WHOLE), ((3, 3), WHOLE)], 54),
-    "two of three are whole": (torch.addcmul, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 6 * 8 * 8),
+    "the one of three stays": (torch.addcmul, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 2 * 6 * 8 * 8),
+    "a mask is gathered": (torch.where, [(COUNTED > 0, ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 6 * 8),
+    "the variance of a batch": (lambda x: x.var(0), [((64, 8), ROWS)], 2 * 12 * 8),
+    "a norm over the batch": (_batch_norm, [((64, 2), ROWS), ((2,), WHOLE), ((2,), WHOLE)], 4 * 12 * 2),
+    "the first of the greatest": (lambda x: x * 1 + x.argmax(), [((8, 8), ROWS)], 12 + 3),
     "the greatest": (torch.max, [((8, 8), ROWS)], 24),
     "the greatest of columns": (lambda x: x.amax(0), [((8, 8), ROWS)], 24 * 8),
     "the infinite norm": (lambda x: x.norm(torch.inf), [((8, 8), COLUMNS)], 24),

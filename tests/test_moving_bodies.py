@@ -204,6 +204,30 @@ CASES |= {
 }
 
 
+_COMPLEX = torch.view_as_real
+CASES |= {
+    "conv1d, groups of channels": (
+        lambda x, w, b: F.conv1d(x, w, b, padding=1, groups=4),
+        ((2, 8, 5), (12, 2, 3), (12,)),
+    ),
+    "conv_transpose1d, groups of channels": (
+        lambda x, w: F.conv_transpose1d(x, w, stride=2, groups=4),
+        ((1, 8, 5), (8, 3, 3)),
+    ),
+    "channel_shuffle": (lambda x: torch.channel_shuffle(x, 3), ((2, 6, 5),)),
+    "take": (lambda x: x.take(torch.tensor([[3, 0, -1], [29, -30, 3]])), ((5, 6),)),
+    "take of a vector": (lambda x: torch.take(x, torch.tensor([3, 0, -1, 4, 3])), ((5,),)),
+    "cov": (lambda x: torch.cov(x, correction=0), ((5, 6),)),
+    "cov of one": (torch.cov, ((6,),)),
+    "corrcoef": (lambda x: torch.corrcoef(x * x + x), ((5, 6),)),
+    "rfft2": (lambda x: _COMPLEX(torch.fft.rfft2(x, (3, 8))), ((5, 6, 7),)),
+    "ihfftn": (lambda x: _COMPLEX(torch.fft.ihfftn(x)), ((5, 6),)),
+    "irfftn": (lambda x: torch.fft.irfftn(torch.complex(x, x * x), dim=(2, 0)), ((5, 3, 6),)),
+    "hfft2": (lambda x: torch.fft.hfft2(torch.complex(x, x * x), norm="ortho"), ((4, 6),)),
+    "fft2": (lambda x: _COMPLEX(torch.fft.fft2(x, dim=(0, 2))), ((5, 6, 3),)),
+}
+
+
 CASES |= {
     "interpolate": (lambda x: F.interpolate(x, scale_factor=1.7), ((1, 2, 7, 5),)),
     "interpolate, exact": (lambda x: F.interpolate(x, 5, mode="nearest-exact"), ((2, 1, 9),)),
@@ -264,6 +288,20 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
         0,
     ),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), ((1, 2, 14, 8),), (_SPACE,), 4 * 8),
+    "conv1d, groups of channels": (
+        lambda x, w: F.conv1d(x, w, groups=4),
+        ((2, 16, 64), (16, 4, 3)),
+        (_COLUMN, _ROW),
+        0,
+    ),
+    "channel_shuffle": (lambda x: torch.channel_shuffle(x, 2), ((2, 16, 64),), (_COLUMN,), 2 * 4 * 64),
+    "take": (lambda x: x.take(torch.tensor([5, 3])), ((13, 64),), (_COLUMN,), 0),
+    "cov": (torch.cov, ((13, 64),), (_COLUMN,), 2 * 13),
+    "cdist of columns": (torch.cdist, ((5, 64), (7, 64)), (_COLUMN, _COLUMN), 2 * 35),
+    "rfft2": (torch.fft.rfft2, ((8, 8, 16),), (_SPACE,), 8 * 8 * 4),
+    "pad around, circular": (lambda x: F.pad(x, (3, 3, 2, 1), "circular"), ((1, 13, 64),), (_COLUMN,), 3 * 64),
+    "addcmul": (torch.addcmul, ((8, 64), (8, 64), (8, 64)), (_ROW, P(), P()), 0),
+    "addmm of what is added": (torch.addmm, ((8, 8), (8, 2), (2, 8)), (_ROW, P(), P()), 64),
     "a write": (_set((slice(2, 7),)), ((13, 64), (5, 64)), (_ROW, P()), 0),
 }
 

@@ -79,13 +79,19 @@ class Question:
     names: tuple[str, ...]  # of the keyword arguments
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
+    @property
+    def weighs(self) -> bool:
+        """Whether sums of gradients of whole operands count: no batch is sharded, but at most what is added to it."""
+        added = self.factors.added
+        return self.row.weighs or (
+            bool(added) and all(i in added or not any(spec.partition) for i, (_, spec) in enumerate(self.operands))
+        )
+
     def solve(self, choose: Callable[..., T], **options: Any) -> T:
         """The strategy, or strategies, that ``choose`` takes."""
-        specs, body, first = [spec for _, spec in self.operands], self.row.body, self.factors.operands[0]
-        whole = frozenset(d for d, factor in enumerate(first) if factor in self.factors.whole)
-        time = body and body.timed(self.results, specs[0].shape, whole)
-        options |= {"fixed": self.fixed, "empty": self.row.empty, "body": time, "gradients": self.gradients}
-        options["weighs"] = self.row.weighs
+        specs = [spec for _, spec in self.operands]
+        options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
+        options["weighs"] = self.weighs
         return choose(self.factors, self.linear, specs, self.results, topology(), **options)
 
 
@@ -158,7 +164,7 @@ def propagate(
         _refuse_write(func, [spec for _, spec in question.operands])
     plan = _plan(func, len(args), question, best)
     empty = any(0 in spec.shape for _, spec in question.operands)
-    if not (plan.needs_redistribute or best.by_body or empty or (question.row.weighs and plan.casts)):
+    if not (plan.needs_redistribute or best.by_body or empty or (question.weighs and plan.casts)):
         return plan
     floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
     if not floating:

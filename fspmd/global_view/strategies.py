@@ -6,13 +6,14 @@ together.
 
 Operands that lie right stay. Else the price is that of the moves, of their transposes for operands that will have a
 gradient, and of the computation. The sums of gradients of whole operands only tell between equals, so a sharded batch
-goes through whole weights as it is.
+goes through whole weights as it is. So does the largest operand of a function of elements, through those that would
+have to be cut and their gradients gathered.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, lcm, prod
 from typing import Final
@@ -21,16 +22,12 @@ from fspmd.redistribution.bounds import at_least
 from fspmd.redistribution.cost import Topology, work
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
+from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes, entry_of
 
 #: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
 Choice = int | str
-
-
-#: µs that a sharded body takes to communicate: of the operands' layouts, the axes over which it does, and the dims of
-#: the first operand that must otherwise be whole
-BodyTime = Callable[[Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
 
 
 _ROUNDING = 1e-6  # µs
@@ -72,7 +69,7 @@ def best_strategy(
     *,
     fixed: bool = False,
     empty: bool = True,
-    body: BodyTime | None = None,
+    body: Bodied | None = None,
     gradients: frozenset[int] = _NONE,
     weighs: bool = False,
     known: list[_Way] | None = None,
@@ -87,7 +84,9 @@ def best_strategy(
         return still
     known = [] if known is None else known
     if not known:
-        known += sorted(_ways(factors, linear, operands, body, topology), key=lambda way: way.least)
+        known += sorted(
+            _ways(factors, linear, operands, body, topology, () if fixed else results), key=lambda way: way.least
+        )
     best: tuple[tuple[float, float], int, Strategy] | None = None
     for way in known:
         limit = inf if best is None else best[0][0]
@@ -140,7 +139,7 @@ def strategies(
     *,
     fixed: bool = False,
     empty: bool = True,
-    body: BodyTime | None = None,
+    body: Bodied | None = None,
     gradients: frozenset[int] = _NONE,
     weighs: bool = False,
 ) -> list[Strategy]:
@@ -164,15 +163,24 @@ def _may(strategy: Strategy, stays: TensorSpec, fixed: bool) -> bool:
 
 
 def _ways(
-    factors: Factors, linear: str, operands: Sequence[TensorSpec], body: BodyTime | None, topology: Topology
+    factors: Factors,
+    linear: str,
+    operands: Sequence[TensorSpec],
+    body: Bodied | None,
+    topology: Topology,
+    results: Sequence[TensorSpec] = (),
 ) -> Iterator[_Way]:
-    """For each way to read the call what each axis does, and how many operands have to begin a collective for that."""
+    """For each way to read the call what each axis does, and how many operands have to begin a collective for that.
+
+    Given ``results``, without those that gather the largest operand of a function of elements.
+    """
     axes, place = operands[0].mesh.axis_names, itertools.count()
     for reading in (factors, *factors.others):
+        stay = _leading(reading, operands, results) if results else ()
         options = [
             [
                 (choice, *_begun(axis, choice, reading, operands))
-                for choice in _choices(axis, reading, linear, operands, body is not None)
+                for choice in _choices(axis, reading, linear, operands, body is not None, stay)
             ]
             for axis in axes
         ]
@@ -208,10 +216,32 @@ def _begun(axis: str, choice: Choice, factors: Factors, operands: Sequence[Tenso
     return frozenset(found), "U" in choice if isinstance(choice, str) else choice in factors.summed
 
 
-def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[TensorSpec], bodied: bool) -> list[Choice]:
+def _leading(
+    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
+) -> Sequence[tuple[Dims, TensorSpec]]:
+    """Of a function of elements the operands as large as the result and as any other, with their dims."""
+    if len(operands) < 2 or factors.summed or factors.whole:
+        return ()
+    size = max(prod(spec.shape) for spec in results)
+    wide = max(prod(spec.shape) * spec.dtype.itemsize for spec in operands)
+    return [
+        (dims, spec)
+        for dims, spec in zip(factors.operands, operands, strict=True)
+        if prod(spec.shape) >= size and prod(spec.shape) * spec.dtype.itemsize >= wide
+    ]
+
+
+def _choices(
+    axis: str,
+    factors: Factors,
+    linear: str,
+    operands: Sequence[TensorSpec],
+    bodied: bool,
+    stay: Sequence[tuple[Dims, TensorSpec]],
+) -> list[Choice]:
     """What an axis can do, the preferred first: what some operand already does, or nothing.
 
-    Where it shards a dim that must be whole, another dim is a way, too.
+    Where it shards a dim that must be whole, another dim is a way, too. An operand in ``stay`` is not gathered.
     """
     found: list[Choice] = []
     if any(axis in spec.partition.reduced for spec in operands):
@@ -231,6 +261,9 @@ def _choices(axis: str, factors: Factors, linear: str, operands: Sequence[Tensor
                 found += [free for free in _free(axis, factors, operands) if free not in found]
             elif factor not in found:
                 found.append(factor)
+    for dims, spec in stay:
+        if any(axis in entry_axes(entry) for f, entry in zip(dims, spec.partition, strict=True) if f is not None):
+            return found
     whole = "I" * len(operands)
     return [whole, *found] if any(0 in spec.shape for spec in operands) else [*found, whole]
 
@@ -254,6 +287,7 @@ class _Layouts:
     axes: dict[int, tuple[str, ...]]
     work: float  # none where operands lie right
     body: float
+    back: float  # of its gradients
 
 
 def _layouts(
@@ -263,7 +297,7 @@ def _layouts(
     results: Sequence[TensorSpec],
     topology: Topology,
     empty: bool,
-    body: BodyTime | None,
+    body: Bodied | None,
 ) -> _Layouts | None:
     """The layouts of a combination; None where blocks do not fit."""
     sharded = {choice for choice in choices.values() if isinstance(choice, int)}
@@ -292,8 +326,10 @@ def _layouts(
     within = 0.0
     if by_body and body is not None:
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
-        within = body(needs, tuple(axis for factor in by_body for axis in axes_of[factor]), topology, whole)
-    return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within)
+        over = tuple(axis for factor in by_body for axis in axes_of[factor])
+        within = body.time(needs, results, over, topology, whole)
+    back = within * body.back if body is not None else 0.0
+    return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
 
 
 def _strategy(
@@ -311,7 +347,7 @@ def _strategy(
         needs = tuple(_cast_in_body(*row) if i in gradients else row[1] for i, row in rows)
         casts = ((),) * len(casts)
     time, later = laid.work * (_PASSES if gradients else 1), 0.0
-    time += laid.body * (2 if gradients else 1)  # backward as much as forward
+    time += laid.body + (laid.back if gradients else 0.0)
     if limit < inf and time + sum(map(at_least, operands, needs, itertools.repeat(topology))) > limit + _ROUNDING:
         return None
     for i, (spec, need, cast) in enumerate(zip(operands, needs, casts, strict=True)):
@@ -366,6 +402,8 @@ def _aligned(
             for d, own in enumerate(dims)
             if own == factor
         }
+        if factor in factors.pieces:
+            sizes.add(factors.pieces[factor])
         parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
         if factor in by_body or (empty and len(sizes) == 1):
             continue

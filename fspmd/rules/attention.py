@@ -67,7 +67,9 @@ def _mask(result: Dims, shape: Sequence[int], whole: Whole, s: int) -> Dims:
     return tuple(f if size == own and own != 1 else None for f, size, own in pairs)
 
 
-def _time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, _: frozenset[int]) -> float:
+def _time(
+    specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
+) -> float:
     """One round of the ring, the rest being hidden behind the products; or the sum of all parts."""
     query = specs[0]
     on = [[a for a in axes if a in entry_axes(spec.partition[-2])] for spec in specs[:2]]

@@ -6,7 +6,6 @@ block in place of each tensor.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,10 +16,12 @@ from torch import Tensor
 
 from fspmd.collectives import all_gather, axis_index
 from fspmd.redistribution.cost import Topology, price
-from fspmd.rules.factors import Shape
 from fspmd.spec import TensorSpec, blocks
 
 Body = Callable[..., Any]
+#: µs of a body's collectives, forward: of the operands as they lie, the results' global shapes, the axes over which it
+#: communicates, and the dims of the first operand that must otherwise be whole
+Time = Callable[[Sequence[TensorSpec], Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
 Dim = int | Sequence[int] | None
 
 
@@ -73,18 +74,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Bodied:
-    """A body, and the µs it takes to communicate."""
+    """A body, and the time it takes to communicate."""
 
     body: Body
-    time: Callable[..., float]  # of operands, axes, topology, dims that must otherwise be whole
-    each: bool = False  # and of the elements of the first result for each row of the first operand
-
-    def timed(self, results: Sequence[TensorSpec], first: Shape, whole: frozenset[int]) -> Callable[..., float]:
-        """The time, once the results are known."""
-        if not self.each:
-            return self.time
-        rows = max(1, prod(size for d, size in enumerate(first) if d not in whole))
-        return functools.partial(self.time, each=prod(results[0].shape) / rows)
+    time: Time
+    back: float = 1.0  # of its gradients, in times of that
 
 
 def dims_of(x: Tensor, dim: Dim) -> tuple[int, ...]:
@@ -113,31 +107,45 @@ def _row_bytes(first: TensorSpec, whole: frozenset[int]) -> int:
     return size
 
 
-def reducing(rounds: int) -> Callable[[Body], Bodied]:
-    """A body that all-reduces so many numbers for each row of its first operand's block along the sharded dims."""
-
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, whole: frozenset[int]) -> float:
-        size = _row_bytes(specs[0], whole)
-        return rounds * price("reduce", specs[0].mesh, axes, size, size, topology).time
-
-    return lambda body: Bodied(body, time)
+def _each(first: TensorSpec, result: TensorSpec, whole: frozenset[int]) -> float:
+    """The elements of a result for each such row."""
+    return prod(result.shape) / max(1, prod(size for d, size in enumerate(first.shape) if d not in whole))
 
 
-def gathering(numbers: int, *, each: bool = False) -> Callable[[Body], Bodied]:
-    """A body that gathers so many numbers for each such row from each rank, in one round.
+def reducing(rounds: float, back: float | None = None, *, each: bool = False) -> Callable[[Body], Bodied]:
+    """A body that all-reduces so many numbers for each row of its first operand's block along the sharded dims.
 
-    ``each``: so many for each element of the result.
+    ``back``: so many in backward, by default the same. ``each``: so many for each element of the result.
     """
 
     def time(
         specs: Sequence[TensorSpec],
+        results: Sequence[TensorSpec],
         axes: tuple[str, ...],
         topology: Topology,
         whole: frozenset[int],
-        each: float = 1.0,
     ) -> float:
-        size = int(numbers * each * _row_bytes(specs[0], whole))
+        size = int(_row_bytes(specs[0], whole) * (_each(specs[0], results[0], whole) if each else 1))
+        return rounds * price("reduce", specs[0].mesh, axes, size, size, topology).time
+
+    return lambda body: Bodied(body, time, 1.0 if back is None else back / rounds)
+
+
+def gathering(numbers: float, back: float = 0.0, *, each: bool = False) -> Callable[[Body], Bodied]:
+    """A body that gathers so many numbers for each such row from each rank, in one round.
+
+    ``back``: what backward takes, in times of that. ``each``: so many for each element of the result.
+    """
+
+    def time(
+        specs: Sequence[TensorSpec],
+        results: Sequence[TensorSpec],
+        axes: tuple[str, ...],
+        topology: Topology,
+        whole: frozenset[int],
+    ) -> float:
+        size = int(numbers * _row_bytes(specs[0], whole) * (_each(specs[0], results[0], whole) if each else 1))
         mesh = specs[0].mesh
         return price("gather", mesh, axes, size, size * mesh.axis_size(axes), topology).time
 
-    return lambda body: Bodied(body, time, each)
+    return lambda body: Bodied(body, time, back)

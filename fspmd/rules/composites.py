@@ -13,6 +13,42 @@ from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
 
 
+def _take(x: Any, index: Any) -> Any:
+    """By the places in each dim, which a body looks up in sharded ones."""
+    like = torch.empty((1,), dtype=x.dtype, device="meta")
+    like.take(torch.empty((1,), dtype=index.dtype, device="meta"))  # raises what torch does
+    x, count = x.reshape(x.shape or (1,)), x.numel()
+    index = torch.where(index < 0, index + count, index)
+    index = torch.where(index < 0, count, index)  # of no element
+    places: list[Any] = []
+    for size in reversed(x.shape[1:]):
+        places.insert(0, index % size)
+        index = index // size
+    return x[(index, *places)]
+
+
+def _apart(x: Any) -> Any:
+    """The observations of each variable, less their mean."""
+    dtype = torch.ones((2,) * x.dim(), dtype=x.dtype).cov().dtype  # raises what torch does
+    rows = (x if x.dim() == 2 else x.reshape(1, -1)).to(dtype)
+    return rows - rows.mean(1, keepdim=True)
+
+
+def _cov(x: Any, *, correction: int = 1, **_: None) -> Any:
+    """Of sharded observations the sums of products are pending."""
+    apart = _apart(x)
+    return (apart @ apart.mH / max(apart.size(1) - correction, 0)).squeeze()
+
+
+def _corrcoef(x: Any) -> Any:
+    apart = _apart(x)
+    unit = apart / torch.linalg.vector_norm(apart, dim=1, keepdim=True)
+    found = (unit @ unit.mH).squeeze()
+    if not found.is_complex():
+        return found.clip(-1, 1)
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+
+
 def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """``options`` only bear on how a whole loss is computed in parts."""
     return F.linear_cross_entropy(*args, **kwargs)
@@ -45,7 +81,11 @@ def _batch_norm(
 def _normed(
     x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """The result, and the moments it is made with."""
+    """The result, and the moments it is made with.
+
+    What the mean differs from a constant of its value goes by way of the bias: of a sharded batch backward sums two
+    gradients per channel, of scale and shift, not three.
+    """
     if not x.numel():
         out = x.clone() if weight is None else x * weight[0]
         return (out if bias is None else out + bias[0]), running_mean, running_var
@@ -62,8 +102,13 @@ def _normed(
                     running.mul_(1 - momentum).add_((new.detach() * momentum).to(running.dtype))
     shape = (1, -1, *(1,) * (x.dim() - 2))
     scale = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
-    out = (wide - mean.view(shape)) * scale.view(shape)
-    return (out if bias is None else out + bias.view(shape)).to(x.dtype), mean, var
+    still = mean.detach()
+    shift = bias
+    if training:
+        moved = (mean - still) * scale
+        shift = -moved if bias is None else bias - moved
+    out = (wide - still.view(shape)) * scale.view(shape)
+    return (out if shift is None else out + shift.view(shape)).to(x.dtype), mean, var
 
 
 def _torch_batch_norm(
@@ -184,6 +229,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     "_batch_norm_with_update": _norm_with_update,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
     "dist": _dist,
+    **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     "linear_cross_entropy": _unchunked,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -34,10 +35,18 @@ def einsum(whole: Whole) -> Factors:
     return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), whole.shapes)
 
 
+def distances(whole: Whole) -> Factors:
+    """Of rows; along columns a body adds up powers of differences, which are none for the greatest difference."""
+    return match(_DISTANCES[whole.argument(2, "p", 2.0) == inf], whole.shapes)
+
+
+_DISTANCES: Final = {False: parse("... m [k], ... n [k] -> ... m n"), True: parse("... m 1, ... n 1 -> ... m n")}
+
+
 def convolution(whole: Whole) -> Factors:
     """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``.
 
-    With a group per channel the result's channels are cut as the operand's; with other groups they are whole.
+    With groups the result's channels are cut as the operand's, between groups.
     """
     window = " ".join("1" for _ in whole.shapes[0][2:])
     kernel = "i o" if whole.args[6] else "o i"
@@ -45,17 +54,16 @@ def convolution(whole: Whole) -> Factors:
     groups = whole.args[8]
     if groups == 1:
         found = match(parse(f"n i {space}, {kernel} {window}, o -> n o {space}"), whole.shapes)
-    elif groups == whole.shapes[0][1]:
-        found = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), whole.shapes)
-        found = replace(found, scaled=frozenset({found.names["c"]}))
     else:
-        found = match(parse(f"n 1 {space}, 1 1 {window}, 1 -> n 1 {space}"), whole.shapes)
+        found = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), whole.shapes)
+        channels = found.names["c"]
+        found = replace(found, scaled=frozenset({channels}), pieces={channels: groups})
     return replace(found, added=frozenset({2}))
 
 
 def convolution_of_blocks(shape: Shape, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """A group per channel is one per channel of the block; ``shape`` is that of the global tensor."""
-    groups = x.shape[1] if args[-1] == shape[1] else args[-1]
+    """With the groups that are in the block; ``shape`` is that of the global tensor."""
+    groups = args[-1] if args[-1] == 1 else args[-1] * x.shape[1] // shape[1]
     return _convolve(x, weight, bias, *args[:-1], groups)
 
 

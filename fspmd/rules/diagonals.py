@@ -51,7 +51,13 @@ def _two(whole: Whole, place: int) -> tuple[int, int]:
     return whole.argument(place, "dim1", 0) % whole.ndim, whole.argument(place + 1, "dim2", 1) % whole.ndim
 
 
-def _time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, dims: frozenset[int]) -> float:
+def _time(
+    specs: Sequence[TensorSpec],
+    _: Sequence[TensorSpec],
+    axes: tuple[str, ...],
+    topology: Topology,
+    dims: frozenset[int],
+) -> float:
     """Of the elements that a block has of the diagonal."""
     first = specs[0]
     size = first.dtype.itemsize * min(first.block_shape[d] for d in dims)

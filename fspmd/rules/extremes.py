@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from fspmd.collectives.reductions import Within, extremum
 from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, gathering, padded, reducing
 
-#: the place of an element that stands for none
-_NOWHERE = torch.iinfo(torch.int64).max
+
+def counting(size: int) -> torch.dtype:
+    """The shortest dtype that has so many places, and one more, its greatest number, for none."""
+    return next(dtype for dtype in (torch.uint8, torch.int32, torch.int64) if size <= torch.iinfo(dtype).max)
 
 
 def limit(dtype: torch.dtype, greatest: bool) -> float:
@@ -28,6 +31,12 @@ def _finding(rounds: int) -> Callable[[Body], Bodied]:
     """A body of all-reduces: few numbers take no longer than their gather, which has half the messages."""
     ways = (reducing(rounds), gathering(rounds))
     return lambda body: Bodied(body, lambda *where: min(way(body).time(*where) for way in ways))
+
+
+def _of_all_or_a_dim(body: Body) -> Bodied:
+    """One result is the extreme of all; of a dim its places come with it."""
+    alone, placed = _finding(1)(body), gathering(2)(body)
+    return Bodied(body, lambda specs, results, *rest: (placed if results[1:] else alone).time(specs, results, *rest))
 
 
 def _alike(x: Tensor, top: Tensor) -> Tensor:
@@ -81,10 +90,12 @@ def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tenso
     take: Callable[..., Any] = torch.max if greatest else torch.min
     whole = padded(site, x, d, limit(x.dtype, greatest))
     top, at = take(whole, d, keepdim=True)
-    at = torch.where(at < x.size(d), at + site.offset(site.operands[0].shape[d], d), _NOWHERE)
-    tops, places = site.gathered((d,), top, at)
+    size = site.operands[0].shape[d]
+    none = torch.iinfo(counting(size)).max
+    at = torch.where(at < x.size(d), at + site.offset(size, d), none)
+    tops, places = site.gathered((d,), top, at.to(counting(size)))
     best = take(tops, 0).values
-    at = places.where(_alike(tops, best), _NOWHERE)
+    at = places.long().where(_alike(tops, best), none)
     first = at.min(0, keepdim=True)
     return tops.gather(0, first.indices)[0], first.values[0]
 
@@ -111,16 +122,17 @@ def _place(greatest: bool) -> Body:
             d = dim % x.dim()
             return _squeezed(_along(site, x, d, greatest)[1], (d,), keepdim)
         dims = dims_of(x, None)
-        top = extreme(site, x, dims, greatest)
-        at = torch.where(_alike(x, top), _places(site, x, dims), _NOWHERE).flatten()
-        least = torch.cat([at, at.new_full((1,), _NOWHERE)]).amin()
-        least = site.gathered(dims, least)[0].amin(0)
+        top, kind = extreme(site, x, dims, greatest), counting(math.prod(site.operands[0].shape))
+        none = torch.iinfo(kind).max
+        at = torch.where(_alike(x, top), _places(site, x, dims), none).flatten()
+        least = torch.cat([at, at.new_full((1,), none)]).amin()
+        least = site.gathered(dims, least.to(kind))[0].amin(0).long()
         return least.view([1] * x.dim() if keepdim else [])
 
     return body
 
 
-@gathering(3, each=True)
+@gathering(2, each=True)
 def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Each rank's own k, and of those the k: one gather of values and places forward, none backward."""
     d = dim % x.dim()
@@ -129,11 +141,12 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
     shape[d] = k
     least = limit(x.dtype, largest)
     values, at = torch.topk(torch.cat([x, x.new_full(shape, least)], d), k, d, largest)
-    at = torch.where(at < x.size(d), at + site.offset(size, d), _NOWHERE)
+    kind = counting(size)
+    at = torch.where(at < x.size(d), at + site.offset(size, d), torch.iinfo(kind).max).to(kind)
     values, at = (
         one.flatten(0, 1).movedim(0, d) for one in site.gathered((d,), values.movedim(d, 0), at.movedim(d, 0))
     )
-    at, order = at.sort(d)
+    at, order = at.long().sort(d)
     values = values.gather(d, order)
     values, order = values.sort(dim=d, descending=largest, stable=True)
     found = [values.narrow(d, 0, k), at.gather(d, order).narrow(d, 0, k)]
@@ -143,8 +156,8 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
 #: a few numbers per row forward, and one backward or none
 EXTREMES = {
     **{name: _finding(1)(_amax(name == "amax")) for name in ("amax", "amin")},
-    **{name: gathering(2)(_extreme_or_pair(name == "max")) for name in ("max", "min")},
-    **{name: gathering(3)(_place(name == "argmax")) for name in ("argmax", "argmin")},
+    **{name: _of_all_or_a_dim(_extreme_or_pair(name == "max")) for name in ("max", "min")},
+    **{name: gathering(2)(_place(name == "argmax")) for name in ("argmax", "argmin")},
     "aminmax": aminmax,
     "topk": topk,
 }

@@ -28,6 +28,9 @@ class Factors:
     whole: frozenset[int] = frozenset()  # must not be sharded
     added: frozenset[int] = frozenset()  # operands that are added to the sum, not part of it
     scaled: frozenset[int] = frozenset()  # may have another size in each place, where blocks are the same shares
+    pieces: Mapping[int, int] = field(
+        default_factory=dict
+    )  # how many equal ones, none of them cut, a factor consists of
     names: Mapping[Any, int] = field(default_factory=dict)  # how a sharded body calls them; dims by number have none
     others: tuple[Factors, ...] = ()  # other readings of the same dims, of which one may be cheaper
 

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.regroups import regrouped
-from fspmd.rules.windows import Places, block_places, fetched, passing, per_rank, picked, still, taken
+from fspmd.rules.windows import (
+    Places,
+    block_places,
+    fetched,
+    moved_in_turn,
+    passing,
+    per_rank,
+    picked,
+    still,
+    taken,
+)
 
 
 def _size(site: Site, d: int) -> int:
@@ -130,6 +140,13 @@ def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequenc
 
 
 @passing
+def shuffle(site: Site, x: Tensor, groups: int) -> Tensor:
+    """The first channel of each group, the second of each, and so on."""
+    channels = _size(site, 1)
+    return taken(site, "shuffle", x, 1, channels, channels, lambda i: i % groups * (channels // groups) + i // groups)
+
+
+@passing
 def repeat(site: Site, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """The whole again and again."""
     after = site.results[0].shape
@@ -182,8 +199,9 @@ def pad_with(rows: Callable[[int, int, int, Tensor], Tensor]) -> Bodied:
     """Before and behind a dim of its own ``rows``."""
 
     def body(site: Site, x: Tensor, pad: Sequence[int], *_: Any, **__: Any) -> Tensor:
-        for k, (before, behind) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-            d = x.dim() - 1 - k
+        sides = {x.dim() - 1 - k: side for k, side in enumerate(zip(pad[::2], pad[1::2], strict=True))}
+        for d in moved_in_turn(site, {d: d for d in sides}):
+            before, behind = sides[d]
             size, after = _size(site, d), site.results[0].shape[d]
             if before or behind:
                 x = taken(site, "pad", x, d, size, after, functools.partial(rows, before, behind, size))

@@ -32,14 +32,19 @@ def _variance(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The variance and the mean, as the overloads of ``torch.var`` take their arguments."""
+    """The variance and the mean, as the overloads of ``torch.var`` take their arguments.
+
+    About any number m there are ``sum((x - m)^2) = sum((x - mean)^2) + n (mean - m)^2``. With the mean's value for m, a
+    constant, the last term is zero, and so is its first gradient: backward sums nothing up.
+    """
     if isinstance(dim, bool):
         unbiased = dim
     dims = dims_of(x, None if isinstance(dim, bool) else dim)
     x = widened(x)
     mean = _mean(site, x, dims)
+    still = mean.detach()
     count = prod(site.operands[0].shape[d] for d in dims)
-    squares = psum(_squared(x - mean).sum(dims, keepdim=True), site.over(dims))
+    squares = psum(_squared(x - still).sum(dims, keepdim=True), site.over(dims)) - count * _squared(mean - still)
     free = max(count - (unbiased if correction is None else correction), 0)
     found = squares / free
     return (found, mean) if keepdim else (found.squeeze(dims), mean.squeeze(dims))
@@ -65,9 +70,9 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-#: two all-reduces of one number per row forward, one backward
+#: two all-reduces of one number per row forward, none backward
 MOMENTS = {
-    name: reducing(2)(_reduction(*parts))
+    name: reducing(2, 0)(_reduction(*parts))
     for name, parts in (("var", (_same,)), ("std", (root,)), ("var_mean", (_same, _same)), ("std_mean", (root, _same)))
 }
 

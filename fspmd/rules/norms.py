@@ -23,7 +23,7 @@ def _power(x: Tensor, p: float) -> Tensor:
     return powers.where(nonzero, 0 if p >= 0 else torch.inf)
 
 
-@reducing(1)
+@reducing(1, 0)
 def vector_norm(
     site: Site, x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -37,6 +37,16 @@ def vector_norm(
         if ord not in (0, 1):
             found = root(found, ord) if ord > 0 else found.pow(1 / ord)
     return (found if keepdim else found.squeeze(dims)).to(site.results[0].dtype)
+
+
+@reducing(1, 0, each=True)
+def distances(site: Site, x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
+    """One all-reduce of one number per pair of rows forward, none backward."""
+    own: Tensor = torch.ops.aten._cdist_forward.default(x, y, p, mode)
+    if p == 0:
+        return psum(own, site.over(("k",)))
+    found = psum(_power(own, p), site.over(("k",)))
+    return found if p == 1 else root(found, p)
 
 
 @gathering(1)
@@ -66,4 +76,4 @@ def _counted(how: str) -> Body:
     return body
 
 
-COUNTS = {name: reducing(1)(_counted(name)) for name in ("any", "all", "count_nonzero")}
+COUNTS = {name: reducing(1, 0)(_counted(name)) for name in ("any", "all", "count_nonzero")}

@@ -9,12 +9,18 @@ from torch.nn import functional as F
 
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.losses import alike, gaussian, of_rows
+from fspmd.rules.reductions import over
+from fspmd.rules.spectra import whole_along
 from fspmd.rules.table import Row
 from fspmd.rules.table import row_of as row_of_torch
 
 #: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None
 IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
-_ROWS: Final[dict[Any, Row]] = {alike: Row(of_rows), gaussian: Row(elementwise)}
+_ROWS: Final[dict[Any, Row]] = {
+    alike: Row(of_rows),
+    gaussian: Row(elementwise),
+    whole_along: Row(over(1, "dims", kept=True), "first"),
+}
 
 
 def register(func: Any, row: Row) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site, widened
-from fspmd.rules.windows import block_places, fetched, passing, per_rank
+from fspmd.rules.windows import block_places, fetched, moved_in_turn, passing, per_rank
 
 #: of a number of rows, the size of the result, whether corners are aligned, and a scale
 Positions = Callable[[int, int, bool, "float | None"], Tensor]
@@ -67,8 +67,9 @@ def _body(name: str, count: int, aligned: bool) -> Bodied:
         listed = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
         scales = [*listed, *(None,) * (count - len(listed))]
         dtype, x = x.dtype, widened(x) if aligned else x
-        for k in range(count):
-            d = x.dim() - count + k
+        first = x.dim() - count
+        for d in moved_in_turn(site, {first + k: str(k) for k in range(count)}):
+            k = d - first
             x = _resized(site, x, k, d, lambda size, length, k=k: positions(size, length, align, scales[k]))
         return x.to(dtype) if dtype.is_floating_point or not aligned else x.round().to(dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fspmd.collectives import all_gather, axis_index
 from fspmd.rules.bodies import Body, Site, gathering, widened
-from fspmd.rules.extremes import limit
+from fspmd.rules.extremes import counting, limit
 
 
 def _before(site: Site, d: int, totals: Tensor, nothing: float) -> Tensor:
@@ -53,7 +53,9 @@ def _extreme_scan(greatest: bool) -> Body:
         values, at = scan(torch.cat([x.new_full(shape, least), x], d), d)  # blocks may be empty
         at = at - 1 + site.offset(site.operands[0].shape[d], d)
         n = x.size(d)
-        last, place = all_gather([values.narrow(d, n, 1), at.narrow(d, n, 1)], site.over((d,)))
+        short = counting(site.operands[0].shape[d] + 1)  # places counted from that of nothing, -1
+        last, place = all_gather([values.narrow(d, n, 1), (at.narrow(d, n, 1) + 1).to(short)], site.over((d,)))
+        place = place.long() - 1
         top, rank = scan(last, 0)
         top, place = _before(site, d, top, least), _before(site, d, place.gather(0, rank), 0)
         values, at = values.narrow(d, 1, n), at.narrow(d, 1, n)
@@ -65,9 +67,9 @@ def _extreme_scan(greatest: bool) -> Body:
 
 #: one gather of one number per row forward, one reduce-scatter backward
 SCANS = {
-    "cumsum": gathering(1)(_scan(torch.cumsum, torch.sum, torch.add, 0)),
-    "cumprod": gathering(1)(_scan(torch.cumprod, torch.prod, torch.mul, 1)),
-    "logcumsumexp": gathering(1)(_scan(torch.logcumsumexp, torch.logsumexp, torch.logaddexp, -torch.inf)),
-    "cummax": gathering(2)(_extreme_scan(True)),
-    "cummin": gathering(2)(_extreme_scan(False)),
+    "cumsum": gathering(1, 1)(_scan(torch.cumsum, torch.sum, torch.add, 0)),
+    "cumprod": gathering(1, 1)(_scan(torch.cumprod, torch.prod, torch.mul, 1)),
+    "logcumsumexp": gathering(1, 1)(_scan(torch.logcumsumexp, torch.logsumexp, torch.logaddexp, -torch.inf)),
+    "cummax": gathering(2, 1)(_extreme_scan(True)),
+    "cummin": gathering(2, 1)(_extreme_scan(False)),
 }

@@ -32,28 +32,44 @@ def _shifted(site: Site, x: Tensor, dim: int | None, options: tuple[Any, ...]) -
     return x, psum(x.exp().sum(d, keepdim=True), site.over((d,)))
 
 
-@reducing(2)
+@reducing(2, 1)
 def softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
     """Two all-reduces of one number per row forward, one backward."""
     x, total = _shifted(site, x, dim, (*options, *named.values()))
     return (x.exp() / total).to(site.results[0].dtype)
 
 
-@reducing(2)
+@reducing(1)
+def softmax_backward(site: Site, grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """One all-reduce of one number per row forward, one backward; of `softmax` by its result."""
+    weighed = widened(grad) * output
+    total = psum(weighed.sum(dim, keepdim=True), site.over((dim % grad.dim(),)))
+    return (weighed - output * total).to(dtype)
+
+
+@reducing(1)
+def log_softmax_backward(site: Site, grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The same of `log_softmax`."""
+    grad = widened(grad)
+    total = psum(grad.sum(dim, keepdim=True), site.over((dim % grad.dim(),)))
+    return (grad - output.exp() * total).to(dtype)
+
+
+@reducing(2, 1)
 def safe_softmax(site: Site, x: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
     """As `softmax`; zeros where all elements are minus infinity."""
     x, total = _shifted(site, x, dim, (*options, *named.values()))
     return (x.exp() / total.where(total != 0, 1)).to(site.results[0].dtype)
 
 
-@reducing(2)
+@reducing(2, 1)
 def log_softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
     """Two all-reduces of one number per row forward, one backward."""
     x, total = _shifted(site, x, dim, (*options, *named.values()))
     return (x - total.log()).to(site.results[0].dtype)
 
 
-@reducing(2)
+@reducing(2, 0)
 def logsumexp(site: Site, x: Tensor, dim: Dim, keepdim: bool = False) -> Tensor:
     """Two all-reduces of one number per row forward, none backward."""
     dims = dims_of(x, dim)

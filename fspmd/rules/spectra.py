@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from fspmd.sharded import above
+from fspmd.spec import entry_axes
 
 
 def _of_blocks(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -30,6 +33,20 @@ SPECTRA: Final = {
 }
 
 
+def whole_along(x: Any, dims: Sequence[int]) -> Any:
+    """The operand, which need not be whole along other dims."""
+    return x
+
+
+def _whole(x: Any, dims: Sequence[int]) -> Any:
+    """The same, once, before transforms along several dims, where another dim can be sharded in their stead."""
+    ranks = [x.spec.mesh.axis_size(axes) for axes in map(entry_axes, (x.spec.partition[d] for d in dims)) if axes]
+    others = [x.shape[d] for d in range(x.dim()) if d not in dims]
+    if len(ranks) != 1 or max(others, default=0) < ranks[0]:
+        return x
+    return above.dispatch(whole_along, (), (x, list(dims)))
+
+
 def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any]:
     """A transform along several dims, as one along each: between two of them a dim that is sharded may change place."""
     along = torch.fft.ifft if name.startswith("i") else torch.fft.fft
@@ -41,6 +58,7 @@ def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any
         dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
         places = [d % x.dim() for d in dims]
         sizes = [None] * len(places) if s is None else [None if n == -1 else n for n in s]
+        x = _whole(x, places)
         steps = sorted(zip(places, sizes, strict=True), key=lambda step: bool(x.spec.partition[step[0]]))
         for d, n in steps:
             x = along(x, n, d, norm)
@@ -49,8 +67,37 @@ def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any
     return transform
 
 
+def _of_reals(name: str) -> Callable[..., Any]:
+    """A transform from or to reals along several dims: along the last by its own, along the others complex.
+
+    What is cut off is cut off first, and a dim that is sharded comes after those that are not.
+    """
+    last, two = getattr(torch.fft, name[: name.index("fft") + 3]), name.endswith("2")
+    real_first = name.startswith(("r", "ih"))
+    others = getattr(torch.fft, "ifftn" if name.startswith("i") else "fftn")
+
+    def transform(x: Any, s: Any = None, dim: Any = (-2, -1) if two else None, norm: Any = None) -> Any:
+        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        getattr(torch.fft, name)(like, s, dim, norm)  # raises what torch does
+        s, dim = ((one,) if isinstance(one, int) else one for one in (s, dim))
+        dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
+        *places, end = [d % x.dim() for d in dims]
+        *sizes, length = [-1] * (len(places) + 1) if s is None else s
+        for d, n in zip(places, sizes, strict=True):
+            x = x.narrow(d, 0, n) if -1 < n < x.shape[d] else x
+        x = _whole(x, [*places, end])
+        x = last(x, None if length == -1 else length, end, norm) if real_first else x
+        x = others(x, sizes, places, norm) if places else x
+        return x if real_first else last(x, None if length == -1 else length, end, norm)
+
+    return transform
+
+
 #: along several dims
 TRANSFORMS: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(torch.fft, name): _along_each(name, (-2, -1)) for name in ("fft2", "ifft2")},
     **{getattr(torch.fft, name): _along_each(name, None) for name in ("fftn", "ifftn")},
+    **{
+        getattr(torch.fft, f"{name}fft{n}"): _of_reals(f"{name}fft{n}") for name in ("r", "ir", "h", "ih") for n in "2n"
+    },
 }

@@ -32,7 +32,7 @@ from fspmd.rules import (
 from fspmd.rules.batches import batched, gathered
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES, renormed_embedding
-from fspmd.rules.contractions import convolution, convolution_of_blocks, einsum, matmul, with_added
+from fspmd.rules.contractions import convolution, convolution_of_blocks, distances, einsum, matmul, with_added
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED
@@ -83,7 +83,7 @@ _POINTWISE: Final = _names(
     "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift where masked_fill lerp "
     "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold hardshrink softshrink arccos arcsin "
     "arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle frexp gcd "
-    "lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar complex "
+    "lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar "
     "conj_physical log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
     "special_erfcx special_i0e special_i1 special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
@@ -102,7 +102,7 @@ _CASTS: Final = _names(
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted _pdist_forward segment_reduce "
     "native_group_norm embedding_bag _ctc_loss nonzero_static hash_tensor max_unpool2d max_unpool3d "
-    "fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq"
+    "fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq linalg_tensorsolve linalg_tensorinv"
 )
 _RESHAPES: Final = _names(
     "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
@@ -146,6 +146,7 @@ _BATCHED: Final = {
 
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=True) for name in _POINTWISE},
+    "complex": Row(elementwise, weighs=True),
     **{name: Row(elementwise) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
     **{name: Row(elementwise, "sum", free=True, sized=True) for name in _names("add sub subtract radd rsub")},
@@ -167,7 +168,7 @@ ROWS: Final[dict[str, Row]] = {
     "einsum": Row(einsum, "product"),
     "linalg_cross": Row(elementwise_over(2, "dim", -1)),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
-    "_cdist_forward": Row(notation("... m [k], ... n [k] -> ... m n")),
+    "_cdist_forward": Row(distances, body=norms.distances),
     "_trilinear": Row(gathered),
     "sum": Row(reductions.summed, "first"),
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
@@ -183,12 +184,15 @@ ROWS: Final[dict[str, Row]] = {
     **{
         name: Row(over(kept=True), kept=True, body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")
     },
+    "_softmax_backward_data": Row(over(2, "dim", kept=True), body=softmaxes.softmax_backward),
+    "_log_softmax_backward_data": Row(over(2, "dim", kept=True), body=softmaxes.log_softmax_backward),
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
     "cumsum": Row(over(kept=True), "first", body=SCANS["cumsum"]),
     "flip": Row(views.flipped, "first", body=joins.flip),
     "roll": Row(views.rolled, "first", body=joins.roll),
+    "channel_shuffle": Row(views.shuffled, "first", body=joins.shuffle),
     "tril": Row(views.triangle, body=joins.tril),
     "triu": Row(views.triangle, body=joins.triu),
     **{name: Row(views.unfolded, body=joins.unfold) for name in _names("unfold unfold_copy")},
@@ -296,6 +300,8 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is F.embedding:
         return renormed_embedding if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
+        return None
+    if name == "cov" and any(kwargs.get(weights) is not None for weights in ("fweights", "aweights")):
         return None
     if name == "scaled_dot_product_attention":
         return attention.with_dropout if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) else None

@@ -219,6 +219,12 @@ def rolled(whole: Whole) -> Factors:
     return Factors((nothing,), (nothing,), others=tuple(others))
 
 
+def shuffled(whole: Whole) -> Factors:
+    """The channels, in another order."""
+    every: Dims = tuple(range(whole.ndim))
+    return Factors((every,), (every,), whole=frozenset({1}))
+
+
 def triangle(whole: Whole) -> Factors:
     """The last two dims must be whole."""
     every: Dims = tuple(range(whole.ndim))

@@ -6,7 +6,7 @@ all-to-all of unequal lengths brings what it lacks. Which rows those are is know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,17 @@ def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows:
     return longer(x, d).index_select(d, index.where(index >= 0, size))
 
 
+def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
+    """Dims that change one after another, by their names in the rule: sharded ones move while the others are short."""
+
+    def turn(d: int) -> int:
+        if site.axes.get(keys[d]):
+            return 1
+        return 0 if site.results[0].shape[d] < site.operands[0].shape[d] else 2
+
+    return sorted(keys, key=turn)
+
+
 def longer(x: Tensor, d: int) -> Tensor:
     """With one row of zeros at the end."""
     return torch.cat([x, torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))], d)
@@ -170,7 +181,13 @@ def moving(*operands: int) -> Callable[[Body], Bodied]:
 
 
 def _receiving(operands: tuple[int, ...] | None) -> Callable[[Body], Bodied]:
-    def time(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, _: frozenset[int]) -> float:
+    def time(
+        specs: Sequence[TensorSpec],
+        _: Sequence[TensorSpec],
+        axes: tuple[str, ...],
+        topology: Topology,
+        __: frozenset[int],
+    ) -> float:
         found = 0.0
         for spec in specs if operands is None else (specs[i] for i in operands):
             own = tuple(a for a in axes if any(a in entry_axes(entry) for entry in spec.partition))
