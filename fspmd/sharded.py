@@ -178,7 +178,9 @@ class Sharded:
         return self.detach()
 
     @data.setter
-    def data(self, value: Any) -> NoReturn:
+    def data(self, value: Any) -> None:
+        if is_sharded(value) and value.spec is self.spec and _same_memory(value.local, self.local):
+            return  # x.data -= y has written where it was to
         raise ArgumentError(
             f"x.data = y was set on {self!r}, whose block stays the same memory; write into it: "
             "with torch.no_grad(): x.copy_(y)"
@@ -236,6 +238,11 @@ class Sharded:
         above.dispatch(Tensor.__setitem__, (), (self, index, value))
 
     def __iter__(self) -> Any:
+        if not self.spec.shape:
+            raise ShardedTypeError(
+                f"iteration over {self!r}, which has no dims; what checks for a torch.Tensor and finds none may have "
+                "taken it for a list"
+            )
         return iter(above.dispatch(Tensor.unbind, (), (self,)))
 
     __array_priority__ = 1000  # so that NumPy leaves ``number * x`` to Sharded, as it does to a tensor
@@ -311,6 +318,11 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
     return apply(x, call("held_once", mesh, absent)) if absent else x
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    pairs = zip(*(one.shards if type(one) is LocalTensor else [one] for one in (x, y)), strict=False)
+    return type(x) is type(y) and all((a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) for a, b in pairs)
 
 
 def _of_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool) -> Sharded:

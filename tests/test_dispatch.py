@@ -103,7 +103,9 @@ CASES: dict[str, Case] = {
         ((5, 6),),
     ),
     "numbers that are tensors": (
-        lambda x: torch.add(x.roll(torch.tensor(1), 0), x, alpha=torch.tensor(2.0, dtype=F64)),
+        lambda x: torch.add(x.roll(torch.tensor(1), 0), x, alpha=torch.tensor(2.0, dtype=F64)).addcmul(
+            x, x, value=torch.tensor(0.5)
+        ),
         ((5, 6),),
     ),
     "set at an index that is a tensor": (lambda x: _with_row(x * 1, x[:, 1].argmin(), x[0]), ((5, 6),)),

@@ -67,6 +67,8 @@ def test_saved_and_loaded(x: Any) -> None:
 def test_data_shares_memory(x: Any) -> None:
     leaf = x.requires_grad_()
     leaf.data.mul_(2)
+    leaf.data *= 0.5
+    leaf.data /= 0.5
     assert torch.equal(device_get(x.detach()), PLAIN * 2)
     assert not leaf.data.requires_grad
     assert leaf.grad_fn is None

@@ -42,7 +42,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         ArgumentError: there is no way to run it, or it fails on the global tensors too.
         MeshError: the values lie on several meshes.
     """
-    if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _NUMBERS):
+    if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _numbers_of(func)):
         return as_whole(functools.partial(_with_numbers, func))
     if kwargs and not isinstance(func, FunctionType) and not kwargs.keys() & _OTHER_NAMES <= {*parameters(func)}:
         return as_whole(functools.partial(_by_own_names, func))
@@ -192,8 +192,14 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return x.item() if _is_index(x) else x
 
     rest: Any = optree.tree_map(number, (args[1:], kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    numbers = {name: kwargs[name].item() for name in _NUMBERS if isinstance(kwargs.get(name), (Sharded, Tensor))}
+    named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), (Sharded, Tensor)))
+    numbers = {name: kwargs[name].item() for name in named}
     return above.dispatch(func, (), (args[0], *rest[0]), {**rest[1], **numbers})
+
+
+def _numbers_of(func: Any) -> tuple[str, ...]:
+    """Keyword arguments that are numbers, of which torch takes tensors, too."""
+    return (*_NUMBERS, "value") if name_of(func).rstrip("_") in ("addcmul", "addcdiv") else _NUMBERS
 
 
 def _is_index(x: Any) -> bool:
