@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a dim": (lambda x: x.size(5), ShapeError, r"size\(5\) of Sharded .*, whose dims are -2 to 1"),
     "len": (lambda x: len(x[0, 0]), ArgumentError, r"len\(\) of .*, which has no dims; .*write device_get\(x\)"),
     "tensor": (torch.tensor, ArgumentError, r"torch.tensor and torch.as_tensor, .*take no Sharded"),
-    "data": (lambda x: setattr(x, "data", x), ArgumentError, r"torch.no_grad\(\): x.copy_\(y\)"),
+    "data": (lambda x: setattr(x, "data", x + 1), ArgumentError, r"torch.no_grad\(\): x.copy_\(y\)"),
     "a parameter": (nn.Parameter, ArgumentError, r"torch.nn.Parameter got Sharded .*functional_call"),
     "an address": (lambda x: x.data_ptr(), ArgumentError, r"write x.local.data_ptr\(...\), of this rank's block"),
     "a function": (lambda x: x.apply_(abs), ArgumentError, r"write x.local.apply_\(...\)"),
