@@ -69,7 +69,11 @@ def handed_on(out: Any, x: Any) -> Any:
 
 def refuse_copy(block: Tensor, name: str) -> None:
     """Raise `VarianceError` for a write into a block that is such a copy, or a view of one, or has one."""
-    base = block if block._base is None else block._base
+    base = block._base
+    marked = block.__dict__ if base is None else {**base.__dict__, **block.__dict__}
+    if _COPY not in marked and _COPIES not in marked:
+        return
+    base = block if base is None else base
     taken = next(
         (getattr(one, _COPY) for one in (ref() for ref in getattr(base, _COPIES, ())) if one is not None), None
     )

@@ -120,10 +120,8 @@ class Sharded:
     @property
     def grad(self) -> Sharded | None:
         """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced."""
-        if self.local.grad is None:
-            return None
-        spec = self.spec.dual
-        return Sharded(held_as(self.local.grad, spec), spec)
+        gradient, spec = self.local.grad, self.spec.dual
+        return None if gradient is None else Sharded(held_as(gradient, spec), spec)
 
     @grad.setter
     def grad(self, value: Sharded | None) -> None:

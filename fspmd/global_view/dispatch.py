@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import RUNNING, state
-from fspmd.copies import moved_from
+from fspmd.copies import moved_from, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.planning import plan_call, sharded_values, tell_call
@@ -177,7 +177,11 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             return plan.whole(args, kwargs or {})
         if plan.choose is not None:
             plan = plan.choose(blocks)
-        casts = [*_move_operands(plan, blocks), *_cast_operands(plan, blocks)]
+        if plan.writes:
+            refuse_copy(blocks[0], plan.writes)
+        casts = _move_operands(plan, blocks) if plan.moves else []
+        if plan.casts:
+            casts += _cast_operands(plan, blocks)
     try:
         if plan.in_order:
             out = plan.local(*blocks)
@@ -205,9 +209,9 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
 def _keep(casts: list[Tensor], out: Any) -> None:
     """Alive as long as the graph is, and no longer."""
     for one in (out,) if isinstance(out, Tensor) else out:
-        if one.grad_fn is not None:
-            metadata: Any = one.grad_fn.metadata
-            metadata[_CASTS] = casts
+        node: Any = one.grad_fn
+        if node is not None:
+            node.metadata[_CASTS] = casts
 
 
 def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
@@ -307,7 +311,10 @@ def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> N
         key.append(len(arg))
         held, sharded = [], False
         for one in arg:
-            if type(one) is Sharded:
+            if type(one) in _PLAIN:
+                key.append(one)
+                held.append(one)
+            elif type(one) is Sharded:
                 key.append(one.spec)
                 held.append(one.local)
                 sharded = True
@@ -348,9 +355,10 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     """Cast what will have a gradient; gives the casts."""
     found = []
+    follows = _transforms_active()
     for place, casts in plan.casts:
-        x = _at(blocks, place)
-        if (x.requires_grad and _grad_enabled()) or _transforms_active():
+        x = blocks[place] if type(place) is int else _at(blocks, place)
+        if follows or (x.requires_grad and _grad_enabled()):
             for cast in casts:
                 x = _cast(x, cast)
             _set(blocks, place, x)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies, handed_on, refuse_copy
+from fspmd.copies import as_copies, handed_on
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
@@ -54,7 +54,7 @@ class OpPlan:
     local: Callable[..., Any]
     in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
     by_name: bool = False  # operands are given by keyword
-    writes: bool = False  # into the first operand, which is the result
+    writes: str = ""  # as messages name what writes into the first operand, which is the result
     copies: bool = False  # gives copies of the first operand, moved, where torch gives views
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
@@ -245,15 +245,13 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
             local = functools.partial(_rank_by_rank, local, not written, question.views)
         elif not written and not question.views:
             local = functools.partial(connected, local)
-    copies = False
-    if written:
-        local = functools.partial(_unless_copy, local, shown(func))
-    elif copies := question.views and bool(moves):
+    if copies := not written and question.views and bool(moves):
         taken = [step for _, found in moves for step in found]
         own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
         local = functools.partial(_copying, local, shown(func), own)
     in_order = _in_order(local, positional, question.names)
-    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written, copies)
+    name = shown(func) if written else ""
+    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies)
 
 
 def _in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
@@ -290,11 +288,6 @@ def _schemas(func: Any) -> list[Any]:
 
 def _copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
     return as_copies(local(*args, **kwargs), tensors_of((*args, *kwargs.values())), name, own)
-
-
-def _unless_copy(local: Callable[..., Any], name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse_copy(x, name)
-    return local(x, *args, **kwargs)
 
 
 def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +70,9 @@ def with_spec(tree: Any, specs: Any) -> Any:
 
 def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
     if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None:  # the common case, quickly
-        on = tree.spec.mesh
-        if not complain(specs, on, tree.ndim) and on.coordinate() is not None:
-            return _moved(tree, specs, on)
+        target = _target(tree.spec, specs)
+        if target is not None and target.mesh.coordinate() is not None:
+            return Sharded(redistribute(tree.local, tree.spec, target), target)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
     partitions, meshes = _checked(tree, leaves, specs, mesh, what)
     moved = [
@@ -79,6 +80,12 @@ def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
         for leaf, partition, on in zip(leaves, partitions, meshes, strict=True)
     ]
     return treedef.unflatten(moved)
+
+
+@functools.lru_cache(maxsize=8192)
+def _target(source: TensorSpec, partition: P) -> TensorSpec | None:
+    """The same tensor under another partition, None where it does not fit."""
+    return None if complain(partition, source.mesh, source.ndim) else source.with_partition(partition)
 
 
 def _moved(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
