@@ -13,6 +13,7 @@ import pytest
 import torch
 from dispatch_cases import check_case
 from torch import nn
+from torch.nn import functional as F
 
 from fspmd import (
     ArgumentError,
@@ -112,8 +113,21 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
         ArgumentError,
         r"to 'meta', but its mesh moves what lies on 'cpu'; write device_get\(x\).to\('meta'\)",
     ),
+    "another name": (lambda x: x.to_local(), ArgumentError, r"a Sharded has no .to_local; write x.local"),
+    "a collective of torch": (
+        torch.distributed.all_reduce,
+        ArgumentError,
+        r"all_reduce\(\) got a Sharded; write reshard",
+    ),
     "a size": (lambda x: x.resize_(3, 5), ArgumentError, r"write x.new_empty\(size\)"),
 }
+
+
+def test_compiled_functions_call_it(x: Any) -> None:
+    w = torch.ones(3, 2, requires_grad=True)  # cast, and cached on the tensor
+    found = torch.compile(lambda x, w: F.softmax(x @ w, -1).sum() * 2, backend="eager")(x, w)
+    assert device_get(found.detach()) == 10
+    found.backward()
 
 
 def test_a_write_that_would_end_a_pending_sum() -> None:

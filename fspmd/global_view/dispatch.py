@@ -382,4 +382,16 @@ def _cast(x: Tensor, cast: Call) -> Tensor:
     return y
 
 
+def _leave_to_python(function: Any, why: str) -> None:
+    """``torch.compile`` calls the function as it is and compiles nothing within; with fullgraph=True it raises.
+
+    As ``torch.compiler.disable``, which would wrap it.
+    """
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+_leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")
 above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -43,11 +43,9 @@ def _radd(self: Sharded, other: Any) -> Any:
     return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (), (self, other))
 
 
-def _absent(name: str) -> Any:
+def _absent(name: str, instead: str = "use it in a function run by shard_map, or on device_get(x)") -> Any:
     def getter(_: Sharded) -> NoReturn:
-        raise ShardedAttributeError(
-            f"a Sharded has no .{name}; use it in a function run by shard_map, or on device_get(x)"
-        )
+        raise ShardedAttributeError(f"a Sharded has no .{name}; {instead}")
 
     return property(getter)  # a __getattr__ would slow down every attribute
 
@@ -70,6 +68,15 @@ _OF_LOCAL: Final = (
     *("is_leaf", "itemsize", "grad_fn", "retains_grad", "output_nr"),
 )
 _ASKED_OF_LOCAL: Final = ("is_shared", "is_pinned", "is_inference", "get_device")
+#: what other libraries call it
+_OTHER_NAMES: Final = {
+    "to_local": "x.local",
+    "full_tensor": "device_get(x)",
+    "redistribute": "reshard(x, P(...))",
+    "placements": "x.spec.partition",
+    "device_mesh": "x.spec.mesh",
+    "sharding": "x.spec",
+}
 _VIEWS: Final = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
 
 
@@ -96,4 +103,6 @@ def install() -> None:
     for name in dir(Tensor):
         if not hasattr(Sharded, name) and not name.startswith("_"):
             setattr(Sharded, name, _absent(name))
+    for name, ours in _OTHER_NAMES.items():
+        setattr(Sharded, name, _absent(name, f"write {ours}"))
     Sharded.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -41,6 +41,8 @@ def handler_of(func: Any) -> Handler | None:
     """What runs in place of a torch function when it is called with `Sharded` values; None where a rule decides."""
     if getattr(func, "__module__", None) == "torch.nn.init":
         return functools.partial(_as_written, func)
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        return functools.partial(_refuse_collective, func)
     if func in _ENGINE:
         return _ENGINE[func]()
     name = name_of(func)
@@ -55,6 +57,13 @@ def _as_written(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of ``torch.nn.init``, which calls methods of its tensor alone."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
+
+
+def _refuse_collective(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ArgumentError(
+        f"torch.distributed's {name_of(func)}() got a Sharded; write reshard(x, spec), a collective of fspmd in a "
+        "function run by shard_map, or give it x.local, this rank's block"
+    )
 
 
 def _refuse_memory(name: str, x: Any, *args: Any, **kwargs: Any) -> NoReturn:
