@@ -32,6 +32,7 @@ from fspmd.errors import (
     CommunicationError,
     FspmdError,
     MeshError,
+    RecordError,
     ShapeError,
     SpecError,
     TreeError,
@@ -77,6 +78,7 @@ from fspmd.placing.creation import (
 from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
+from fspmd.programs.jit import jit
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
@@ -115,6 +117,7 @@ __all__ = [
     "PrepareInput",
     "PrepareOutput",
     "Price",
+    "RecordError",
     "Replicated",
     "RowwiseParallel",
     "SequenceParallel",
@@ -152,6 +155,7 @@ __all__ = [
     "global_norm",
     "grad",
     "init_sharded",
+    "jit",
     "jvp",
     "linspace",
     "make_mesh",

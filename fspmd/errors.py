@@ -48,6 +48,10 @@ class CommunicationError(FspmdError):
     """Communication that the user did not write, within ``explicit``."""
 
 
+class RecordError(FspmdError):
+    """What ``jit`` cannot record: it would be a constant of the record, or be left out of it."""
+
+
 class ArgumentError(FspmdError):
     """Any other argument of a wrong type or value."""
 

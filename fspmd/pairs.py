@@ -164,6 +164,11 @@ def watch_with(watch: Callable[[Any, Call], Call] | None) -> None:
     _watch = watch
 
 
+def is_watched() -> bool:
+    """Whether anybody sees what is applied."""
+    return _watch is not None
+
+
 def watched(x: Any, call: Call) -> Call:
     """The call as who watches wants it; what is done without `apply` asks for it."""
     watch = _watch  # another thread may end it

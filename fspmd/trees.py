@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import optree
+from torch import Tensor
 
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
@@ -19,6 +20,23 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and treedef; None is a leaf."""
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     return leaves, treedef
+
+
+def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their specs."""
+    leaves: list[Any] = []
+    specs: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Sharded:
+            leaves.append(arg.local)
+            specs.append(arg.spec)
+        elif kind is Tensor:
+            leaves.append(arg)
+            specs.append(None)
+        else:
+            return flatten(args)
+    return leaves, tuple(specs)
 
 
 def key_path(path: tuple[Any, ...]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -44,7 +44,8 @@ def scalar(values: list[Any]) -> Any:
     )
 
 
-def check(written: Program, transport: str | None = "simulation") -> None:
+def check(written: Program, transport: str | None = "simulation", through: Callable[..., Any] | None = None) -> None:
+    """``through`` is called with a function and its arguments, in its stead."""
     mesh = make_mesh(written.axes, ("x", "y")[: len(written.axes)], transport=transport)
     plain = [leaf(i, shape).requires_grad_() for i, (shape, _) in enumerate(written.leaves)]
     mine = [
@@ -53,7 +54,7 @@ def check(written: Program, transport: str | None = "simulation") -> None:
     ]
     expected = run(written, plain)
     try:
-        found = run(written, mine)
+        found = run(written, mine) if through is None else through(lambda *leaves: run(written, list(leaves)), *mine)
     except VarianceError as error:
         if any(words in str(error) for words in REFUSED):
             return
@@ -72,13 +73,13 @@ def check(written: Program, transport: str | None = "simulation") -> None:
         torch.testing.assert_close(whole(y.grad), x.grad, rtol=1e-8, atol=1e-8)
 
 
-def check_seeds(seeds: Iterable[int], ranks: int | None = None) -> None:
+def check_seeds(seeds: Iterable[int], ranks: int | None = None, through: Callable[..., Any] | None = None) -> None:
     """Programs by seed; of meshes of so many ranks on processes, any in simulation."""
     for seed in seeds:
         written = program(seed)
         if ranks in (None, math.prod(written.axes)):
             try:
-                check(written, "simulation" if ranks is None else None)
+                check(written, "simulation" if ranks is None else None, through)
             except Exception as error:
                 error.add_note(f"seed {seed}: {written}")
                 raise

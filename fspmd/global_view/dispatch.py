@@ -25,6 +25,7 @@ from fspmd.redistribution.cost import replan_with
 from fspmd.rules import IN_C, row_of
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import TensorSpec
+from fspmd.tracing import hidden
 from fspmd.transport.local_tensor import LocalTensor
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -41,6 +42,9 @@ class _Casts(dict[Call, tuple["weakref.ref[Tensor]", int]]):
 
     def __deepcopy__(self, memo: Any) -> _Casts:
         return _Casts()
+
+
+_plan_call = hidden(plan_call)
 
 
 class CacheInfo(NamedTuple):
@@ -63,7 +67,7 @@ class _Cache:
 
     def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         """Of a call that the cache does not have."""
-        plan = plan_call(func, args, kwargs)
+        plan = _plan_call(func, args, kwargs)
         self.misses += 1
         if not _by_default_dtype(plan, key):
             _plans[key] = plan

@@ -25,6 +25,8 @@ from fspmd.local_view.modes import again, is_active
 from fspmd.local_view.tracking import Tracker, mode_for
 from fspmd.local_view.type_rules import show_value, tensors_of
 from fspmd.sharded import Sharded
+from fspmd.tracing import recorder
+from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _installed = False
@@ -146,9 +148,25 @@ def _wrap_recomputation() -> None:
             with again(body, mode_for(body, None if tracker is None else tracker.body)):
                 return fn(*args, **kw)
 
-        return original(again_in_body, *given, **kwargs)
+        run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
+        return original(run, *given, **kwargs)
 
     torch_checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def _drawing_alike(f: Any) -> Any:
+    """``f``, drawing the numbers that are drawn next, where what torch does to that end is not recorded."""
+    drawn = kept_states()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        now = kept_states()
+        go_on(drawn)
+        try:
+            return f(*args, **kwargs)
+        finally:
+            go_on(now)
+
+    return run
 
 
 def _wrap_script() -> None:

@@ -19,8 +19,7 @@ from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import described
-from fspmd.sharded import Sharded
-from fspmd.trees import flatten
+from fspmd.trees import flatten, flatten_args
 
 MISSING: Any = object()
 
@@ -99,7 +98,7 @@ def shard_map(
         names: tuple[str, ...] = ()
         if kwargs:
             args, names = _bind(function, args, kwargs)
-        leaves, structure = _flatten_args(args)
+        leaves, structure = flatten_args(args)
         outer = state.body
         key = structure
         if mesh is None or outer is not None or names:
@@ -110,23 +109,6 @@ def shard_map(
         return run(plan, function, leaves, names, type(structure) is tuple)
 
     return mapped
-
-
-def _flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their specs."""
-    leaves: list[Any] = []
-    specs: list[Any] = []
-    for arg in args:
-        kind = type(arg)
-        if kind is Sharded:
-            leaves.append(arg.local)
-            specs.append(arg.spec)
-        elif kind is Tensor:
-            leaves.append(arg)
-            specs.append(None)
-        else:
-            return flatten(args)
-    return leaves, tuple(specs)
 
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:

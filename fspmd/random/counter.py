@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.tracing import step
+
 Shape = tuple[int, ...]
 #: words of 32 bits in int64; a Python int where all elements have the same one
 Word = Any
@@ -66,6 +68,7 @@ class Distribution:
     columns: Callable[[Word, Word, Word, Word], Sequence[Tensor]]
 
 
+@step
 def draw(block: Block, law: Distribution, seed: int, device: torch.device, stream: int = 0) -> Tensor:
     """The elements of a block: those the whole tensor has there, whoever draws them and however it is cut."""
     if not prod(block.shape):

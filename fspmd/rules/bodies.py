@@ -17,6 +17,7 @@ from torch import Tensor
 from fspmd.collectives import all_gather, axis_index
 from fspmd.redistribution.cost import Topology, price
 from fspmd.spec import TensorSpec, blocks
+from fspmd.tracing import hidden
 
 Body = Callable[..., Any]
 #: µs of a body's collectives, forward: of the operands as they lie, the results' global shapes, the axes over which it
@@ -54,7 +55,7 @@ class Site:
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gives, made in the first call."""
         if key not in self.memo:
-            self.memo[key] = make()
+            self.memo[key] = hidden(make)()
         return self.memo[key]
 
     def offset(self, size: int, dim: Any) -> Tensor | int:

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from fspmd.errors import ShapeError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
+from fspmd.tracing import constant
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
@@ -316,6 +317,7 @@ class ProcessGroupTransport(Transport):
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
 
+    @constant
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         return torch.tensor(group_of(mesh, axes, Options()).index, device=mesh.device)
 

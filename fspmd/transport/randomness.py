@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fspmd.tracing import step
 from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
+@step
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
     device = "cpu" if generator is None else generator.device
@@ -71,24 +74,61 @@ def _set_states(states: list[torch.Tensor]) -> None:
 @contextmanager
 def one_stream(seed: int, index: int) -> Iterator[None]:
     """Draw from the stream of one coordinate, then go on with the ordinary generator as it was."""
-    with torch._C.DisableTorchFunction():
-        before = _get_states()
-        torch.manual_seed(fold_in(seed, index))
+    before = begin_stream(seed, index)
     try:
         yield
     finally:
-        with torch._C.DisableTorchFunction():
-            _set_states(before)
+        go_on(before)
+
+
+@step
+def begin_stream(seed: int, index: int) -> Any:
+    """From here on the generator is the stream of one coordinate; gives the state that it had."""
+    with torch._C.DisableTorchFunction():
+        before = _get_states()
+        torch.manual_seed(fold_in(seed, index))
+    return Kept(before)
+
+
+@step
+def go_on(before: Kept) -> None:
+    """The generator is in the state that it had."""
+    with torch._C.DisableTorchFunction():
+        _set_states(before.states)
+
+
+@step
+def kept_states() -> Any:
+    """The state of the generator."""
+    with torch._C.DisableTorchFunction():
+        return Kept(_get_states())
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """States of the generators of all devices in use."""
+
+    states: list[torch.Tensor]
 
 
 @contextmanager
 def streams(held: Frame, seed: int) -> Iterator[None]:
     """Simulated random ops inside draw from the streams of ``seed`` over the coordinates of ``held``."""
-    token = _STREAMS.set(Streams(held, seed))
+    token = _begin_streams(held, seed)
     try:
         yield
     finally:
-        _STREAMS.reset(token)
+        _end_streams(token)
+
+
+@step
+def _begin_streams(held: Frame, seed: int) -> Any:
+    return _STREAMS.set(Streams(held, seed))
+
+
+@step
+def _end_streams(token: Any) -> None:
+    _STREAMS.reset(token)
 
 
 Switch = Callable[[int], None]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fspmd.tracing import step
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import call_per_rank
 from fspmd.transport.randomness import per_rank_generators, streams
@@ -36,15 +37,20 @@ class _MadeApart(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _makes_tensor(func):
             return func(*args, **kwargs)
-        with per_rank_generators(self.frame) as switch:
-            ranks = iter(range(self.frame.volume))
+        return _made_apart(self.frame, func, args, kwargs)
 
-            def on_one_rank(*row: Any, **named: Any) -> Tensor:
-                switch(next(ranks))
-                made: Tensor = func(*row, **named)
-                return made
 
-            return call_per_rank(on_one_rank, args, kwargs, self.frame)
+@step
+def _made_apart(held: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with per_rank_generators(held) as switch:
+        ranks = iter(range(held.volume))
+
+        def on_one_rank(*row: Any, **named: Any) -> Tensor:
+            switch(next(ranks))
+            made: Tensor = func(*row, **named)
+            return made
+
+        return call_per_rank(on_one_rank, args, kwargs, held)
 
 
 #: tangents of zeros have no memory, and no rank draws them

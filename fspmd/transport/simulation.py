@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fspmd.meshes.mesh import Mesh
+from fspmd.tracing import constant
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import Frame, frame, groups, spread, union
@@ -199,6 +200,7 @@ class SimulationTransport(Transport):
         firsts = [x.shards[group[0]] for group in table]
         return Pending(local_tensor([shard.view_as(shard) for shard in firsts], rest))
 
+    @constant
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         return _index(mesh, axes).clone()
 

@@ -1,0 +1,1 @@
+"""Recorded programs: what a function did below autograd, put down once and run again."""

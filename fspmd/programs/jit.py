@@ -1,0 +1,258 @@
+"""`jit`: a function runs once and is recorded; later calls with arguments of the same kind replay the record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from fspmd import pairs, tracing
+from fspmd.body import state
+from fspmd.errors import ArgumentError
+from fspmd.meshes.mesh import current_mesh
+from fspmd.messages import described
+from fspmd.programs.backward import differentiable
+from fspmd.programs.record import Recorder
+from fspmd.programs.replay import below_autograd, compiled
+from fspmd.sharded import Sharded
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.trees import flatten, flatten_args
+
+_grad_enabled = torch.is_grad_enabled
+_default_dtype = torch.get_default_dtype
+_transforms_active = torch._C._are_functorch_transforms_active
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_autocasts = torch.is_autocast_enabled
+
+
+class CacheInfo(NamedTuple):
+    """Like that of ``functools.lru_cache``."""
+
+    hits: int
+    misses: int
+    currsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One recorded run."""
+
+    run: Callable[..., tuple[Any, ...]]  # of the tensors among the leaves of the arguments: those of the result
+    places: tuple[int, ...]  # of the former
+    strides: list[Any]  # of those when they were recorded
+    written: tuple[int, ...]  # those that it writes into
+    rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
+    frozen: tuple[Tensor, ...]  # tensors closed over that had no gradient
+
+
+@overload
+def jit(f: Callable[..., Any]) -> Callable[..., Any]: ...
+@overload
+def jit(f: None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
+
+    The kind is the tree of the arguments, the specs of `Sharded` ones, shape, strides and dtype of tensors and whether
+    they have a gradient, the values of all else; and the grad mode, the mesh of `set_mesh`, the default dtype. A replay
+    runs the functions of blocks and the collectives that the first call ran, forward and backward, in their order, and
+    none of the Python around them: no rules, no types, no autograd. Random functions draw anew, as they would without
+    `jit`. Results are followed by autograd where arguments, or tensors that ``f`` closes over, have a gradient.
+
+    In a body, in a ``torch.func`` transform, under `checkpoint` and while communication is watched ``f`` runs as it is;
+    within another jitted function it is a part of that function's record.
+
+    Raises:
+        RecordError: what a record cannot hold: branches on values, shapes that depend on values, writes into tensors
+            that ``f`` closes over.
+
+    ``jit(f).cache_info()`` counts replays, recorded runs and records; ``jit(f).clear_cache()`` forgets them.
+
+    >>> from fspmd import P, device_put, grad, make_mesh
+    >>> w = device_put(torch.arange(4.0), P("x"), mesh=make_mesh((4,), ("x",)))
+    >>> step = jit(lambda w: w - 0.1 * grad(lambda w: (w * w).sum())(w))
+    >>> step(step(w))
+    Sharded f32[4@x] on mesh(x=4)
+    >>> step.cache_info()
+    CacheInfo(hits=1, misses=1, currsize=1)
+    """
+    if f is None:
+        return jit
+    if not callable(f):
+        raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
+    function = f
+    records: dict[Any, Record] = {}
+    hits = misses = 0
+
+    @functools.wraps(f)
+    def jitted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hits, misses
+        if state.body is not None or _runs_as_it_is():
+            return function(*args, **kwargs)
+        leaves, structure = flatten((args, kwargs)) if kwargs else flatten_args(args)
+        key = [structure, _grad_enabled(), _default_dtype(), _autocasts(), current_mesh(), bool(kwargs)]
+        for leaf in leaves:
+            if type(leaf) is Tensor:
+                key += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+            else:
+                key.append(_kind(leaf))
+        try:
+            record = records.get(known := tuple(key))
+        except TypeError:
+            raise _not_hashable(leaves) from None
+        if record is None or _thawed(record):
+            misses += 1
+            records[known], out = _recorded(function, args, kwargs)
+            return out
+        hits += 1
+        values = [leaves[i] for i in record.places]
+        if list(map(_strides, values)) != record.strides:
+            return record.rebuild(_relaid(record, values))
+        return record.rebuild(record.run(*values))
+
+    def clear_cache() -> None:
+        nonlocal hits, misses
+        records.clear()
+        hits = misses = 0
+
+    setattr(jitted, "cache_info", lambda: CacheInfo(hits, misses, len(records)))  # noqa: B010 (not known to type checkers)
+    setattr(jitted, "clear_cache", clear_cache)  # noqa: B010
+    return jitted
+
+
+def _runs_as_it_is() -> bool:
+    """Inside another recording, which records this too; in a transform or checkpoint; while somebody watches."""
+    return (
+        pairs.is_watched()
+        or _transforms_active()
+        or _saved_tensor_hooks(True) is not None  # torch's checkpoint compares what is saved
+        or tracing.recorder() is not None
+    )
+
+
+def _kind(leaf: Any) -> Any:
+    """What a leaf that is no plain tensor is in a key."""
+    if type(leaf) is LocalTensor:
+        shapes = tuple(shard.shape for shard in (leaf.shards if leaf.uneven else leaf.shards[:1]))
+        return leaf.dtype, leaf.frame, shapes, leaf.requires_grad, leaf.device
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+    return type(leaf), repr(leaf) if type(leaf) in (float, complex) else leaf  # of two zeros, and of nan
+
+
+def _strides(x: Tensor) -> Any:
+    """How a tensor lies in memory; this is no part of a key, since it may differ from process to process."""
+    return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
+
+
+def _relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
+    """Replay on tensors that lie in memory as they did when they were recorded."""
+    laid = [x if _strides(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
+    out = record.run(*laid)
+    with torch.no_grad():
+        for i in record.written:
+            if laid[i] is not values[i]:
+                values[i].copy_(laid[i])
+    return out
+
+
+def _lying(x: Tensor, strides: Any) -> Tensor:
+    if type(x) is LocalTensor:
+        empty: Tensor = LocalTensor(list(map(_empty, x.shards, strides)), x.frame)
+    else:
+        empty = _empty(x, strides)
+    return empty.copy_(x)
+
+
+def _empty(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _not_hashable(leaves: list[Any]) -> ArgumentError:
+    for leaf in leaves:
+        try:
+            hash(leaf)
+        except TypeError:
+            return ArgumentError(
+                f"jit got {described(leaf)} for an argument; arguments that are no tensors tell records apart, so they "
+                "must be hashable: pass tensors, numbers, strings, or trees of those"
+            )
+    return ArgumentError("jit got an argument that has no hash; pass tensors, numbers, strings, or trees of those")
+
+
+def _thawed(record: Record) -> bool:
+    """Whether a tensor that had no gradient when it was closed over has one now."""
+    return any(x.requires_grad for x in record.frozen)
+
+
+def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, Any]:
+    """Run a function and record it; the record, and the result."""
+    leaves, treedef = flatten((args, kwargs))
+    if not kwargs:  # as they are given at later calls
+        leaves, treedef = flatten(args)
+    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    tensors = [_apart(leaves[i]) for i in places]
+
+    def filled(values: Sequence[Tensor]) -> tuple[Any, Any]:
+        full = list(leaves)
+        for i, x in zip(places, values, strict=True):
+            full[i] = x
+        return treedef.unflatten(full) if kwargs else (treedef.unflatten(full), {})
+
+    def again(values: Sequence[Tensor]) -> list[Tensor]:
+        given, named = filled(values)
+        return _tensors(function(*given, **named))
+
+    recorder = Recorder()
+    inputs = [recorder.argument(x) for x in tensors]
+    given, named = filled(tensors)
+    with recorder.recording():
+        out = function(*given, **named)
+        results = _tensors(out)
+        outputs = [recorder.node_of(x) for x in results]
+        if any(x.requires_grad for x in results):
+            run = differentiable(recorder, again, tensors, inputs, results, outputs)
+        else:
+            run = below_autograd(compiled(recorder.steps(), inputs, outputs, recorder.captured))
+    frozen = tuple(x for x in recorder.captured.values() if _may_thaw(x)) if _grad_enabled() else ()
+    written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
+    return Record(run, places, list(map(_strides, tensors)), written, _rebuilder(out), frozen), out
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same value as another object: told from the same tensor given twice, or closed over."""
+    return x.view_as(x) if x.requires_grad and _grad_enabled() else x.detach()
+
+
+def _may_thaw(x: Tensor) -> bool:
+    return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [x for x in flatten(out)[0] if isinstance(x, Tensor)]
+
+
+def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes a result like ``out`` of its tensors."""
+    if isinstance(out, Tensor):
+        return lambda values: values[0]
+    if type(out) is Sharded:
+        spec = out.spec
+        return lambda values: Sharded(values[0], spec)
+    if type(out) is tuple and all(type(x) is Sharded for x in out):
+        specs = tuple(x.spec for x in out)
+        return lambda values: tuple(map(Sharded, values, specs))
+    leaves, treedef = flatten(out)
+    kept = [None if isinstance(x, Tensor) else x for x in leaves]
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def rebuild(values: tuple[Any, ...]) -> Any:
+        full = list(kept)
+        for i, x in zip(places, values, strict=True):
+            full[i] = x
+        return treedef.unflatten(full)
+
+    return rebuild

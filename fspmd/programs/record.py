@@ -1,0 +1,349 @@
+"""Recording: a function runs once, and what it asks of torch and of the mesh is put down as one FX graph.
+
+The steps are those below autograd and ``torch.func``, of forward and backward alike: aten functions on blocks,
+collectives of the pair table, and a few functions of ours (`fspmd.tracing.step`). In a simulation a block is a
+`LocalTensor`, and its functions are one step for all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import TensorWeakRef
+
+from fspmd import tracing
+from fspmd.errors import RecordError
+from fspmd.local_view.type_rules import tensors_of
+from fspmd.pairs import Call, watch_with
+from fspmd.programs.dry import imagined
+from fspmd.tracing import RecordingMode
+from fspmd.transport import Pending
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.watching.causes import trace
+
+aten: Final = torch.ops.aten
+
+#: what torch does without being asked, and replays need not
+_ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
+
+
+class Number(int):
+    """An integer that a step gave, such as a seed: known by its identity."""
+
+    __slots__ = ()
+
+
+class Recorder(RecordingMode):
+    """The graph, and the node of every value that is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
+        self.written: set[fx.Node] = set()  # arguments
+        self._owners: dict[int, fx.Node] = {}  # of memory that was there before
+        self.dry = False  # collectives of process groups are put down, and not done
+        self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
+        self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
+        self._shards: dict[int, tuple[TensorWeakRef, fx.Node, int]] = {}  # of values of all ranks
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def argument(self, x: Tensor) -> fx.Node:
+        """A tensor that the recorded function, or its backward, is called with."""
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(f"x{len(self._nodes)}")
+        self._know(x, node)
+        self._owners.setdefault(memory_of(x), node)
+        return node
+
+    def node_of(self, x: Tensor) -> fx.Node:
+        """Of a value, or of what was there before."""
+        known = self._nodes.get(id(x))
+        if known is not None and known[0]() is x:
+            return known[1]
+        if type(x) is LocalTensor and any(self._is_known(shard) for shard in x.shards):  # ours put it together
+            args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
+            node = self._put(LocalTensor, args, {}, constant=all(map(self.is_constant, x.shards)))
+        elif (shard := self._shards.get(id(x))) is not None and shard[0]() is x:
+            node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
+        else:
+            node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
+            self.captured[node] = x
+            self._owners.setdefault(memory_of(x), node)
+        self._know(x, node)
+        return node
+
+    def owner(self, x: Tensor) -> fx.Node | None:
+        """Whose memory, of what was there before, a tensor lies in."""
+        self.node_of(x)
+        return self._owners.get(memory_of(x))
+
+    def constant(self, x: Tensor) -> Tensor:
+        """A tensor that is the same in every run of this rank, so that Python may know its value."""
+        node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
+        self.captured[node] = x.clone()
+        copy = self._put(aten.clone.default, (node,), {}, constant=True)
+        self._know(x, copy)
+        return x
+
+    def steps(self) -> list[fx.Node]:
+        """All steps so far."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    def is_constant(self, x: Tensor) -> bool:
+        """Whether a value is the same in every run of this rank, so that Python may know it."""
+        if x._version:
+            return False  # something was written into it, or into what it is a view of
+        for table in (self._nodes, self._shards):
+            found: Any = table.get(id(x))
+            if found is not None and found[0]() is x:
+                return bool(found[1].meta.get("constant"))
+        return False
+
+    def _is_known(self, x: Tensor) -> bool:
+        found: Any = self._nodes.get(id(x)) or self._shards.get(id(x))
+        return found is not None and found[0]() is x
+
+    def _know(self, x: Tensor, node: fx.Node) -> None:
+        self._nodes[id(x)] = TensorWeakRef(x), node
+        for i, shard in enumerate(x.shards) if type(x) is LocalTensor else ():
+            self._shards[id(shard)] = TensorWeakRef(shard), node, i
+
+    def _placed(self, value: Any) -> Any:
+        """An argument as the graph has it."""
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
+        known = self._objects.get(id(value))
+        return value if known is None else known[1]
+
+    def _put(
+        self,
+        target: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        constant: bool = False,
+    ) -> fx.Node:
+        with warnings.catch_warnings():  # of sizes that differ from rank to rank, which are what they are
+            warnings.simplefilter("ignore")
+            node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta["cause"] = trace().cause
+        node.meta["constant"] = constant
+        return node
+
+    def _results(self, out: Any, node: fx.Node) -> Any:
+        """Make the results of a step known; numbers become such as can be told apart."""
+        if isinstance(out, Tensor):
+            self._know(out, node)
+        elif type(out) in (tuple, list):
+            return type(out)(
+                self._results(one, self.graph.call_function(operator.getitem, (node, i))) for i, one in enumerate(out)
+            )
+        elif type(out) is int:
+            out = Number(out)
+            self._objects[id(out)] = out, node
+        elif isinstance(out, Pending):
+            return _Landing(out, node, self)
+        elif out is not None:
+            self._objects[id(out)] = out, node
+        return out
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        fixed = is_pure(func) and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
+        if not fixed:
+            check(func, args, self)
+        placed = tuple(map(self._placed, args))
+        named = {name: self._placed(value) for name, value in kwargs.items()}
+        with self.pause():
+            out = func(*args, **kwargs)
+        if func in _ALIASES:
+            self._know(out, placed[0])
+            return out
+        if func is aten.lift_fresh.default:  # of a constant, which must stay what it is
+            func, fixed = aten.clone.default, True
+        return self._results(out, self._put(func, placed, named, constant=fixed))
+
+    def step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of ours, as one step."""
+        placed = tuple(map(self._placed, args))
+        named = {name: self._placed(value) for name, value in kwargs.items()}
+        with self.pause():
+            out = function(*args, **kwargs)
+        return self._results(out, self._put(function, placed, named))
+
+    def collective(self, call: Call, x: Tensor, waits: bool) -> Any:
+        """A call of the pair table."""
+        placed = self._placed(x)
+        with self.pause():
+            if self.dry and call.mesh.transport != "simulation":
+                out: Any = imagined(call, x)
+                out = out if waits else Pending(out)
+            else:
+                out = _compactly(call, waits)(x)
+        return self._results(out, self._put(_compactly(call, waits), (placed,), {}, call.pair.name))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What runs inside is no step."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What runs inside is recorded."""
+        tracing.begin()
+        watch_with(self._watched)
+        try:
+            with self:
+                yield
+        finally:
+            watch_with(None)
+            tracing.end()
+
+    def _watched(self, x: Any, call: Call) -> Call:
+        return call if type(call) is _Recorded else _Recorded(call, self)
+
+
+def is_pure(func: Any) -> bool:
+    """Whether an aten function gives the same of the same, and does nothing else."""
+    return not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def memory_of(x: Tensor) -> int:
+    """What tells the memory of a tensor, and of its views, from that of others."""
+    return int((x.shards[0] if type(x) is LocalTensor else x).untyped_storage()._cdata)
+
+
+def shard_of(x: LocalTensor, i: int) -> Tensor:
+    """The block of one simulated rank."""
+    return x.shards[i]
+
+
+@functools.lru_cache(maxsize=4096)
+def _compactly(call: Call, waits: bool) -> Callable[[Tensor], Any]:
+    """What runs a call, so that its result lies in memory without gaps, as it is imagined."""
+    if not waits:
+        return call.start
+    if call.mesh.transport == "simulation" or call.pair.kernel not in ("exchange", "reduce_scatter"):
+        return call.run
+    return lambda x: call.run(x).contiguous()
+
+
+class _Recorded(Call):
+    """A call that is put down when it begins, as its transpose is, on whatever thread."""
+
+    __slots__ = ("plain", "recorder")
+
+    def __init__(self, plain: Call, recorder: Recorder) -> None:
+        self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
+        self.kernel, self.results = plain.kernel, plain.results
+        self.plain = plain
+        self.recorder = recorder
+
+    def start(self, x: Tensor) -> Pending:
+        if self.recorder.paused or tracing.recorder() is not self.recorder:
+            return self.plain.start(x)
+        return self.recorder.collective(self.plain, x, False)  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.recorder.paused or tracing.recorder() is not self.recorder:
+            return self.plain.run(x)
+        return self.recorder.collective(self.plain, x, True)  # type: ignore[no-any-return]
+
+    @property
+    def transposed(self) -> Call:
+        return _Recorded(self.plain.transposed, self.recorder)
+
+    def batched(self) -> Call:
+        return _Recorded(self.plain.batched(), self.recorder)
+
+
+class _Landing(Pending):
+    """A collective under way, whose wait is a step too."""
+
+    __slots__ = ("node", "recorder")
+
+    def __init__(self, plain: Pending, node: fx.Node, recorder: Recorder) -> None:
+        super().__init__(plain)
+        self.node = node
+        self.recorder = recorder
+
+    def wait(self) -> Tensor:
+        plain: Pending = self._value
+        recorder = self.recorder
+        if recorder.paused or tracing.recorder() is not recorder:
+            return plain.wait()
+        with recorder.pause():
+            out = plain.wait()
+        return recorder._results(out, recorder._put(Pending.wait, (self.node,), {}))  # type: ignore[no-any-return]
+
+
+# --- what cannot be recorded ------------------------------------------------------------------------------------------
+
+
+def check(func: Any, args: tuple[Any, ...], recorder: Recorder) -> None:
+    """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
+    cause = None
+    if torch.Tag.data_dependent_output in func.tags:
+        cause = "makes a Python value of a tensor's"
+    elif torch.Tag.dynamic_output_shape in func.tags and not (func is aten.index.Tensor and not _has_mask(args[1])):
+        cause = "gives a result whose shape depends on values"
+    if cause is None:
+        if writes := _written(func, args):
+            _check_writes(func, writes, recorder)
+        return
+    name = func._schema.name.split("::")[-1].lstrip("_")
+    raise RecordError(
+        f"jit cannot record {_NAMES.get(name, name)}, which {cause}: it would be a constant of the record. Compute it "
+        "outside of the jitted function; or keep it a tensor: torch.where(condition, a, b) instead of a branch, "
+        f"masks instead of selections{_line()}"
+    )
+
+
+_NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
+
+
+def _line() -> str:
+    cause = trace().cause
+    return f" ({cause.where})" if getattr(cause, "where", None) else ""
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    arguments = zip(func._schema.arguments, args, strict=False)
+    found = [x for a, x in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
+
+
+def _check_writes(func: Any, written: list[Tensor], recorder: Recorder) -> None:
+    for x in written:
+        node = recorder.owner(x)
+        if node is not None:
+            recorder.written.add(node)
+        if node in recorder.captured:
+            raise RecordError(
+                f"{func._schema.name.split('::')[-1]}() writes into a tensor of shape {tuple(x.shape)} that the jitted "
+                f"function closes over; pass it as an argument, and return what becomes of it{_line()}"
+            )

@@ -1,0 +1,132 @@
+"""Running a record: its steps as straight Python, each value freed after its last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fspmd.transport.randomness import draw_seed
+
+_PLAIN: Final = (bool, int, str, type(None))
+
+
+def compiled(
+    nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any], constants: dict[fx.Node, Any]
+) -> Callable[..., Any]:
+    """A function of the values of ``inputs`` that runs ``nodes`` and gives a tuple of the values of ``outputs``.
+
+    ``constants``: the values of nodes that are none of both. Steps that nothing needs are left out.
+    """
+    steps = _needed(list(nodes), [node for node in outputs if isinstance(node, fx.Node)])
+    return _Writer(inputs, constants).function(steps, outputs)
+
+
+def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with nothing followed by autograd."""
+
+    def run(*values: Any) -> Any:
+        before = _grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            return replay(*values)
+        finally:
+            _set_grad_enabled(before)
+
+    return run
+
+
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+
+
+def _needed(nodes: list[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
+    wanted = set(outputs)
+    found = []
+    for node in reversed(nodes):
+        if node in wanted or has_effect(node):
+            found.append(node)
+            wanted.update(node.all_input_nodes)
+    return found[::-1]
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a step does more than give its result."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    return target is not operator.getitem
+
+
+def has_randomness(node: fx.Node) -> bool:
+    """Whether a step draws from a generator."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
+
+
+class _Writer:
+    """Python source, and what its names stand for."""
+
+    def __init__(self, inputs: Sequence[fx.Node], constants: dict[fx.Node, Any]) -> None:
+        self.scope: dict[str, Any] = {}
+        self.names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(inputs)}
+        self.arguments = ", ".join(self.names.values())
+        self.constants = constants
+        self.count = len(self.names)
+
+    def function(self, steps: list[fx.Node], outputs: Sequence[Any]) -> Callable[..., Any]:
+        """The function of the steps."""
+        last: dict[fx.Node, int] = {}
+        for i, node in enumerate(steps):
+            for used in (*node.all_input_nodes, node):
+                last[used] = i
+        kept = {node for node in outputs if isinstance(node, fx.Node)}
+        done: dict[int, list[fx.Node]] = {}
+        for node, i in last.items():
+            if node not in kept and node not in self.constants:
+                done.setdefault(i, []).append(node)
+        lines = [f"def replay({self.arguments}):"]
+        for i, node in enumerate(steps):
+            call = self.call(node)
+            name = self.names[node] = f"v{self.count}"
+            self.count += 1
+            lines.append(f"    {name} = {call}")
+            if gone := ", ".join(self.names[one] for one in done.get(i, ())):
+                lines.append(f"    del {gone}")
+        lines.append(f"    return ({''.join(self.value(one) + ', ' for one in outputs)})")
+        exec("\n".join(lines), self.scope)
+        replay: Callable[..., Any] = self.scope["replay"]
+        return replay
+
+    def call(self, node: fx.Node) -> str:
+        """One step."""
+        if node.target is operator.getitem:
+            return f"{self.value(node.args[0])}[{node.args[1]}]"
+        arguments = [self.value(arg) for arg in node.args]
+        arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
+        target: Any = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = target._op
+        return f"{self.constant(target, 'f')}({', '.join(arguments)})"
+
+    def value(self, arg: Any) -> str:
+        """An argument."""
+        if isinstance(arg, fx.Node):
+            return self.names[arg] if arg in self.names else self.constant(self.constants[arg], "c")
+        if isinstance(arg, list) or type(arg) is tuple:  # fx has lists of its own
+            inner = "".join(self.value(one) + ", " for one in arg)
+            return f"[{inner}]" if isinstance(arg, list) else f"({inner})"
+        if type(arg) in _PLAIN or (type(arg) is float and isfinite(arg)):
+            return repr(arg)
+        return self.constant(arg, "c")
+
+    def constant(self, value: Any, letter: str) -> str:
+        """A name for what is no literal."""
+        name = f"{letter}{len(self.scope)}"
+        self.scope[name] = value
+        return name

@@ -1,0 +1,82 @@
+"""While a program is recorded (see `fspmd.jit`): who records, and functions of ours that are one step of its record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+class RecordingMode(TorchDispatchMode):
+    """Of which recorders are; torch carries modes into the threads that run backward."""
+
+    paused = False
+
+
+_active = 0  # recordings under way, in any thread
+
+
+def begin() -> None:
+    """A recording begins."""
+    global _active
+    _active += 1
+
+
+def end() -> None:
+    """It has ended."""
+    global _active
+    _active -= 1
+
+
+def recorder() -> Any:
+    """Who records what this thread does; None while nobody does."""
+    if not _active:
+        return None
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, RecordingMode):
+            return None if mode.paused else mode
+    return None
+
+
+def step(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A function whose calls are each one step of a record, whatever they do within."""
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        if not _active or (records := recorder()) is None:
+            return function(*args, **kwargs)
+        return records.step(function, args, kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A function that works something out for all later runs: no step of a record, its results are there before."""
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        if not _active or (records := recorder()) is None:
+            return function(*args, **kwargs)
+        with records.pause():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def constant(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A function whose result, a tensor, is the same in every run of this rank."""
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        if not _active or (records := recorder()) is None:
+            return function(*args, **kwargs)
+        with records.pause():
+            found = function(*args, **kwargs)
+        return records.constant(found)  # type: ignore[no-any-return]
+
+    return run

@@ -1,0 +1,312 @@
+"""What jit replays is what the function would have done: values, gradients, random numbers, refusals.
+
+Each program is recorded on some arguments and replayed on others, on which its judge knows the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import test_global_programs as chains
+import test_jax_oracle as oracle
+import test_random_programs as bodies
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from processes import Processes
+from simulated import GRID, MESH
+from torch import Tensor, func
+
+import fspmd
+from fspmd import ArgumentError, P, RecordError, Sharded, device_get, device_put, jit, psum, shard_map
+
+FULL = os.environ.get("FSPMD_FULL") == "1"
+F64 = torch.float64
+Function = Callable[..., Any]
+
+
+def replayed(f: Function, *args: Any) -> Any:
+    """What jit replays on these arguments, recorded on others."""
+    recorded = jit(f)
+    recorded(*optree.tree_map(_another, args))
+    out = recorded(*args)
+    if not recorded.cache_info().hits:  # the others lie in memory in another way
+        out = recorded(*args)
+    assert recorded.cache_info().hits == 1
+    return out
+
+
+def _another(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return (x.detach() * 0.5 + 0.1).requires_grad_(x.requires_grad)
+
+
+# --- programs of the other tests ------------------------------------------------------------------------------------
+
+
+#: a branch on a value; sizes that are values, which a record cannot hold as long as they are Python's
+REFUSED_OF_JAX = ("cond_on_invariant", "ragged_all_to_all", "ragged_all_to_all_from_the_documentation")
+ANSWERED = [name for name in oracle.SMOOTH if name not in REFUSED_OF_JAX]
+
+
+@pytest.mark.parametrize("name", ANSWERED[:: 1 if FULL else 5])
+def test_programs_that_jax_has_answered(name: str) -> None:
+    """Recorded with their gradients, and replayed with gradients by autograd, twice."""
+    made = oracle.PROGRAMS[name]
+    golden = oracle.GOLDEN[name]
+    program, inputs, chosen = oracle.prepared(made)
+    found = replayed(program, *inputs)
+    oracle.agree("output", found, golden["outputs"])
+    total = oracle.scalar(found)
+    grads = torch.autograd.grad(total, chosen, allow_unused=True) if total.requires_grad else [None] * len(chosen)
+    oracle.agree("gradient", grads, golden["grads"])
+    gradient = fspmd.grad(lambda *args: oracle.scalar(program(*args)), argnums=made.differentiated())
+    oracle.agree("gradient", replayed(gradient, *(x.detach() for x in inputs)), golden["grads"])
+
+
+@settings(
+    max_examples=1000 if FULL else 25,
+    deadline=None,
+    derandomize=not FULL,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(bodies.programs())
+def test_random_bodies(drawn: Any) -> None:
+    bodies.check(*drawn, replayed)
+
+
+@pytest.mark.parametrize("seed", range(0, 2000 if FULL else 20, 10))
+def test_chains_of_torch_calls_on_sharded_values(seed: int) -> None:
+    chains.check_seeds(range(seed, seed + 10), None, replayed)
+
+
+def _on_processes(seeds: range) -> None:
+    chains.check_seeds(seeds, 4, replayed)
+    names = [name for name in ANSWERED if math.prod(oracle.PROGRAMS[name].mesh_shape) == 4]
+    for name in names[:: 1 if FULL else 12]:
+        test_programs_that_jax_has_answered(name)
+
+
+def test_on_processes() -> None:
+    with Processes(4) as pool:
+        pool.run(_on_processes, range(400 if FULL else 16), seconds=300)
+
+
+# --- randomness -------------------------------------------------------------------------------------------------------
+
+X = torch.linspace(-1, 2, 24, dtype=F64).view(8, 3)
+
+
+def _dropped(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.4) + torch.randn_like(x)
+
+
+def _checkpointed(x: Tensor) -> Tensor:
+    return psum((fspmd.checkpoint(_dropped)(x) ** 2).sum(), "x")
+
+
+DRAWS: dict[str, Function] = {
+    "plain": lambda x: _dropped(device_get(x)),
+    "sharded": lambda x: F.dropout(x, 0.4) + torch.rand_like(x),
+    "made": lambda x: x * fspmd.randn(8, 3, spec=P(None, "x"), mesh=MESH, dtype=F64) + torch.randperm(3),
+    "varying": shard_map(_dropped, mesh=MESH, in_specs=P("x"), out_specs=P("x")),
+    "unchecked": shard_map(_dropped, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False),
+    "gradient": fspmd.grad(lambda x: (F.dropout(x, 0.4) ** 2).sum()),
+    "recomputed": fspmd.grad(shard_map(_checkpointed, mesh=MESH, in_specs=P("x"), out_specs=P())),
+}
+
+
+def _drawn(f: Function, x: Sharded, times: int) -> list[Tensor]:
+    torch.manual_seed(5)
+    return [device_get(f(x)) for _ in range(times)]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_call_draws_anew_what_it_would_have_drawn(name: str) -> None:
+    x = device_put(X, P("x"), mesh=MESH)
+    expected = _drawn(DRAWS[name], x, 3)
+    recorded = jit(DRAWS[name])
+    for found in (_drawn(recorded, x, 3), _drawn(recorded, x, 3)):
+        assert all(map(torch.equal, found, expected))
+    assert not torch.equal(expected[0], expected[1])
+    assert recorded.cache_info() == (5, 1, 1)
+
+
+def test_gradients_twice_see_the_numbers_that_forward_drew() -> None:
+    x = device_put(X, P("x"), mesh=MESH).requires_grad_()
+    recorded = jit(lambda x: (F.dropout(x, 0.4) ** 3).sum())
+    recorded(x)
+    found = []
+    for f in (recorded, lambda x: (F.dropout(x, 0.4) ** 3).sum()):
+        torch.manual_seed(7)
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        (h,) = torch.autograd.grad((g * g).sum(), x)
+        found += [device_get(g).detach(), device_get(h)]
+    torch.testing.assert_close(found[:2], found[2:])
+
+
+# --- what tells records apart -----------------------------------------------------------------------------------------
+
+
+def test_kinds_of_arguments() -> None:
+    seen: list[Any] = []
+
+    def f(x: Any, scale: float = 1.0, *, flip: bool = False) -> Any:
+        seen.append((scale, flip))
+        y = x["x"] * scale
+        return {"y": -y if flip else y, "scale": scale}
+
+    recorded = jit(f)
+    a, b = torch.arange(3.0), device_put(X, P("x"), mesh=MESH)
+    for _ in range(2):
+        for x in (a, a.double(), torch.arange(4.0), a.clone().requires_grad_(), b, fspmd.reshard(b, P(None, "x"))):
+            for scale in (1.0, 2.0, 0.0, -0.0, 1):
+                out = recorded({"x": x}, scale, flip=False)
+                torch.testing.assert_close(device_get(out["y"]), device_get(x) * scale, rtol=0, atol=0)
+                assert str(out["scale"]) == str(scale)
+                assert torch.equal(device_get(recorded({"x": x}, flip=True)["y"]), -device_get(x))
+    info = recorded.cache_info()
+    assert info.misses == info.currsize == len(seen) == 36
+    recorded.clear_cache()
+    assert recorded.cache_info() == (0, 0, 0)
+    with pytest.raises(ArgumentError, match=r"jit got a set \{1\} for an argument|must be hashable"):
+        recorded({"x": a}, {1})
+
+
+def test_grad_mode_and_ambient_mesh() -> None:
+    recorded = jit(lambda x: shard_map(lambda x: psum(x, "x"), in_specs=P("x"), out_specs=P())(x) * 1)
+    x = X.clone().requires_grad_()
+    with fspmd.set_mesh(MESH):
+        assert recorded(x).requires_grad
+        assert recorded(x).requires_grad
+        with torch.no_grad():
+            assert not recorded(x).requires_grad
+            assert not recorded(x).requires_grad
+        first = device_get(recorded(x))
+    with fspmd.set_mesh(GRID):
+        second = device_get(recorded(x))
+    assert first.shape == (2, 3)
+    assert second.shape == (4, 3)
+
+
+def test_the_same_tensor_given_twice_or_closed_over() -> None:
+    w = torch.arange(3.0)
+    recorded = jit(lambda x, y: (x - 2 * y) * w)
+    assert recorded(w, w).tolist() == [0, -1, -4]
+    assert recorded(torch.ones(3), torch.zeros(3)).tolist() == [0, 1, 2]
+    w.add_(1)  # a tensor closed over is read when it is used
+    assert recorded(torch.ones(3), torch.zeros(3)).tolist() == [1, 2, 3]
+    assert recorded.cache_info() == (2, 1, 1)
+
+
+def test_tensors_closed_over_are_differentiable_once_they_are_trained() -> None:
+    w = torch.arange(3.0)
+    recorded = jit(lambda x: (x * w).sum())
+    assert not recorded(torch.ones(3)).requires_grad
+    w.requires_grad_()
+    for _ in range(2):
+        recorded(torch.full((3,), 2.0)).backward()
+    assert w.grad is not None
+    assert w.grad.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_arguments_that_lie_in_memory_in_another_way() -> None:
+    """It may differ from process to process, so it tells no records apart."""
+    recorded = jit(lambda x: x.view(-1).mul_(2))
+    recorded(torch.ones(2, 3))
+    x = torch.arange(6.0).view(3, 2).t()
+    assert recorded(x).tolist() == [0, 4, 8, 2, 6, 10]
+    assert x.tolist() == [[0, 4, 8], [2, 6, 10]]  # written through
+    assert recorded.cache_info() == (1, 1, 1)
+
+
+def test_writes_into_arguments_go_through() -> None:
+    def f(x: Tensor) -> None:
+        x[1:] += 1
+
+    recorded = jit(shard_map(f, mesh=MESH, in_specs=P("x"), out_specs=None))
+    x = device_put(torch.zeros(8), P("x"), mesh=MESH)
+    for n in (1, 2):
+        recorded(x)
+        assert device_get(x).tolist() == [0, n] * 4
+
+
+# --- within others ----------------------------------------------------------------------------------------------------
+
+
+def test_within_bodies_transforms_and_other_recordings() -> None:
+    inner = jit(lambda x: x.sin() * x)
+    body = shard_map(lambda x: psum(inner(x).sum(), "x"), mesh=MESH, in_specs=P("x"), out_specs=P())
+    outer = jit(fspmd.value_and_grad(lambda x: body(inner(x))))
+    (a, b), (c, d) = outer(X), outer(X)
+    want = X.clone().requires_grad_()
+    y = want.sin() * want
+    loss = (y.sin() * y).sum()
+    loss.backward()
+    for value, gradient in ((a, b), (c, d)):
+        torch.testing.assert_close(device_get(value), loss.detach())
+        torch.testing.assert_close(gradient, want.grad)
+    assert inner.cache_info() == (0, 0, 0)
+    torch.testing.assert_close(
+        func.vmap(func.grad(lambda x: inner(x).sum()))(X), func.vmap(func.grad(lambda x: (x.sin() * x).sum()))(X)
+    )
+    torch.testing.assert_close(fspmd.jvp(inner, (X,), (X,)), fspmd.jvp(lambda x: x.sin() * x, (X,), (X,)))
+    logs = []
+    for f in (outer, outer.__wrapped__):  # type: ignore[attr-defined]
+        with fspmd.communication_log() as log:
+            f(X)
+        logs.append([one.kind for one in log])
+    assert logs[0] == logs[1] != []
+
+
+# --- what cannot be recorded ------------------------------------------------------------------------------------------
+
+Y = torch.ones(3)
+REFUSED: dict[str, tuple[Function, str]] = {
+    "branch": (
+        lambda x: x if x.sum() > 0 else -x,
+        r"^jit cannot record a branch or x.item\(\), which makes a Python value",
+    ),
+    "item": (lambda x: x * x.max().item(), r"keep it a tensor: torch.where\(condition, a, b\) .*\(test_jit.py:\d+\)$"),
+    "shape": (lambda x: x.nonzero(), r"^jit cannot record nonzero, which gives a result whose shape depends on values"),
+    "mask": (lambda x: x[x > 0], r"^jit cannot record index, which gives a result whose shape"),
+    "closed over": (lambda x: Y[1:].add_(x[1:]), r"^add_\(\) writes into a tensor of shape \(2,\) that the jitted"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_JAX)
+def test_programs_of_jax_that_cannot_be_recorded(name: str) -> None:
+    program, inputs, _ = oracle.prepared(oracle.PROGRAMS[name])
+    with pytest.raises(RecordError):
+        jit(program)(*inputs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_recorded(name: str) -> None:
+    f, message = REFUSED[name]
+    recorded = jit(f)
+    for _ in range(2):
+        with pytest.raises(RecordError, match=message):
+            recorded(torch.ones(3))
+    assert Y.tolist() == [1, 1, 1]
+    assert jit(lambda x: x + 1)(torch.ones(1)).item() == 2  # nothing is left behind
+
+
+def test_what_each_rank_knows_is_a_constant() -> None:
+    f = shard_map(lambda x: x[fspmd.axis_index("x") :].sum()[None], mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x = torch.arange(16.0)
+    assert device_get(replayed(f, x)).tolist() == [6.0, 18.0, 21.0, 15.0]
+    assert replayed(lambda x: x * int(torch.arange(4).sum()), x).tolist() == (x * 6).tolist()
+
+
+def test_functions_only() -> None:
+    with pytest.raises(ArgumentError, match=r"jit takes a function, but got .*; write jit\(f\), not jit\(f\(x\)\)"):
+        jit(torch.ones(3))  # type: ignore[call-overload]
