@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import operator
 from collections.abc import Callable
 from math import prod
 
+from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec, blocks, entry_axes
 from fspmd.transport.windows import lacking
@@ -24,29 +27,51 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     links = {axis: topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1}
     speeds = sorted({link.bandwidth for link in links.values()})
     islands = [frozenset(axis for axis, link in links.items() if link.bandwidth > speed) for speed in speeds]
-    start = topology.launch + min((link.latency for link in links.values()), default=0.0)
+    latency = min((link.latency for link in links.values()), default=0.0)
     scale = target.dtype.itemsize * _trust(target)
+    lacked_by = [_lacked_by(target, island) for island in islands]
 
     @functools.cache
     def least(spec: TensorSpec) -> float:
         time = told = 0.0
-        for speed, island in zip(speeds, islands, strict=True):
-            lacked = _lacked(spec, target, island)
+        for speed, lacked_of in zip(speeds, lacked_by, strict=True):
+            lacked = lacked_of(spec)
             if lacked > told:
                 time, told = time + (lacked - told) * scale / speed, lacked
-        return time + start if told else 0.0
+        return time + _begun(_grown(spec, target), latency, topology) if told else 0.0
 
     return least
 
 
 def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
     """µs that no route can beat, told by what the last rank lacks: far quicker found than `bound`, and looser."""
-    lacks = 0 if spec is target else lacking(spec, target) * target.dtype.itemsize
+    lacks: int = 0 if spec is target else lacking(spec, target) * target.dtype.itemsize
     if not lacks:
         return 0.0
-    links = [topology.link(spec.mesh, (axis,)) for axis, n in spec.mesh.shape.items() if n > 1]
-    start = topology.launch + min(link.latency for link in links)
-    return start + lacks * _trust(target) / max(link.bandwidth for link in links)
+    latency, bandwidth = _best_link(spec.mesh, topology)
+    return _begun(_grown(spec, target), latency, topology) + float(lacks * _trust(target) / bandwidth)
+
+
+def _grown(spec: TensorSpec, target: TensorSpec) -> int:
+    """How many blocks like its own a rank has in the end; 2 where that is fewer, or not the same for all."""
+    return max(2, prod(target.block_shape) // prod(spec.block_shape)) if spec.even else 2
+
+
+def _begun(count: int, latency: float, topology: Topology) -> float:
+    """µs until a rank has so many blocks, its own among them.
+
+    In a round it receives at most what another one holds, so after collectives of r, s ... rounds it has at most
+    (1 + r)(1 + s) ... blocks; the rounds are fewest where all have as many.
+    """
+    ways = range(1, count.bit_length())
+    return min(n * (topology.launch + latency * (math.pow(count, 1 / n) - 1)) for n in ways)
+
+
+@functools.lru_cache(maxsize=1024)
+def _best_link(mesh: Mesh, topology: Topology) -> tuple[float, float]:
+    """The least latency and the greatest bandwidth along any axis."""
+    links = [topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1]
+    return min(link.latency for link in links), max(link.bandwidth for link in links)
 
 
 def _trust(spec: TensorSpec) -> float:
@@ -55,31 +80,35 @@ def _trust(spec: TensorSpec) -> float:
     return 1.0 if all(n % size == 0 for n in spec.shape) else 0.25 if all(n >= size for n in spec.shape) else 0.0
 
 
-def _lacked(spec: TensorSpec, target: TensorSpec, island: frozenset[str]) -> float:
+def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
     """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most."""
-    mesh, pending = spec.mesh, target.partition.unreduced
-    ending = bool((spec.partition.unreduced - pending) - island)
-    spans = [(0,) if axis in island or axis in pending else range(n) for axis, n in mesh.shape.items()]
-    most = 0
-    for at in itertools.product(*spans):
-        needed = _held(target, island, at)
-        lacks = prod(_common(rows, rows) for rows in needed)
-        if not ending:
-            lacks -= prod(map(_common, _held(spec, island, at), needed))
-        most = max(most, lacks)
-    return most / prod(mesh.shape[axis] for axis in island)
+    mesh, pending = target.mesh, target.partition.unreduced
+    islands = list(
+        itertools.product(*((0,) if axis in island or axis in pending else range(n) for axis, n in mesh.shape.items()))
+    )
+    needed = _held(target, island, islands)
+    sizes: list[int] = [prod(map(_common, rows, rows)) for rows in needed]
+    ranks = prod(mesh.shape[axis] for axis in island)
+
+    def lacked(spec: TensorSpec) -> float:
+        if (spec.partition.unreduced - pending) - island:
+            return float(max(sizes) / ranks)
+        pairs = zip(_held(spec, island, islands), needed, strict=True)
+        shared: list[int] = [prod(map(_common, own, rows)) for own, rows in pairs]
+        return float(max(map(operator.sub, sizes, shared)) / ranks)
+
+    return lacked
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _held(spec: TensorSpec, island: frozenset[str], at: tuple[int, ...]) -> tuple[Rows, ...]:
-    """Of each dim the rows that some rank of an island holds."""
-    index = dict(zip(spec.mesh.axis_names, at, strict=True))
-    found = []
+def _held(spec: TensorSpec, island: frozenset[str], islands: list[tuple[int, ...]]) -> list[tuple[Rows, ...]]:
+    """Of each of some islands the rows of each dim that some rank of it holds."""
+    names, sizes = spec.mesh.axis_names, spec.mesh.shape
+    dims = []
     for size, entry in zip(spec.shape, spec.partition, strict=True):
         axes = entry_axes(entry)
-        places = tuple(None if axis in island else index[axis] for axis in axes)
-        found.append(_rows(size, tuple(spec.mesh.shape[axis] for axis in axes), places))
-    return tuple(found)
+        cuts, places = tuple([sizes[axis] for axis in axes]), [None if a in island else names.index(a) for a in axes]
+        dims.append([_rows(size, cuts, tuple([None if i is None else at[i] for i in places])) for at in islands])
+    return list(zip(*dims, strict=True)) if dims else [()] * len(islands)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -54,6 +54,8 @@ class Topology:
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         """The slowest link on the way between the ranks of a group along some axes."""
+        if not self.axes:
+            return self.between if _leaves_host(mesh, axes, self.per_host) else self.inside
         named = dict(self.axes)
         links = [named[axis] for axis in axes if axis in named]
         others = tuple(axis for axis in axes if axis not in named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import comb, perm
 
 from fspmd.pairs import Call, call
@@ -20,13 +20,18 @@ from fspmd.transport.windows import Reblock
 Axes = tuple[str, ...]
 
 
-def edges(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
-    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``."""
+def edges(
+    spec: TensorSpec, target: TensorSpec, anywhere: bool, worth: Callable[[TensorSpec], bool] = lambda _: True
+) -> Iterator[tuple[Call, TensorSpec]]:
+    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``.
+
+    ``worth``: whether a layout is worth a reblock to it; there are many.
+    """
     yield from _settlings(spec, target, anywhere)
     yield from _gathers(spec, target)
     yield from _slices(spec, None if anywhere else target)
     yield from _exchanges(spec, None if anywhere else target)
-    yield from _reblocks(spec, target, anywhere)
+    yield from _reblocks(spec, target, anywhere, worth)
 
 
 def _moved(
@@ -151,7 +156,9 @@ def _some(axes: Axes, any_of_them: bool) -> Iterator[Axes]:
             yield from itertools.combinations(axes, n)
 
 
-def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+def _reblocks(
+    spec: TensorSpec, target: TensorSpec, anywhere: bool, worth: Callable[[TensorSpec], bool]
+) -> Iterator[tuple[Call, TensorSpec]]:
     """All dims at once to how the target has them, as far as axes are not pending.
 
     Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered. ``anywhere``: to
@@ -161,27 +168,28 @@ def _reblocks(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[
     held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
     goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
     stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
-    goals = dict.fromkeys((tuple(goal), tuple(stay)))  # in order: every rank must take the same of equal routes
+    # in order: every rank must take the same of equal routes
+    goals = dict.fromkeys(_moved(spec, dict(enumerate(axes))) for axes in (goal, stay))
     if anywhere:
-        goals |= _placements(spec.mesh.ordered(frozenset(spec.mesh.axis_names) - held), spec.ndim)
-    for wanted in goals:
-        after = _moved(spec, dict(enumerate(wanted)))
-        if after is not spec and not _is_native(spec, now, wanted):
+        goals |= _placements(spec.with_partition(P(unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)))
+    for after in goals:
+        if after is not spec and not _is_native(spec, now, after) and worth(after):
             yield reblock(spec, after)
 
 
 _MANY = 500  # placements, of which only those are looked at that lead towards the target
 
 
-@functools.lru_cache(maxsize=256)
-def _placements(axes: Axes, ndim: int) -> dict[tuple[Axes, ...], None]:
-    """Every way to cut dims over some of the axes, in every order, unless they are too many."""
-    found: dict[tuple[Axes, ...], None] = {}
+@functools.lru_cache(maxsize=64)
+def _placements(spec: TensorSpec) -> dict[TensorSpec, None]:
+    """Every way to cut the dims of a whole tensor over axes that are free, in every order, unless they are too many."""
+    axes, ndim = _free(spec), spec.ndim
+    found: dict[TensorSpec, None] = {}
     few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
     for order in itertools.permutations(axes) if few else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
             cuts = (tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim))
-            found[tuple(cuts)] = None
+            found[_moved(spec, dict(enumerate(cuts)))] = None
     return found
 
 
@@ -191,11 +199,12 @@ def reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:
     return call("reblock", spec.mesh, move.axes, Options(move=move)), after
 
 
-def _is_native(spec: TensorSpec, now: list[Axes], wanted: tuple[Axes, ...]) -> bool:
+def _is_native(spec: TensorSpec, now: list[Axes], after: TensorSpec) -> bool:
     """Whether a change is one gather or one slice."""
-    changed = [dim for dim, axes in enumerate(wanted) if axes != now[dim]]
+    wanted = after.partition.entries
+    changed = [dim for dim, entry in enumerate(spec.partition.entries) if entry != wanted[dim]]
     if len(changed) > 1:
         return False
     (dim,) = changed
-    few, many = sorted((now[dim], wanted[dim]), key=len)
+    few, many = sorted((now[dim], entry_axes(wanted[dim])), key=len)
     return many[: len(few)] == few and _can_part(spec, dim, few, many[len(few) :])

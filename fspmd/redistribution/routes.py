@@ -162,6 +162,12 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
         if time + ahead < limit and reached.get(spec, (limit, 0, 0)) > label:
             heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
 
+    def worth(label: tuple[float, int, int], after: TensorSpec) -> bool:
+        nonlocal looked
+        pays = label[0] + least(after) < limit and reached.get(after, (limit, 0, 0)) > label
+        looked += not pays  # as those that are yielded are counted
+        return pays
+
     def priced(label: tuple[float, int, int], move: Call, after: TensorSpec, steps: tuple[Step, ...]) -> None:
         step = _step(move, steps[-1].spec if steps else source, after, topology)
         time, peak, length = label
@@ -177,7 +183,7 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
             return steps
         elif reached.get(spec, (limit, 0, 0)) > label:
             reached[spec] = label
-            for edge, after in edges(spec, target, True):
+            for edge, after in edges(spec, target, True, functools.partial(worth, label)):
                 looked += 1
                 if edge.options.move is None:
                     priced(label, edge, after, steps)

@@ -185,7 +185,7 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
 def traffic(move: Reblock) -> Traffic:
     """What the busiest rank receives, counted without listing who sends what."""
     source, target = move.source, move.target
-    grid = [set(cuts) for _, cuts in _cuts(source)]
+    grid = [functools.cache(functools.partial(_touched, set(cuts))) for _, cuts in _cuts(source)]
     named = None if move.across else source.partition.axes | target.partition.axes
     messages = elements = 0
     for at in coordinates(target.mesh, named):
@@ -199,7 +199,7 @@ def traffic(move: Reblock) -> Traffic:
             own = _meet(window(source, before), mine)
         lacks = size - (prod([length for _, length in own]) if own is not None else 0)
         if lacks:
-            pieces = prod([_touched(cuts, *span) for cuts, span in zip(grid, mine, strict=True)])
+            pieces = prod([touched(*span) for touched, span in zip(grid, mine, strict=True)])
             messages, elements = max(messages, pieces - (own is not None)), max(elements, lacks)
     return Traffic(messages, elements)
 
