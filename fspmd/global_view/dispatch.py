@@ -126,18 +126,18 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     """
     if RUNNING and state.body is not None:
         _refuse_in_body(func, args, kwargs or {})
-    if kwargs and func in IN_C and len(kwargs) == 3 and kwargs["dtype"] is None is not kwargs["dim"]:
-        func, args, kwargs = IN_C[func], (args[0], kwargs["dim"]), None
     key: list[Any] = [func]
     blocks: list[Any] = []
-    for arg in args:
+    rest = args
+    if kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
+        x, func, kwargs = args[0], IN_C[func], None
+        args, rest = (x, dim), ()
+        key, blocks = [func, x.spec, dim], [x.local, dim]
+    for arg in rest:
         kind = type(arg)
         if kind is Sharded:
             key.append(arg.spec)
             blocks.append(arg.local)
-        elif (kind is int and func in _counting) or kind in _CONSTANT:
-            key.append(arg)
-            blocks.append(arg)
         elif kind is list:
             held: list[Any] = []
             key.append(list)
@@ -150,6 +150,9 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     key.append(_hashable(one))
                     held.append(one)
             blocks.append(held)
+        elif (kind is int and func in _counting) or kind in _CONSTANT:
+            key.append(arg)
+            blocks.append(arg)
         else:
             _add(func, arg, kind, key, blocks)
     if kwargs:

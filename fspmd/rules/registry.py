@@ -14,7 +14,8 @@ from fspmd.rules.spectra import whole_along
 from fspmd.rules.table import Row
 from fspmd.rules.table import row_of as row_of_torch
 
-#: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None
+#: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch
+#: dispatches them with both by name
 IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _ROWS: Final[dict[Any, Row]] = {
     alike: Row(of_rows),
