@@ -21,9 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
 from torch import Tensor, func
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
 from fspmd import ArgumentError, P, RecordError, Sharded, device_get, device_put, jit, psum, shard_map
+from fspmd.programs.replay import PUBLIC, callable_of
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
@@ -310,3 +312,57 @@ def test_what_each_rank_knows_is_a_constant() -> None:
 def test_functions_only() -> None:
     with pytest.raises(ArgumentError, match=r"jit takes a function, but got .*; write jit\(f\), not jit\(f\(x\)\)"):
         jit(torch.ones(3))  # type: ignore[call-overload]
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+M = torch.rand(3, 3, dtype=F64) + 0.5
+#: arguments by the names of aten functions, where two matrices will not do
+GIVEN: dict[str, tuple[Any, ...]] = {
+    "addmm": (M, M, M),
+    "bmm": (M[None], M[None]),
+    "cat": ([M, M], 1),
+    "expand": (M, [2, 3, 3]),
+    "gather": (M, 0, torch.zeros(2, 3, dtype=torch.int64)),
+    "index_select": (M, 0, torch.tensor([1, 0])),
+    "masked_fill.Scalar": (M, M > 1, 2.0),
+    "native_layer_norm": (M, [3], None, None, 1e-5),
+    "permute": (M, [1, 0]),
+    "pow.Tensor_Scalar": (M, 2),
+    "select.int": (M, 0, 1),
+    "squeeze.dim": (M[None], 0),
+    "stack": ([M, M], 1),
+    "sum.dim_IntList": (M, [1], True),
+    "transpose.int": (M, 0, 1),
+    "unsqueeze": (M, 1),
+    "view": (M, [9]),
+    "where.self": (M > 1, M, M),
+    "_softmax": (M, 1, False),
+    "_log_softmax": (M, 1, False),
+    "_softmax_backward_data": (M, M, 1, F64),
+    "_log_softmax_backward_data": (M, M, 1, F64),
+} | dict.fromkeys(("ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar"), (M, 1.0))
+BINARY = ("add", "add_", "div", "div_", "eq", "maximum", "mm", "mul", "mul_", "sub", "sub_", "copy_")
+
+
+class Seen(TorchDispatchMode):
+    """Which aten functions are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_functions_reach_the_aten_function_that_was_recorded(name: str) -> None:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    target = getattr(getattr(torch.ops.aten, base), overload or "default")
+    args = GIVEN.get(name.removeprefix("aten::"), (M.clone(), M) if base in BINARY else (M.clone(),))
+    with Seen() as seen:
+        callable_of(target)(*args)
+    assert seen.names == [name]
+    assert callable_of(target) is not target._op

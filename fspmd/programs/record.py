@@ -30,6 +30,8 @@ from fspmd.watching.causes import trace
 
 aten: Final = torch.ops.aten
 
+#: kernels that give what they are given, where each process has a block of its own
+_NAMES_ALONE: Final = frozenset({"alias", "apart", "pick"})
 #: what torch does without being asked, and replays need not
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
@@ -185,7 +187,9 @@ class Recorder(RecordingMode):
         named = {name: self._placed(value) for name, value in kwargs.items()}
         with self.pause():
             out = function(*args, **kwargs)
-        return self._results(out, self._put(function, placed, named))
+        node = self._put(function, placed, named)
+        node.meta["effect"] = True
+        return self._results(out, node)
 
     def collective(self, call: Call, x: Tensor, waits: bool) -> Any:
         """A call of the pair table."""
@@ -196,6 +200,9 @@ class Recorder(RecordingMode):
                 out = out if waits else Pending(out)
             else:
                 out = _compactly(call, waits)(x)
+        if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
+            self._know(out, placed)
+            return out
         return self._results(out, self._put(_compactly(call, waits), (placed,), {}, call.pair.name))
 
     @contextmanager

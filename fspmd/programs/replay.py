@@ -15,6 +15,29 @@ from fspmd.transport.randomness import draw_seed
 _PLAIN: Final = (bool, int, str, type(None))
 
 
+def _named(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in text.split())
+
+
+#: aten functions that torch's own Python functions and methods reach with the same arguments, some 0.5 µs sooner
+PUBLIC: Final = _named(
+    "abs add.Tensor add_.Tensor addmm bmm cat clone copy_ cos div.Tensor div_.Tensor eq.Tensor exp expand gather "
+    "ge.Scalar gt.Scalar index_select le.Scalar log lt.Scalar masked_fill.Scalar maximum mm mul.Tensor mul_.Tensor "
+    "native_layer_norm neg permute pow.Tensor_Scalar reciprocal relu rsqrt select.int sigmoid sin sqrt squeeze.dim "
+    "stack sub.Tensor sub_.Tensor sum sum.dim_IntList t tanh transpose.int unsqueeze view where.self zero_ "
+    "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data"
+)
+
+
+def callable_of(overload: Any) -> Callable[..., Any]:
+    """What calls an aten function soonest."""
+    name = overload._schema.name.removeprefix("aten::")
+    if overload.name() not in PUBLIC:
+        return overload._op  # type: ignore[no-any-return]
+    found: Any = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C.TensorBase, name)
+    return found  # type: ignore[no-any-return]
+
+
 def compiled(
     nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any], constants: dict[fx.Node, Any]
 ) -> Callable[..., Any]:
@@ -58,7 +81,7 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
-    return target is not operator.getitem
+    return bool(node.meta.get("effect"))
 
 
 def has_randomness(node: fx.Node) -> bool:
@@ -111,7 +134,7 @@ class _Writer:
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
         target: Any = node.target
         if isinstance(target, torch._ops.OpOverload):
-            target = target._op
+            target = callable_of(target)
         return f"{self.constant(target, 'f')}({', '.join(arguments)})"
 
     def value(self, arg: Any) -> str:
