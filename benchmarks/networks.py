@@ -37,7 +37,7 @@ def _mlp(v: Values) -> Any:
 
 # --- a transformer layer: batch over "x", heads and hidden columns over "y" -------------------------------------------
 
-_LAYER = {
+LAYER = {
     "x": (P("x", None, None), (ROWS, 8, N)),
     **{f"norm{i}": (P(), (N,)) for i in (1, 2)},
     **{f"w{name}": (P(None, "y"), (N, N)) for name in ("q", "k", "v", "1")},
@@ -55,7 +55,7 @@ def _attention(x: Any, v: Values) -> Any:
     return (scores @ value).transpose(1, 2).flatten(2) @ v["wo"]
 
 
-def _layer(v: Values, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> Any:
+def layer(v: Values, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> Any:
     """``enter`` and ``leave`` stand around what is computed in columns over "y"."""
     x = v["x"]
     x = x + leave(_attention(enter(F.layer_norm(x, (N,), v["norm1"])), v))
@@ -104,7 +104,8 @@ def measure() -> Table:
     )
 
 
-def _values(world: World, layout: dict[str, tuple[P, tuple[int, ...]]]) -> tuple[Values, Values, Values]:
+def values_of(world: World, layout: dict[str, tuple[P, tuple[int, ...]]]) -> tuple[Values, Values, Values]:
+    """Plain blocks, `Sharded` values and DTensors; all but x are trained."""
     pairs: dict[str, Pair] = {k: pair(world, spec, shape, grad=k != "x") for k, (spec, shape) in layout.items()}
     plain, ours, theirs = ({k: getattr(v, name) for k, v in pairs.items()} for name in ("plain", "ours", "theirs"))
     return plain, ours, theirs
@@ -128,47 +129,75 @@ def _mlp_row(world: World) -> Overhead:
 
         return run
 
-    plain, ours, theirs = (calls(statement(values)) for values in _values(world, _MLP))
+    plain, ours, theirs = (calls(statement(values)) for values in values_of(world, _MLP))
     times = side_by_side({"plain": plain, "ours": ours, "theirs": theirs})
     return Overhead("MLP, forward and backward", times["plain"], times["ours"], times["theirs"], 1 / 10)
 
 
 def _layer_row(world: World) -> Overhead:
-    plain, ours, theirs = _values(world, _LAYER)
-    rows, columns = (world.theirs.get_group(axis) for axis in ("x", "y"))
-    whole: Any = placements(world, P("x", None, None))
+    plain, ours, theirs = values_of(world, LAYER)
+    times = side_by_side(
+        {
+            "plain": calls(by_hand(plain, world)),
+            "ours": calls(global_view(ours)),
+            "theirs": calls(dtensor(theirs, world)),
+        },
+        seconds=0.02,
+    )
+    return Overhead("transformer layer, training step", times["plain"], times["ours"], times["theirs"])
 
-    def by_hand() -> None:
-        out = _layer(plain, lambda x: _Enter.apply(x, columns), lambda x: _Leave.apply(x, columns))
+
+def by_hand(values: Values, world: World) -> Callable[[], None]:
+    """A training step on plain blocks, its collectives written out."""
+    rows, columns = (world.theirs.get_group(axis) for axis in ("x", "y"))
+
+    def step() -> None:
+        out = layer(values, lambda x: _Enter.apply(x, columns), lambda x: _Leave.apply(x, columns))
         out.square().sum().backward()
         with torch.no_grad():
-            for name, w in plain.items():
+            for name, w in values.items():
                 if name != "x":
                     dist.all_reduce(w.grad, group=rows)
                     w.sub_(w.grad, alpha=1e-6)
-        _forget(plain)
+        _forget(values)
 
-    def global_view() -> None:
-        out = _layer(ours, _same, lambda x: fspmd.reshard(x, P("x", None, None)))
-        fspmd.reshard(out.square().sum(), P()).backward()
+    return step
+
+
+def global_view(values: Values) -> Callable[[], None]:
+    """The same on `Sharded` values."""
+
+    def step() -> None:
+        fspmd.reshard(loss(values), P()).backward()
         with torch.no_grad():
-            for name, w in ours.items():
+            for name, w in values.items():
                 if name != "x":
                     w.sub_(w.grad, alpha=1e-6)
-        _forget(ours)
+        _forget(values)
 
-    def dtensor() -> None:
-        out = _layer(theirs, _same, lambda x: x.redistribute(placements=whole))
+    return step
+
+
+def loss(values: Values) -> Any:
+    """A number to train by, of `Sharded` values."""
+    return layer(values, _same, lambda x: fspmd.reshard(x, P("x", None, None))).square().sum()
+
+
+def dtensor(values: Values, world: World) -> Callable[[], None]:
+    """The same on DTensors."""
+    whole: Any = placements(world, P("x", None, None))
+
+    def step() -> None:
+        out = layer(values, _same, lambda x: x.redistribute(placements=whole))
         out.square().sum().full_tensor().backward()
         with torch.no_grad():
-            for name, w in theirs.items():
+            for name, w in values.items():
                 if name != "x":
                     g: DTensor = w.grad
                     w.sub_(g.redistribute(placements=w.placements), alpha=1e-6)
-        _forget(theirs)
+        _forget(values)
 
-    times = side_by_side({"plain": calls(by_hand), "ours": calls(global_view), "theirs": calls(dtensor)}, seconds=0.02)
-    return Overhead("transformer layer, training step", times["plain"], times["ours"], times["theirs"])
+    return step
 
 
 def _same(x: Any) -> Any:

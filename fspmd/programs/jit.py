@@ -10,15 +10,16 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from fspmd import pairs, tracing
 from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
+from fspmd.pairs import is_watched
 from fspmd.programs.backward import differentiable
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
+from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten, flatten_args
 
@@ -42,7 +43,6 @@ class Record:
     """One recorded run."""
 
     run: Callable[..., tuple[Any, ...]]  # of the tensors among the leaves of the arguments: those of the result
-    places: tuple[int, ...]  # of the former
     strides: list[Any]  # of those when they were recorded
     written: tuple[int, ...]  # those that it writes into
     rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
@@ -90,26 +90,32 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
     @functools.wraps(f)
     def jitted(*args: Any, **kwargs: Any) -> Any:
         nonlocal hits, misses
-        if state.body is not None or _runs_as_it_is():
+        # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
+        if state.body is not None or _transforms_active() or is_watched() or _saved_tensor_hooks(True) is not None:
             return function(*args, **kwargs)
         leaves, structure = flatten((args, kwargs)) if kwargs else flatten_args(args)
         key = [structure, _grad_enabled(), _default_dtype(), _autocasts(), current_mesh(), bool(kwargs)]
+        values, strides = [], []
         for leaf in leaves:
             if type(leaf) is Tensor:
                 key += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+                values.append(leaf)
+                strides.append(leaf.stride())
             else:
                 key.append(_kind(leaf))
+                if isinstance(leaf, Tensor):
+                    values.append(leaf)
+                    strides.append(_strides(leaf))
         try:
             record = records.get(known := tuple(key))
         except TypeError:
             raise _not_hashable(leaves) from None
-        if record is None or _thawed(record):
+        if record is None or (record.frozen and _thawed(record)):
             misses += 1
             records[known], out = _recorded(function, args, kwargs)
             return out
         hits += 1
-        values = [leaves[i] for i in record.places]
-        if list(map(_strides, values)) != record.strides:
+        if strides != record.strides:
             return record.rebuild(_relaid(record, values))
         return record.rebuild(record.run(*values))
 
@@ -121,16 +127,6 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
     setattr(jitted, "cache_info", lambda: CacheInfo(hits, misses, len(records)))  # noqa: B010 (not known to type checkers)
     setattr(jitted, "clear_cache", clear_cache)  # noqa: B010
     return jitted
-
-
-def _runs_as_it_is() -> bool:
-    """Inside another recording, which records this too; in a transform or checkpoint; while somebody watches."""
-    return (
-        pairs.is_watched()
-        or _transforms_active()
-        or _saved_tensor_hooks(True) is not None  # torch's checkpoint compares what is saved
-        or tracing.recorder() is not None
-    )
 
 
 def _kind(leaf: Any) -> Any:
@@ -219,7 +215,7 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             run = below_autograd(compiled(recorder.steps(), inputs, outputs, recorder.captured))
     frozen = tuple(x for x in recorder.captured.values() if _may_thaw(x)) if _grad_enabled() else ()
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
-    return Record(run, places, list(map(_strides, tensors)), written, _rebuilder(out), frozen), out
+    return Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen), out
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -235,16 +231,23 @@ def _tensors(out: Any) -> list[Tensor]:
     return [x for x in flatten(out)[0] if isinstance(x, Tensor)]
 
 
+def _pair(local: Tensor, spec: TensorSpec) -> Sharded:
+    """A `Sharded` without the checks of its constructor."""
+    made = object.__new__(Sharded)
+    made.local, made.spec = local, spec
+    return made
+
+
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
     """What makes a result like ``out`` of its tensors."""
     if isinstance(out, Tensor):
         return lambda values: values[0]
     if type(out) is Sharded:
         spec = out.spec
-        return lambda values: Sharded(values[0], spec)
+        return lambda values: _pair(values[0], spec)
     if type(out) is tuple and all(type(x) is Sharded for x in out):
         specs = tuple(x.spec for x in out)
-        return lambda values: tuple(map(Sharded, values, specs))
+        return lambda values: tuple(map(_pair, values, specs))
     leaves, treedef = flatten(out)
     kept = [None if isinstance(x, Tensor) else x for x in leaves]
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
