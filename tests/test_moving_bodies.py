@@ -233,6 +233,18 @@ CASES |= {
     "interpolate, exact": (lambda x: F.interpolate(x, 5, mode="nearest-exact"), ((2, 1, 9),)),
     "interpolate, linear": (lambda x: F.interpolate(x, 11, mode="linear", align_corners=True), ((2, 2, 5),)),
     "interpolate, bilinear": (lambda x: F.interpolate(x, (4, 9), mode="bilinear"), ((1, 1, 7, 6),)),
+    "interpolate, bicubic": (lambda x: F.interpolate(x, (5, 9), mode="bicubic"), ((1, 1, 7, 6),)),
+    "interpolate, bicubic scale": (lambda x: F.interpolate(x, scale_factor=1.6, mode="bicubic"), ((1, 1, 7, 6),)),
+    "interpolate, antialias": (
+        lambda x: F.interpolate(x, (3, 8), mode="bilinear", antialias=True),
+        ((1, 1, 9, 6),),
+    ),
+    "interpolate, cubic antialias": (
+        lambda x: F.interpolate(x, (4, 4), mode="bicubic", antialias=True, align_corners=True),
+        ((1, 1, 7, 6),),
+    ),
+    "fold": (lambda x: F.fold(x, (3, 5), (2, 2)), ((2, 16, 8),)),
+    "fold of one": (lambda x: F.fold(x, (4, 5), (2, 3), 1, 1, 2), ((12, 9),)),
     "interpolate, trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), ((1, 1, 5, 2, 3),)),
 }
 
@@ -288,6 +300,14 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
         0,
     ),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), ((1, 2, 14, 8),), (_SPACE,), 4 * 8),
+    "interpolate, bicubic": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+        ((1, 2, 14, 8),),
+        (_SPACE,),
+        10 * 8,
+    ),
+    "fold": (lambda x: F.fold(x, (3, 5), (2, 2)), ((2, 16, 8),), (_SPACE,), 0),
+    "fold of channels": (lambda x: F.fold(x, (3, 5), (2, 2)), ((2, 16, 8),), (_COLUMN,), 0),
     "conv1d, groups of channels": (
         lambda x, w: F.conv1d(x, w, groups=4),
         ((2, 16, 64), (16, 4, 3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from fspmd.collectives import pcast
 from fspmd.rules.bodies import Site
-from fspmd.rules.windows import fetched, passing, per_rank
+from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.whole import Whole
+from fspmd.rules.windows import fetched, longer, passing, per_rank, still
 from fspmd.variance import get_variance
 
 
@@ -102,6 +105,32 @@ def convolution(
         for axis in site.mesh.ordered(get_variance(out).varying - get_variance(bias).varying - {*pending}):
             bias = pcast(bias, axis, to="varying")
         out = pcast(out, pending, to="unreduced") + bias.view(-1, *(1,) * (x.dim() - 2))
+    return out
+
+
+def folded(whole: Whole) -> Factors:
+    """Windows side by side (``l``), which are added up; channels are cut between their windows' elements."""
+    found = match(parse("... c [l] -> ... c 1 1"), whole.shapes)
+    channels, windows = found.names["c"], found.names["l"]
+    pieces = {channels: whole.results[0][-3]}
+    return replace(found, summed=frozenset({windows}), scaled=frozenset({channels}), pieces=pieces)
+
+
+@still
+def fold(site: Site, x: Tensor, *window: Any) -> Tensor:
+    """A pending sum of what each rank's windows come to; the others' are zeros."""
+    d = x.dim() - 1
+    if axes := site.axes.get("l", ()):
+        size = site.operands[0].shape[d]
+        blocks = site.blocks(size, "l")
+
+        def places(at: int) -> Tensor:
+            start, length = blocks[at]
+            own = torch.arange(size) - start
+            return own.where((own >= 0) & (own < length), length)
+
+        x = longer(x, d).index_select(d, per_rank(site, "windows", axes, places))
+    out: Tensor = torch.ops.aten.col2im.default(x, *window)
     return out
 
 

@@ -1,6 +1,7 @@
-"""Interpolation of sharded space: each rank fetches the rows between which its block of the result lies.
+"""Interpolation of sharded space: each rank fetches the rows that its block of the result is made of.
 
-Where a place of the result lies is what torch itself makes of the rows' numbers.
+Where a place of the result lies between two rows is what torch itself makes of the rows' numbers; of more rows, in
+cubic and antialiased images, their shares are what it makes of single rows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.windows import block_places, fetched, moved_in_turn, passing, per_rank
-
-#: of a number of rows, the size of the result, whether corners are aligned, and a scale
-Positions = Callable[[int, int, bool, "float | None"], Tensor]
 
 
 def _positions(name: str, aligned: bool, size: int, length: int, align: bool, scale: float | None) -> Tensor:
@@ -58,9 +56,57 @@ def _resized(site: Site, x: Tensor, k: int, d: int, positions: Any) -> Tensor:
     return below * (1 - share) + take("upper", upper) * share
 
 
-def _body(name: str, count: int, aligned: bool) -> Bodied:
+def _shares(name: str, size: int, length: int, align: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The rows next to each other of which each of the result's is made, and how much it has of each."""
+    with torch._C.DisableTorchFunction():
+        resize: Any = getattr(torch.ops.aten, name).default
+        every: Tensor = resize(torch.eye(size, dtype=torch.float64)[None, None], [length, size], align, scale, None)[
+            0, 0
+        ]
+        places = torch.arange(size).expand_as(every)
+        first, last = places.where(every != 0, size).amin(1), places.where(every != 0, -1).amax(1)
+        rows = first[:, None] + torch.arange(int((last - first).max()) + 1)
+        within = rows <= last[:, None]
+        rows = rows.clamp(max=size - 1)
+        return rows, every.gather(1, rows) * within
+
+
+def _shared(site: Site, x: Tensor, k: int, d: int, shares: Any) -> Tensor:
+    """A dim of which each row is made of some, as ``shares`` tells."""
+    size, length, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
+    axes, after = site.axes.get(key, ()), site.blocks(site.results[0].shape[d], key)
+    rows, weights = site.once(("shares", d), lambda: shares(size, length))
+
+    def own(at: int) -> Tensor:
+        found: Tensor = rows[block_places(after, at)]
+        return found
+
+    def first(at: int) -> int:
+        return int(own(at).min()) if axes and after[at][1] else 0
+
+    def wanted(at: int) -> Tensor:
+        return torch.arange(first(at), int(own(at).max()) + 1) if after[at][1] else torch.arange(0)
+
+    if axes:
+        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), wanted)
+    found = []
+    for j in range(rows.shape[1]):
+
+        def nth(at: int, j: int = j) -> Tensor:
+            return own(at)[:, j] - first(at)
+
+        def share(at: int, j: int = j) -> Tensor:
+            found: Tensor = weights[block_places(after, at), j]
+            return found
+
+        row, weight = per_rank(site, ("row", d, j), axes, nth), per_rank(site, ("weight", d, j), axes, share)
+        found.append(x.index_select(d, row) * weight.to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - d)))
+    out: Tensor = functools.reduce(torch.add, found)
+    return out
+
+
+def _body(count: int, aligned: bool, along: Callable[..., Tensor], places: Callable[..., Any]) -> Bodied:
     """Of so many trailing dims; ``aligned``: the first argument after the size says whether corners are aligned."""
-    positions: Positions = functools.partial(_positions, name, aligned)
 
     def body(site: Site, x: Tensor, output_size: Any, *args: Any, **named: Any) -> Tensor:
         align, *given = (*args, *named.values()) if aligned else (False, *args, *named.values())
@@ -70,8 +116,10 @@ def _body(name: str, count: int, aligned: bool) -> Bodied:
         first = x.dim() - count
         for d in moved_in_turn(site, {first + k: str(k) for k in range(count)}):
             k = d - first
-            x = _resized(site, x, k, d, lambda size, length, k=k: positions(size, length, align, scales[k]))
-        return x.to(dtype) if dtype.is_floating_point or not aligned else x.round().to(dtype)
+            x = along(site, x, k, d, lambda size, length, k=k: places(size, length, align, scales[k]))
+        if dtype.is_floating_point or not aligned:
+            return x.to(dtype)
+        return x.round().clamp(0, torch.iinfo(dtype).max).to(dtype)
 
     return passing(body)
 
@@ -79,12 +127,16 @@ def _body(name: str, count: int, aligned: bool) -> Bodied:
 #: of the trailing dims of images: (number of them, body) by name
 RESIZES = {
     **{
-        f"{name}{n}d": (n, _body(f"{name}1d", n, False))
+        f"{name}{n}d": (n, _body(n, False, _resized, functools.partial(_positions, f"{name}1d", False)))
         for name in ("upsample_nearest", "_upsample_nearest_exact")
         for n in (1, 2, 3)
     },
     **{
-        f"upsample_{name}{n}d": (n, _body("upsample_linear1d", n, True))
+        f"upsample_{name}{n}d": (n, _body(n, True, _resized, functools.partial(_positions, "upsample_linear1d", True)))
         for n, name in enumerate(("linear", "bilinear", "trilinear"), 1)
+    },
+    **{
+        name: (2, _body(2, True, _shared, functools.partial(_shares, name)))
+        for name in ("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
     },
 }

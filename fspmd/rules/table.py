@@ -138,7 +138,7 @@ _BATCHED: Final = {
     },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,)},
     **dict.fromkeys(
-        _names("max_pool2d_with_indices_backward upsample_bicubic2d _upsample_bilinear2d_aa"),
+        _names("max_pool2d_with_indices_backward"),
         (2,),
     ),
     "view_as_complex": (1,),
@@ -246,6 +246,7 @@ ROWS: Final[dict[str, Row]] = {
     },
     **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
     **{name: Row(pools.pooled(n), empty=False, body=body) for name, (n, body) in RESIZES.items()},
+    "col2im": Row(halos.folded, empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather, body=tables.gather, weighs=True),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
