@@ -336,6 +336,14 @@ def test_what_moves(name: str) -> None:
     assert log.moved <= most * 8, log
 
 
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_images_of_integers_are_as_torch_rounds_them(mode: str) -> None:
+    plain = torch.arange(3 * 32 * 20).reshape(1, 3, 32, 20).mul(7).remainder(256).to(torch.uint8)
+    x = device_put(plain, _SPACE, mesh=LINE)
+    found = F.interpolate(x, scale_factor=1.7, mode=mode)
+    torch.testing.assert_close(device_get(found), F.interpolate(plain, scale_factor=1.7, mode=mode), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
 def test_what_is_set_becomes_of_the_dtype_of_what_it_is_set_in(dtype: torch.dtype) -> None:
     plain = torch.linspace(-2.0, 3.0, 54).reshape(9, 6).to(dtype)

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.extremes import limit
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.halos import each, own_rows, window_rows, windows
 from fspmd.rules.whole import NO_RULE, Rule, Whole
-from fspmd.rules.windows import fetched, passing, per_rank
-from fspmd.spec import TensorSpec, blocks, entry_axes
+from fspmd.rules.windows import fetched, lacking, passing, per_rank
 
 
 def pooled(count: int, *, added: bool = False) -> Rule:
@@ -205,39 +203,14 @@ def _left_out(split: Tensor, lengths: Tensor, d: int) -> Tensor:
     return beyond.view(-1, split.shape[d + 1], *(1,) * (split.dim() - 2 - d))
 
 
-def _lacked(
-    specs: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    axes: tuple[str, ...],
-    topology: Topology,
-    whole: frozenset[int],
-) -> float:
-    """Of the rows of a block's windows that are not in the block: the most that a rank lacks."""
-    x, found = specs[0], 0.0
-    for d in whole:
-        over, size, places = entry_axes(x.partition[d]), x.shape[d], results[0].shape[d]
-        if not over or not size:
-            continue
-        parts = tuple(x.mesh.shape[axis] for axis in over)
-        lacked = 0
-        for (start, length), (first, count) in zip(blocks(size, parts), blocks(places, parts), strict=True):
-            begin, end = first * size // places, -(-(first + count) * size // places) if count else first
-            lacked = max(lacked, end - begin - max(0, min(end, start + length) - max(begin, start)))
-        moved = lacked * x.dtype.itemsize * math.prod(x.block_shape) // max(1, x.block_shape[d])
-        found += price("permute", x.mesh, over, moved, moved, topology).time
-    return found
+def _shared(first: int, last: int, size: int, places: int) -> tuple[int, int]:
+    """The rows of the windows of some places."""
+    return first * size // places, -(-last * size // places)
 
 
-def _lacked_but_for_one(
-    specs: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    axes: tuple[str, ...],
-    topology: Topology,
-    whole: frozenset[int],
-) -> float:
+def _shared_but_for_one(first: int, last: int, size: int, places: int) -> tuple[int, int]:
     """The same; to one place of all rows each rank adds its own."""
-    several = frozenset(d for d in whole if results[0].shape[d] > 1)
-    return _lacked(specs, results, axes, topology, several)
+    return (0, 0) if places == 1 else _shared(first, last, size, places)
 
 
 def adaptive_avg(count: int) -> Bodied:
@@ -254,7 +227,7 @@ def adaptive_avg(count: int) -> Bodied:
             x = split.masked_fill(_left_out(split, lengths, d), 0).sum(d + 1) / _of_dim(x, d, lengths)
         return x.to(dtype)
 
-    return Bodied(body, _lacked_but_for_one)
+    return lacking(_shared_but_for_one)(body)
 
 
 def adaptive_max(count: int) -> Bodied:
@@ -272,4 +245,4 @@ def adaptive_max(count: int) -> Bodied:
             at = place
         return (x, at) if len(site.results) > 1 else x
 
-    return Bodied(body, _lacked)
+    return lacking(_shared)(body)

@@ -7,14 +7,17 @@ cubic and antialiased images, their shares are what it makes of single rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site, widened
-from fspmd.rules.windows import block_places, fetched, moved_in_turn, passing, per_rank
+from fspmd.rules.windows import block_places, fetched, lacking, moved_in_turn, per_rank
+from fspmd.spec import TensorSpec
 
 
 def _positions(name: str, aligned: bool, size: int, length: int, align: bool, scale: float | None) -> Tensor:
@@ -105,8 +108,15 @@ def _shared(site: Site, x: Tensor, k: int, d: int, shares: Any) -> Tensor:
     return out
 
 
-def _body(count: int, aligned: bool, along: Callable[..., Tensor], places: Callable[..., Any]) -> Bodied:
-    """Of so many trailing dims; ``aligned``: the first argument after the size says whether corners are aligned."""
+def _body(count: int, aligned: bool, reach: int, along: Callable[..., Tensor], places: Callable[..., Any]) -> Bodied:
+    """Of so many trailing dims; ``aligned``: the first argument after the size says whether corners are aligned.
+
+    ``reach``: the rows before and behind it that a place is made of.
+    """
+
+    def rows(first: int, last: int, size: int, places: int) -> tuple[int, int]:
+        far = reach * max(1, -(-size // places))
+        return first * size // places - far, -(-last * size // places) + far
 
     def body(site: Site, x: Tensor, output_size: Any, *args: Any, **named: Any) -> Tensor:
         align, *given = (*args, *named.values()) if aligned else (False, *args, *named.values())
@@ -117,26 +127,36 @@ def _body(count: int, aligned: bool, along: Callable[..., Tensor], places: Calla
         for d in moved_in_turn(site, {first + k: str(k) for k in range(count)}):
             k = d - first
             x = along(site, x, k, d, lambda size, length, k=k: places(size, length, align, scales[k]))
-        if dtype.is_floating_point or not aligned:
-            return x.to(dtype)
-        return x.round().clamp(0, torch.iinfo(dtype).max).to(dtype)
+        return x.to(dtype)
 
-    return passing(body)
+    return _of_floats(lacking(rows)(body)) if aligned else lacking(rows)(body)
+
+
+def _of_floats(bodied: Bodied) -> Bodied:
+    """Not of integers, which torch computes in ways of their own."""
+    return replace(bodied, time=lambda specs, *rest: bodied.time(specs, *rest) if _floats(specs) else math.inf)
+
+
+def _floats(specs: Sequence[TensorSpec]) -> bool:
+    return specs[0].dtype.is_floating_point
 
 
 #: of the trailing dims of images: (number of them, body) by name
 RESIZES = {
     **{
-        f"{name}{n}d": (n, _body(n, False, _resized, functools.partial(_positions, f"{name}1d", False)))
+        f"{name}{n}d": (n, _body(n, False, 0, _resized, functools.partial(_positions, f"{name}1d", False)))
         for name in ("upsample_nearest", "_upsample_nearest_exact")
         for n in (1, 2, 3)
     },
     **{
-        f"upsample_{name}{n}d": (n, _body(n, True, _resized, functools.partial(_positions, "upsample_linear1d", True)))
+        f"upsample_{name}{n}d": (
+            n,
+            _body(n, True, 1, _resized, functools.partial(_positions, "upsample_linear1d", True)),
+        )
         for n, name in enumerate(("linear", "bilinear", "trilinear"), 1)
     },
     **{
-        name: (2, _body(2, True, _shared, functools.partial(_shares, name)))
-        for name in ("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+        name: (2, _body(2, True, reach, _shared, functools.partial(_shares, name)))
+        for name, reach in (("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 1), ("_upsample_bicubic2d_aa", 2))
     },
 }

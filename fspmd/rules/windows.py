@@ -6,7 +6,9 @@ all-to-all of unequal lengths brings what it lacks. Which rows those are is know
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Body, Site
-from fspmd.spec import TensorSpec, entry_axes
+from fspmd.spec import TensorSpec, blocks, entry_axes
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
@@ -173,6 +175,48 @@ def still(body: Body) -> Bodied:
 def passing(body: Body) -> Bodied:
     """A body that receives at most a block of each operand that is sharded along the dims in question."""
     return _receiving(None)(body)
+
+
+def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[Body], Bodied]:
+    """A body that fetches the rows that a block of places lacks: from the first up to the last, by ``rows``.
+
+    ``rows`` is given the first and the last place, and the global sizes of the dim before and after.
+    """
+
+    def time(
+        specs: Sequence[TensorSpec],
+        results: Sequence[TensorSpec],
+        axes: tuple[str, ...],
+        topology: Topology,
+        whole: frozenset[int],
+    ) -> float:
+        x, found = specs[0], 0.0
+        for d in whole:
+            over, size, places = entry_axes(x.partition[d]), x.shape[d], results[0].shape[d]
+            if over and size and places:
+                parts = tuple(x.mesh.shape[axis] for axis in over)
+                wanted = [rows(a, a + n, size, places) if n else (0, 0) for a, n in blocks(places, parts)]
+                moved = _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
+                moved = moved * x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
+                found += price("permute", x.mesh, over, moved, moved, topology).time
+        return found
+
+    return lambda body: Bodied(body, time)
+
+
+def _busiest(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
+    """The most rows that a rank receives, or sends: of (offset, length) of each block, and the range each wants."""
+    received, sent = [0] * len(held), [0] * len(held)
+    starts = [start for start, _ in held]
+    for i, (first, last) in enumerate(wanted):
+        for j in range(max(0, bisect_right(starts, first) - 1), len(held)):
+            if starts[j] >= last:
+                break
+            common = min(last, sum(held[j])) - max(first, starts[j])
+            if i != j and common > 0:
+                received[i] += common
+                sent[j] += common
+    return max(*received, *sent)
 
 
 def moving(*operands: int) -> Callable[[Body], Bodied]:
