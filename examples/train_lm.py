@@ -220,6 +220,8 @@ def number(x: Sharded) -> float:
 def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say: Callable) -> list[float]:
     """Update the blocks of ``params`` in place; the losses of all steps."""
     loss_and_grads = fspmd.value_and_grad(job.loss)
+    if args.jit:
+        loss_and_grads = fspmd.jit(loss_and_grads)
     optimizer = make_optimizer(params)
     losses: list[float] = []
     start = time.perf_counter()
@@ -283,6 +285,7 @@ def parse(argv: list[str] | None = None, description: str | None = __doc__) -> a
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+    parser.add_argument("--jit", action="store_true", help="record loss and gradients once, and replay them")
     parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end (default 200)")
     parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")

@@ -76,16 +76,16 @@ def test_short_examples_print_the_same_under_torchrun(tmp_path: Path) -> None:
 def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank, 8 simulated and 4 Gloo ranks: the same losses to 1e-10 over 20 steps in float64."""
+    """One rank, 8 simulated (recorded, too) and 4 Gloo ranks: the same losses to 1e-10 over 20 steps in float64."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} times {n} is {n * n}, and half of it is {n * n / 2}" for n in range(2000)))
     monkeypatch.syspath_prepend(str(EXAMPLES))
     train_lm = importlib.import_module("train_lm")
     reports = []
-    for mesh, processes in (("1x1", 1), ("2x4", 1), ("2x2", 4)):
+    for mesh, processes, *flags in (("1x1", 1), ("2x4", 1), ("2x4", 1, "--jit"), ("2x2", 4)):
         file = tmp_path / f"{mesh}.json"
         options = TINY | {"mesh": mesh, "text": text, "losses": file, "out": tmp_path}
-        arguments = [f"--{name}={value}" for name, value in options.items()]
+        arguments = [*(f"--{name}={value}" for name, value in options.items()), *flags]
         if processes == 1:
             train_lm.main(arguments)
         else:
@@ -105,7 +105,7 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
 def test_global_view_has_the_losses_of_train_lm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In simulation and on Gloo the losses that train_lm has on one rank; an nn.Transformer has the same, too."""
+    """In simulation and, recorded, on Gloo the losses that train_lm has on one rank; an nn.Transformer has the same, too."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     global_view, train_lm = (importlib.import_module(name) for name in ("global_view", "train_lm"))
     files = {name: tmp_path / f"{name}.json" for name in ("alone", "simulated", "gloo")}
@@ -115,7 +115,9 @@ def test_global_view_has_the_losses_of_train_lm(
     capsys.readouterr()
     global_view.main([*arguments, "--mesh=2x4", f"--losses={files['simulated']}"])
     here = capsys.readouterr().out
-    there = torchrun(tmp_path, EXAMPLES / "global_view.py", *arguments, "--mesh=2x2", f"--losses={files['gloo']}")
+    there = torchrun(
+        tmp_path, EXAMPLES / "global_view.py", *arguments, "--mesh=2x2", f"--losses={files['gloo']}", "--jit"
+    )
     alone, *others = (json.loads(file.read_text()) for file in files.values())
     assert alone["losses"][-1] < alone["losses"][0]
     for other in others:
