@@ -105,7 +105,7 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
 def test_global_view_has_the_losses_of_train_lm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In simulation and, recorded, on Gloo the losses that train_lm has on one rank; an nn.Transformer has the same, too."""
+    """In simulation and, recorded, on Gloo the losses that train_lm has on one rank; so has an nn.Transformer."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     global_view, train_lm = (importlib.import_module(name) for name in ("global_view", "train_lm"))
     files = {name: tmp_path / f"{name}.json" for name in ("alone", "simulated", "gloo")}
