@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from simulated import layouts
 from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
+from fspmd.global_view.propagate import ask
+from fspmd.global_view.strategies import best_strategy, strategies
 from fspmd.redistribution.bounds import bound
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
 from fspmd.redistribution.edges import edges, reblock
@@ -106,6 +110,32 @@ def test_routes_on_three_axes_are_the_quickest_of_all(
 
 
 # --- published formulas ---------------------------------------------------------------------------------------------
+
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "mm": (torch.mm, [(8, 12), (12, 4)]),
+    "addmm": (torch.addmm, [(5,), (6, 5), (5, 5)]),
+    "softmax": (torch.softmax, [(4096, 512)], 1),
+    "sum": (torch.sum, [(7, 4)]),
+}
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (1, 3)])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_strategy_that_is_taken_is_the_first_of_the_cheapest(name: str, sizes: tuple[int, ...]) -> None:
+    """Though most are never priced: of all strategies, each priced to its end."""
+    mesh, (function, shapes, *rest) = make_mesh(sizes, ("x", "y")[: len(sizes)], transport="simulation"), CALLS[name]
+    every = list(itertools.product(*(layouts(mesh, len(shape)) for shape in shapes)))
+    for partitions in every[:: max(1, len(every) // 12)]:
+        specs = [TensorSpec(mesh, one, shape, torch.float32) for one, shape in zip(partitions, shapes, strict=True)]
+        args = (*(torch.empty(shape, device="meta") for shape in shapes), *rest)
+        question = ask(function, args, {}, list(enumerate(specs)))
+        assert question is not None
+        for gradients in (frozenset[int](), frozenset(range(len(specs)))):
+            asked = replace(question, gradients=gradients)
+            best, cheapest = asked.solve(best_strategy), min(asked.solve(strategies), key=lambda one: one.time)
+            assert best is not None
+            assert (best.time, best.operands, best.results) == (cheapest.time, cheapest.operands, cheapest.results)
 
 
 def test_of_equal_routes_all_processes_take_the_same() -> None:
