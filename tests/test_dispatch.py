@@ -150,6 +150,29 @@ def test_on_processes(sizes: tuple[int, ...]) -> None:
         pool.run(_on_processes, sizes, seconds=120)
 
 
+#: functions of a batch of four, and shapes of operands that are larger and whole
+_LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
+    "linear": (F.linear, (4, 64), ((256, 64), (256,))),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w), (4, 64), ((64, 256), (256,))),
+    "mul": (torch.mul, (4, 1), ((256,),)),
+    "addcmul": (torch.addcmul, (4, 256), ((4, 256), (256,))),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (256,), w, b), (4, 256), ((256,), (256,))),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (4, 256), ((256,), (256,))),
+    "conv2d": (F.conv2d, (4, 8, 6, 6), ((64, 8, 3, 3), (64,))),
+    "conv2d, groups": (lambda x, w: F.conv2d(x, w, groups=4), (4, 8, 6, 6), ((64, 2, 3, 3),)),
+    "complex": (torch.complex, (4, 256), ((256,),)),
+    "cdist": (torch.cdist, (4, 16), ((300, 16),)),
+}
+
+
+@pytest.mark.parametrize("name", _LAYERS)
+def test_a_small_batch_stays_sharded_beside_large_weights(name: str) -> None:
+    f, batch, weights = _LAYERS[name]
+    x = device_put(torch.ones(batch), P("x"), mesh=LINE).requires_grad_()
+    y = f(x, *(device_put(torch.ones(shape), P(), mesh=LINE).requires_grad_() for shape in weights))
+    assert y.spec.partition[0] == "x", y
+
+
 def test_one_cast_serves_all_uses() -> None:
     """q, k and v of one x: its gradient is summed over ranks once."""
     x = device_put(values(((4, 6),))[0], P(), mesh=LINE).requires_grad_()
