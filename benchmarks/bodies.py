@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fspmd
 from fspmd import P
-from fspmd.spec import entry_axes
+from fspmd.entries import entry_axes
 
 RANKS = 8
 

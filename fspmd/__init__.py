@@ -26,6 +26,7 @@ from fspmd.collectives import (
     pswapaxes,
     ragged_all_to_all,
 )
+from fspmd.entries import Flat
 from fspmd.errors import (
     ArgumentError,
     AxisError,
@@ -105,6 +106,7 @@ __all__ = [
     "CommunicationError",
     "CommunicationLog",
     "Explanation",
+    "Flat",
     "FspmdError",
     "Handle",
     "Implicit",

@@ -74,6 +74,8 @@ PAIRS: Final[dict[str, Pair]] = {
         # a simulated value equal on all ranks, from here on one copy per rank
         ("apart", "V", "V", "apart", "identity", "[A] [A] => [A] [A]"),
         ("identity", "V", "V", "alias", "identity", "[A] [B] => [A] [B]"),
+        # of any types: blocks viewed with other dims, the same elements in the same order
+        ("view", "V", "V", "view", "view", "[A] [B] => [A'] [B'], of which dims are products or factors of theirs"),
         # and back: copies that are equal, held once
         ("held_once", "V", "V", "pick", "identity", "[A] [A] => A"),
         # without types (check_vma=False): every rank's copy has a cotangent of its own
@@ -119,6 +121,8 @@ class Call:
             o, mesh = self.options, self.mesh
             if o.move is not None:
                 mesh, o = o.move.target.mesh, replace(o, move=o.move.transposed)
+            elif o.dims is not None:
+                o = replace(o, dims=o.dims.transposed)
             elif self.pair.kernel == "permute":
                 o = replace(o, perm=tuple((destination, source) for source, destination in o.perm))
             elif self.pair.kernel == "exchange":

@@ -7,22 +7,37 @@ several axes the first axis cuts the dim and each later axis cuts the blocks of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
 
+from fspmd.entries import (
+    Axes,
+    Entry,
+    Factors,
+    Flat,
+    axes_within,
+    blocks,
+    checked_entry,
+    entry_axes,
+    factors_of,
+    joined,
+    sized,
+    taken_apart,
+)
 from fspmd.errors import MeshError, ShapeError, SpecError
 from fspmd.meshes.mesh import Mesh, load_mesh
 from fspmd.messages import counted, described, quoted
 
-Entry = None | str | tuple[str, ...]
 _NONE: Final[frozenset[str]] = frozenset()
 
 
 class P:
-    """A partition spec: for each dim the mesh axis (or axes, major first) that shard it, or ``None``.
+    """A partition spec: for each dim the mesh axis (or axes, major first) that shard it, ``None``, or a `Flat`.
 
     ``unreduced`` names the axes over which the true value is a pending sum, ``reduced`` those over which the value is
     equal but its gradient is a pending sum. Equal specs are one object.
@@ -33,11 +48,12 @@ class P:
     True
     """
 
-    __slots__ = ("__weakref__", "axes", "entries", "reduced", "unreduced")
+    __slots__ = ("__weakref__", "axes", "entries", "flat", "reduced", "unreduced")
     entries: tuple[Entry, ...]
     unreduced: frozenset[str]
     reduced: frozenset[str]
     axes: frozenset[str]  # the axes that shard some dim
+    flat: bool  # some entry is a `Flat`
 
     def __new__(
         cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = _NONE, reduced: Iterable[str] = _NONE
@@ -48,7 +64,7 @@ class P:
             found = None
         if found is not None:
             return found
-        normal = tuple(_entry(entry) for entry in entries)
+        normal = tuple(checked_entry(entry, "P") for entry in entries)
         pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
         key = (normal, pending, dual)
         found = _PARTITIONS.get(key)
@@ -89,18 +105,6 @@ class P:
 _PARTITIONS: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()
 
 
-def _entry(entry: object) -> Entry:
-    if entry is None or isinstance(entry, str):
-        return entry
-    if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
-        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
-    hint = "; a set has no order, so write a tuple" if isinstance(entry, (set, frozenset)) else ""
-    raise SpecError(
-        f"P got {described(entry)} as an entry; an entry is None, an axis name such as 'x', or a tuple of axis names "
-        f"such as ('x', 'y'){hint}"
-    )
-
-
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     if isinstance(names, str):
         raise SpecError(f"P got {what}={names!r}; write a set of axis names: {what}={{{names!r}}}")
@@ -111,12 +115,13 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
-    sharding = [name for entry in entries for name in entry_axes(entry)]
+    sharding = [name for entry in entries for name in axes_within(entry)]
     named = [*sharding, *unreduced, *reduced]
     repeated = sorted({name for name in named if named.count(name) > 1})
     for slot, value in (("entries", entries), ("unreduced", unreduced), ("reduced", reduced)):
         object.__setattr__(spec, slot, value)
     object.__setattr__(spec, "axes", frozenset(sharding))
+    object.__setattr__(spec, "flat", any(isinstance(entry, Flat) for entry in entries))
     if repeated:
         raise SpecError(
             f"{spec!r} names the axis {quoted(repeated)} more than once; an axis shards one dim, or is unreduced, "
@@ -126,37 +131,6 @@ def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduce
 
 def _rebuild(entries: tuple[Entry, ...], unreduced: list[str], reduced: list[str]) -> P:
     return P(*entries, unreduced=unreduced, reduced=reduced)
-
-
-def entry_axes(entry: Entry) -> tuple[str, ...]:
-    """The axes of one entry, major first."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else entry
-
-
-def entry_of(axes: tuple[str, ...]) -> Entry:
-    """The entry of some axes, as a P has it."""
-    return axes if len(axes) > 1 else axes[0] if axes else None
-
-
-@functools.lru_cache(maxsize=4096)
-def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """``(offset, length)`` of every block of a dim of ``size`` cut by axes of sizes ``parts``, in row-major order.
-
-    >>> blocks(5, (4,))
-    ((0, 2), (2, 2), (4, 1), (5, 0))
-    >>> blocks(5, (2, 2))
-    ((0, 2), (2, 1), (3, 1), (4, 1))
-    """
-    cut = [(0, size)]
-    for n in parts:
-        finer = []
-        for offset, length in cut:
-            step = -(-length // n)
-            for i in range(n):
-                start = min(i * step, length)
-                finer.append((offset + start, min(step, length - start)))
-        cut = finer
-    return tuple(cut)
 
 
 class TensorSpec:
@@ -172,12 +146,13 @@ class TensorSpec:
     [(2, 3), (2, 3), (1, 3), (0, 3)]
     """
 
-    __slots__ = ("__weakref__", "block_shape", "cuts", "dtype", "even", "mesh", "partition", "shape")
+    __slots__ = ("__weakref__", "block_shape", "cuts", "dtype", "even", "flat", "mesh", "partition", "shape")
     mesh: Mesh
     partition: P
     shape: tuple[int, ...]
     dtype: torch.dtype
     cuts: tuple[tuple[int, tuple[str, ...], tuple[int, ...]], ...]  # (dim, axes, axis sizes) of each sharded dim
+    flat: bool  # some dim is a `Flat`
     even: bool  # every rank holds a block of the same shape
     block_shape: tuple[int, ...]  # of the first rank, which no other rank's exceeds in any dim
 
@@ -212,19 +187,39 @@ class TensorSpec:
 
     def local_shape(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the block at a mesh coordinate."""
+        if self.flat:
+            sizes = iter(self.unflattened.local_shape(coordinate))
+            return tuple(prod(itertools.islice(sizes, len(own))) for own in self.factors)
         shape = list(self.shape)
         for dim, (_, length) in self._blocks(coordinate):
             shape[dim] = length
         return tuple(shape)
 
     def offset(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the block at a mesh coordinate begins in the global tensor, per dim."""
+        """Where the block at a mesh coordinate begins in the global tensor, per dim; none of them may be `Flat`."""
         offset = [0] * len(self.shape)
         for dim, (start, _) in self._blocks(coordinate):
             offset[dim] = start
         return tuple(offset)
 
+    @property
+    def factors(self) -> tuple[Factors, ...]:
+        """What each dim is made of: sizes and the axes that cut each; of one that is no `Flat` its own."""
+        return tuple(factors_of(entry, size) for entry, size in zip(self.partition, self.shape, strict=True))
+
+    @property
+    def unflattened(self) -> TensorSpec:
+        """The layout of the tensor viewed with a dim for each factor of a `Flat`, of which blocks are views, too.
+
+        >>> from fspmd import make_mesh
+        >>> TensorSpec(make_mesh((2,), ("x",)), P(Flat((4, None), (6, "x"))), (24,), torch.float32).unflattened
+        f32[4, 6@x] on mesh(x=2)
+        """
+        return _unflattened(self) if self.flat else self
+
     def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
+        for entry in self.partition if self.flat else ():
+            entry_axes(entry)  # which refuses what has no consecutive blocks
         _check_coordinate(coordinate, self.mesh)
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:
@@ -241,6 +236,17 @@ class TensorSpec:
             return self
         return _dual(self)
 
+    def taken_apart(self, dim: int, sizes: tuple[int, ...]) -> tuple[Axes, ...] | None:
+        """The axes of each of some dims, as which the blocks of one dim can be viewed; None: they cannot."""
+        return taken_apart(self.partition[dim], sizes, tuple(self.mesh.shape.items()))
+
+    def viewed(self, sizes: Sequence[Sequence[int]], axes: Sequence[Sequence[tuple[str, ...]]]) -> TensorSpec:
+        """The tensor with each dim viewed as dims of some sizes, cut by some axes; pending sums stay."""
+        like = self.partition
+        entries = [own for dim in axes for own in dim]
+        partition = P(*entries, unreduced=like.unreduced, reduced=like.reduced)
+        return TensorSpec(self.mesh, partition, [n for dim in sizes for n in dim], self.dtype)
+
     def with_partition(self, partition: P) -> TensorSpec:
         """The same tensor under another partition of the same mesh."""
         return TensorSpec(self.mesh, partition, self.shape, self.dtype)
@@ -254,7 +260,7 @@ def _dual(spec: TensorSpec) -> TensorSpec:
 
 _SPECS: Final[WeakValueDictionary[Any, TensorSpec]] = WeakValueDictionary()
 #: what pickles of specs are made of
-SAVED: Final = (TensorSpec, _rebuild, load_mesh)
+SAVED: Final = (TensorSpec, Flat, _rebuild, load_mesh)
 
 
 def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
@@ -268,6 +274,20 @@ def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
 
 
 def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    own = (("mesh", mesh), ("partition", partition), ("shape", shape), ("dtype", dtype), ("flat", partition.flat))
+    for slot, value in own:
+        object.__setattr__(spec, slot, value)
+    if partition.flat:
+        whole = spec.unflattened
+        found: Any = whole.cuts, whole.even, spec.local_shape((0,) * len(mesh.shape))
+    else:
+        found = _cuts(mesh, partition, shape)
+    for slot, value in zip(("cuts", "even", "block_shape"), found, strict=True):
+        object.__setattr__(spec, slot, value)
+
+
+def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, tuple[int, ...]]:
+    """The sharded dims, whether blocks are of one shape, and the shape of the first."""
     cuts = tuple(
         (dim, axes, tuple(mesh.shape[axis] for axis in axes))
         for dim, entry in enumerate(partition)
@@ -277,9 +297,14 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
     for dim, _, sizes in cuts:
         lengths = [length for _, length in blocks(shape[dim], sizes)]
         even, first[dim] = even and len(set(lengths)) == 1, lengths[0]
-    values = (("mesh", mesh), ("partition", partition), ("shape", shape), ("dtype", dtype))
-    for slot, value in (*values, ("cuts", cuts), ("even", even), ("block_shape", tuple(first))):
-        object.__setattr__(spec, slot, value)
+    return cuts, even, tuple(first)
+
+
+@functools.lru_cache(maxsize=4096)
+def _unflattened(spec: TensorSpec) -> TensorSpec:
+    return spec.viewed(
+        [[n for n, _ in own] for own in spec.factors], [[axes for _, axes in own] for own in spec.factors]
+    )
 
 
 def _check_coordinate(coordinate: Any, mesh: Mesh) -> None:
@@ -303,9 +328,21 @@ def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
     if complaint := complain(partition, mesh, len(shape)):
         raise SpecError(f"a spec for a tensor of shape {shape}: {complaint}")
     missing = len(shape) - len(partition)
-    if not missing:
+    if not missing and not partition.flat:
         return partition
-    return P(*partition, *(None,) * missing, unreduced=partition.unreduced, reduced=partition.reduced)
+    entries = [*partition, *(None,) * missing]
+    if partition.flat:
+        entries = [_in_few(entry, size, mesh) for entry, size in zip(entries, shape, strict=True)]
+    return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
+
+
+def _in_few(entry: Entry, size: int, mesh: Mesh) -> Entry:
+    """A `Flat` of as few factors as can be, which may be no `Flat` any more."""
+    if not isinstance(entry, Flat):
+        return entry
+    if entry.size != size:
+        raise SpecError(f"a dim of {size} cannot lie as {entry!r}, whose sizes multiply to {entry.size}")
+    return joined(entry.factors, dict(mesh.shape))
 
 
 def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
@@ -344,12 +381,12 @@ def describe(dtype: torch.dtype, shape: Iterable[int], partition: P | None = Non
     >>> describe(torch.float32, (8, 4), P("x", None, unreduced={"y"}))
     'f32[8@x, 4]{U:y}'
     """
-    dims = [str(size) for size in shape]
+    sizes = tuple(shape)
+    dims = [str(size) for size in sizes]
     tail = ""
     if partition is not None:
         for dim, entry in enumerate(partition):
-            if axes := entry_axes(entry):
-                dims[dim] += "@" + (axes[0] if len(axes) == 1 else f"({','.join(axes)})")
+            dims[dim] = str(entry) if isinstance(entry, Flat) else sized(sizes[dim], entry_axes(entry))
         pending = [(k, sorted(v)) for k, v in (("U", partition.unreduced), ("R", partition.reduced)) if v]
         tail = "{" + " ".join(f"{k}:{','.join(v)}" for k, v in pending) + "}" if pending else ""
     return f"{short_dtype(dtype)}[{', '.join(dims)}]{tail}"

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, make_mesh
+from fspmd.entries import Flat
 from fspmd.pairs import PAIRS, Call, apply, call, depart, land
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, shards_of
 from fspmd.transport.rows import Routes, plan_route
-from fspmd.transport.windows import Reblock
+from fspmd.transport.windows import Reblock, Regroup
 
 Blocks = list[Tensor]
 Where = tuple[int, ...]
@@ -92,6 +93,11 @@ def reblock(b: Blocks, o: Options) -> Blocks:
     return list(torch.cat(b, before).chunk(len(b), after))
 
 
+def view(b: Blocks, o: Options) -> Blocks:
+    """Two dims as one, or back."""
+    return [x.flatten(0, 1) if x.ndim == 3 else x.unflatten(0, (2, -1)) for x in b]
+
+
 def ragged(b: Blocks, o: Options) -> Blocks:
     """Rank i sends min(i, j, 2) + 1 of its rows from j on to rank j, which puts them at 3 * i; or the way back."""
     n = len(b)
@@ -157,6 +163,7 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "ragged_all_to_all": ragged,
     "ppermute": permute,
     "reblock": reblock,
+    "view": view,
     "pbroadcast": broadcast,
     "psum_to_root": reduce_to_root,
     "broadcast_invariant": broadcast,
@@ -280,6 +287,15 @@ def prepared(name: str, where: str, uneven: bool) -> tuple[Call, Any]:
             TensorSpec(mesh, P(*entries), (2 * n, 3 * n), torch.float64) for entries in ((None, axes), (axes,))
         )
         options = Options(move=Reblock(columns, rows))
+    elif kernel == "view":
+        dims, flat = (
+            TensorSpec(mesh, P(*e), s, torch.float64)
+            for e, s in (
+                ((None, axes, None), (2, 2 * n + 1, 3)),
+                ((Flat((2, None), (2 * n + 1, axes)), None), (4 * n + 2, 3)),
+            )
+        )
+        options = Options(dims=Regroup(dims, flat))
     elif kernel == "ragged":
         options = Options(dim=1, routes=ragged_routes(mesh, axes))
     c = call(name, mesh, axes, options)
@@ -291,6 +307,8 @@ def prepared(name: str, where: str, uneven: bool) -> tuple[Call, Any]:
             return (options.concat_sizes[position(c, at)] if options.concat_sizes else 2, whole if uneven else 2 * n)
         if kernel == "reblock":
             return (2 * n, 3)
+        if kernel == "view":
+            return dims.local_shape(at)
         return (2, whole if uneven else 2 * n)
 
     return c, shape_at

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fspmd import FspmdError, Mesh, P, Sharded, TensorSpec, make_mesh
-from fspmd.spec import blocks, entry_axes
+from fspmd.entries import blocks, entry_axes
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
+from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.spec import P, TensorSpec, entry_axes
+from fspmd.spec import P, TensorSpec
 from fspmd.trees import DIMS, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
 

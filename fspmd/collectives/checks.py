@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body
+from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import as_axis_name, described
-from fspmd.spec import blocks, short_dtype
+from fspmd.spec import short_dtype
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import is_uneven
 from fspmd.transport.randomness import outside_transforms

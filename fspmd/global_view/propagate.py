@@ -17,10 +17,11 @@ from fspmd.copies import as_copies, handed_on
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
+from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.strategies import Strategy, best_strategy
 from fspmd.local_view.connected import connected
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.local_view.uneven import call_uneven
+from fspmd.local_view.uneven import call_uneven, numbers_frame
 from fspmd.messages import quoted
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
@@ -33,6 +34,7 @@ from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_int import block_sizes
 
 #: of whose operands the meta device does not ask that they have one dtype, as other devices do
 _OF_ONE_DTYPE = frozenset(
@@ -77,6 +79,7 @@ class Question:
     fixed: bool  # the call writes into its first operand
     views: bool  # of the first operand are what it gives
     names: tuple[str, ...]  # of the keyword arguments
+    products: Products | None  # the call on views, of which strategies are found, where dims are `Flat`
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
     @property
@@ -87,12 +90,34 @@ class Question:
             bool(added) and all(i in added or not any(spec.partition) for i, (_, spec) in enumerate(self.operands))
         )
 
+    def at(self, specs: Sequence[TensorSpec]) -> Question:
+        """The same of other layouts of the operands."""
+        operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
+        return replace(self, operands=operands, products=products_of(self.row, self.factors, specs, self.results))
+
     def solve(self, choose: Callable[..., T], **options: Any) -> T:
-        """The strategy, or strategies, that ``choose`` takes."""
-        specs = [spec for _, spec in self.operands]
+        """The strategy, or strategies, that ``choose`` takes; where dims are `Flat` of views."""
+        factors, specs, results = self.factors, [spec for _, spec in self.operands], self.results
+        if self.products is not None:
+            factors, (specs, results) = self.products.factors, self.products.views
         options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
         options["weighs"] = self.weighs
-        return choose(self.factors, self.linear, specs, self.results, topology(), **options)
+        return choose(factors, self.linear, specs, results, topology(), **options)
+
+    def together(self, strategy: Strategy) -> Strategy:
+        """A strategy that was found for views, of the operands and results themselves."""
+        if self.products is None:
+            return strategy
+        operands, results = self.products.together(strategy.operands, strategy.results)
+        return replace(strategy, operands=operands, results=results)
+
+    def best(self, known: list[Any] | None = None) -> Strategy | None:
+        """The cheapest strategy; ``known``: as `best_strategy` has it."""
+        if self.products is not None and self.products.regrouped is not None:
+            stays = tuple(spec for _, spec in self.operands)
+            return Strategy(stays, ((),), (self.products.regrouped,), (0.0, 0.0), False, {}, 0.0)
+        best = self.solve(best_strategy, known=known)
+        return None if best is None else self.together(best)
 
 
 def ask(
@@ -137,7 +162,10 @@ def ask(
     if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, args, kwargs, specs[0], results[0])
-    return Question(row, ordered, results, outcome.single, factors, linear, writes(func), outcome.views, tuple(kwargs))
+    products = products_of(row, factors, specs, results)
+    return Question(
+        row, ordered, results, outcome.single, factors, linear, writes(func), outcome.views, tuple(kwargs), products
+    )
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
@@ -159,7 +187,7 @@ def propagate(
     if question is None:
         return None
     known: list[Any] = []
-    best = question.solve(best_strategy, known=known)
+    best = question.best(known)
     if best is None:
         _refuse_write(func, [spec for _, spec in question.operands])
     plan = _plan(func, len(args), question, best)
@@ -169,7 +197,7 @@ def propagate(
     floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
     if not floating:
         return plan
-    if _same(best, replace(question, gradients=floating).solve(best_strategy, known=known)):
+    if _same(best, replace(question, gradients=floating).best(known)):
         return plan
     return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
 
@@ -200,7 +228,7 @@ class _ByGradients:
         plan = self.plans.get(followed)
         if plan is None:
             question = replace(self.question, gradients=followed)
-            best = question.solve(best_strategy)
+            best = question.best()
             if best is None:
                 _refuse_write(self.func, [spec for _, spec in question.operands])
             plan = self.plans[followed] = _plan(self.func, self.positional, question, best)
@@ -240,7 +268,14 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
     elif row.blocks is not None:
         whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
         local = functools.partial(_of_first, whole)
-    if not all(spec.even for spec in (*final, *best.operands)):
+    if question.products is not None and question.products.regrouped is not None:
+        flat = question.views and (specs[0].flat or final[0].flat)
+        local = functools.partial(_as_even_block, final[0].block_shape)
+        if not final[0].even:
+            local = functools.partial(_as_block, final[0], question.views)
+        if flat:
+            local = functools.partial(_view_or_copy, local, shown(func))
+    elif not all(spec.even for spec in (*final, *best.operands)):
         if mesh.transport == "simulation":
             local = functools.partial(_rank_by_rank, local, not written, question.views)
         elif not written and not question.views:
@@ -297,6 +332,27 @@ def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:
 
 def _never(*_: Any) -> NoReturn:
     raise NotImplementedError
+
+
+def _as_even_block(sizes: Shape, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The same elements as a block of a layout whose blocks are all of one shape."""
+    return x.reshape(sizes)
+
+
+def _view_or_copy(local: Callable[..., Tensor], name: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A block that is part of each row may not be one that can be viewed, where the whole tensor could be."""
+    out = local(x)
+    if out is not x and not out._is_view():
+        as_copies(out, (x,), name, False)
+    return out
+
+
+def _as_block(spec: TensorSpec, views: bool, x: Tensor, *_: Any, **__: Any) -> Any:
+    """The same elements as a block of a layout."""
+    sizes = block_sizes(spec)
+    held = numbers_frame(sizes)
+    out = call_uneven(torch.reshape, (x, sizes), {}, held, pure=not views)
+    return handed_on(out, x) if views else out
 
 
 def _of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import optree
@@ -201,17 +200,14 @@ def _explained(name: str, question: Question) -> str:
     lines = [f"{name}({', '.join(repr(spec).partition(' on ')[0] for spec in specs)}): {sides[0]} -> {sides[1]}"]
     for case in _cases(question, letters):
         given = [spec.with_partition(partition) for spec, partition in zip(specs, case[1], strict=True)]
-        ways = replace(question, operands=_at(question, given)).solve(strategies)
+        asked = question.at(given)
+        ways = map(asked.together, asked.solve(strategies))
         found = next((one for one in ways if _is(case, one, given)), None)
         if found is not None:
             layouts = ", ".join(repr(_short(spec.partition)) for spec in found.operands)
             results = ", ".join(repr(_short(partition)) for partition in found.results)
             lines.append(f"  {case[0]:14} {layouts} -> {results}{' by a body' if found.by_body else ''}")
     return "\n".join(lines)
-
-
-def _at(question: Question, specs: list[TensorSpec]) -> list[tuple[Any, TensorSpec]]:
-    return [(place, spec) for (place, _), spec in zip(question.operands, specs, strict=True)]
 
 
 def _letters(question: Question) -> dict[int, str]:

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from math import inf, lcm, prod
 from typing import Final
 
+from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.redistribution.bounds import at_least
 from fspmd.redistribution.cost import Topology, work
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Dims, Factors
-from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes, entry_of
+from fspmd.spec import P, TensorSpec
 
 #: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
 Choice = int | str

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.collectives.steps import Handle
+from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
 from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec, complain, entry_axes, short_dtype
+from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fspmd.entries import entry_axes, without
 from fspmd.errors import ArgumentError
 from fspmd.messages import described, quoted
 from fspmd.modules.paths import matches
-from fspmd.spec import P, entry_axes
+from fspmd.spec import P
 
 #: How a value lies over the axis of a style: cut along a dim (counted from the end if negative), or one of the words;
 #: what it is over other axes stays. A P says it for all axes; None leaves the value as it is.
@@ -159,12 +160,12 @@ def laid_out(partition: P, ndim: int, axis: str, layout: Layout) -> P:
     """
     if layout is None or isinstance(layout, P):
         return partition if layout is None else layout
-    entries = [tuple(a for a in entry_axes(entry) if a != axis) for entry in partition]
-    entries += [()] * (ndim - len(entries))
+    entries = [without(entry, (axis,)) for entry in partition]
+    entries += [None] * (ndim - len(entries))
     if isinstance(layout, int):
         if not -ndim <= layout < ndim:
             raise ArgumentError(f"a style cuts dim {layout}, but the value has {ndim} dims; write another layout")
-        entries[layout] += (axis,)
+        entries[layout] = (*entry_axes(entries[layout]), axis)
     pending = partition.unreduced - {axis} | ({axis} if layout == "unreduced" else set())
     return P(
         *entries, unreduced=pending, reduced=partition.reduced - {axis} | ({axis} if layout == "reduced" else set())

@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
@@ -16,7 +17,7 @@ from fspmd.pairs import apply, call
 from fspmd.placing.placement import the_mesh
 from fspmd.placing.sources import source_of
 from fspmd.sharded import Sharded
-from fspmd.spec import P, complain, describe, entry_axes
+from fspmd.spec import P, complain, describe
 from fspmd.transport import Options
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import leaf_paths, tree_text

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fspmd.entries import Flat
 from fspmd.random.counter import Block, Distribution, draw
 from fspmd.random.distributions import normal, uniform
+from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded
-from fspmd.spec import TensorSpec
+from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
@@ -21,6 +23,11 @@ Law = Callable[[torch.dtype], Distribution]
 def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Sharded:
     """``make`` gives a block, alike on every rank that has it; of a pending sum the first rank has it, others zeros."""
     mesh = spec.mesh
+    if spec.flat:  # of which no block has one place
+        like = spec.partition
+        entries = (None if isinstance(entry, Flat) else entry for entry in like)
+        whole = spec.with_partition(P(*entries, unreduced=like.unreduced, reduced=like.reduced))
+        return Sharded(redistribute(fill(whole, make, device).local, whole, spec), spec)
     if mesh.transport != "simulation":
         return Sharded(_at(spec, mesh.coordinate() or (), make, device), spec)
     held = frame(mesh, spec.partition.axes | spec.partition.unreduced)
@@ -51,6 +58,9 @@ def drawn(
     They follow from one draw of ``generator``, by default torch's own, which must be alike on all ranks. The parts of
     complex numbers are two independent draws, of half the variance if normal.
     """
+    if spec.flat:  # elements that are in the same order, and so the same numbers
+        view = drawn(spec.unflattened, law, device, then, generator)
+        return Sharded(viewed(view.local, view.spec, spec), spec)
     split = spec.dtype.is_complex and law in (uniform, normal)
     chosen = law(spec.dtype.to_real() if split else spec.dtype)
     seed = draw_seed(generator)

@@ -13,9 +13,10 @@ import operator
 from collections.abc import Callable
 from math import prod
 
+from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
-from fspmd.spec import TensorSpec, blocks, entry_axes
+from fspmd.spec import TensorSpec
 from fspmd.transport.windows import lacking
 
 Rows = tuple[tuple[int, int], ...]  # of one dim: from, to

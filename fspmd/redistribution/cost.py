@@ -111,7 +111,7 @@ _KERNELS: Final = {
     **{"gather_once": "gather", "reduce_once": "reduce", "mean": "reduce", "reduce_to_root": "reduce"},
     "broadcast_once": "broadcast",
 }
-_VIEWS: Final = frozenset({"alias", "apart", "pick", "slice"})  # kernels that read and write nothing
+_VIEWS: Final = frozenset({"alias", "apart", "pick", "slice", "view"})  # kernels that read and write nothing
 
 
 def moves(kernel: str) -> bool:

@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from math import comb, perm
 
+from fspmd.entries import Entry, blocks, entry_axes
 from fspmd.pairs import Call, call
-from fspmd.spec import Entry, P, TensorSpec, blocks, entry_axes
+from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.windows import Reblock
 

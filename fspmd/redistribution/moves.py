@@ -53,6 +53,8 @@ def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple
     """Gathers of what is then cast to varying: to reduced, so backward is a reduce-scatter and not twice as much."""
     found, axes = list(steps), set[str]()
     for i, step in reversed(list(enumerate(steps))):
+        if step.options.dims is not None:
+            continue
         if step.pair.name != "all_gather_invariant" or not set(step.axes) <= set(casts):
             break
         found[i] = call("all_gather_reduced", step.mesh, step.axes, step.options)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fspmd.entries import entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply, call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.routes import route
-from fspmd.spec import P, TensorSpec, entry_axes
+from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
+from fspmd.transport.windows import Regroup
 
 
 def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
@@ -35,6 +37,11 @@ def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
         if step.call.options.move is not None or step.call.mesh.coordinate() is not None:
             x = apply(x, step.call)
     return x
+
+
+def viewed(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
+    """Blocks as those of a layout of which dims are products of theirs, or factors. Nothing moves, backward either."""
+    return apply(x, call("view", source.mesh, (), Options(dims=Regroup(source, target))))
 
 
 def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:

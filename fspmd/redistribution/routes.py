@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from fspmd.pairs import Call
+from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
+from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bound
 from fspmd.redistribution.cost import FREE, Price, Topology, price
 from fspmd.redistribution.edges import edges, reblock
-from fspmd.spec import P, TensorSpec, entry_axes
-from fspmd.transport.windows import Reblock, lacking, traffic
+from fspmd.spec import P, TensorSpec
+from fspmd.transport import Options
+from fspmd.transport.windows import Reblock, Regroup, lacking, traffic
+
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Step:
     price: Price
 
     def __str__(self) -> str:
+        if self.call.options.dims is not None:
+            return f"view -> {_short(self.spec)}: nothing moves"
         over = ", ".join(map(repr, self.call.axes or self.call.mesh.axis_names))
         cost = f"{self.price.moved:,.0f} B, {self.price.time:.3g} µs, holds {self.price.peak:,} B"
         return f"{self.call.pair.name} over {over} -> {_short(self.spec)}: {cost}"
@@ -78,8 +84,57 @@ def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
     """The cheapest way; of equally quick ones that which holds less, then that of fewer steps."""
     if source is target:
         return Route(source, target, ())
+    if source.flat or target.flat:
+        return Route(source, target, _by_views(source, target, topology))
     steps = _across(source, target, topology) if source.mesh != target.mesh else _within(source, target, topology)
     return Route(source, target, steps)
+
+
+def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """Where dims are `Flat`: between views of both that have the same dims, in which each is in blocks of its own.
+
+    A dim that has no such views is whole on the way.
+    """
+    views = [_alike(source, target, dim) for dim in range(source.ndim)]
+    if None in views:
+        entries = [None if view is None else entry for view, entry in zip(views, target.partition, strict=True)]
+        after = target.partition
+        middle = target.with_partition(P(*entries, unreduced=after.unreduced, reduced=after.reduced))
+        return (*route(source, middle, topology).steps, *route(middle, target, topology).steps)
+    known = [view for view in views if view is not None]
+    sizes = [found for found, _, _ in known]
+    first, last = (
+        source.viewed(sizes, [axes for _, axes, _ in known]),
+        target.viewed(sizes, [axes for *_, axes in known]),
+    )
+    steps = list(route(first, last, topology).steps)
+    if first is not source:
+        steps.insert(0, _viewing(source, first, topology))
+    return (*steps, _viewing(last, target, topology)) if last is not target else tuple(steps)
+
+
+def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tuple[Axes, ...], tuple[Axes, ...]] | None:
+    """Of which dims one dim of both layouts can be viewed, and the axes of each before and after; None: of none."""
+    now, then, size = source.partition[dim], target.partition[dim], source.shape[dim]
+    if not (isinstance(now, Flat) or isinstance(then, Flat)):
+        return (size,), (entry_axes(now),), (entry_axes(then),)
+    if now is then and source.mesh is target.mesh:
+        sizes, axes = zip(*source.factors[dim], strict=True)
+        return sizes, axes, axes
+    for spec, other in ((source, then), (target, now)):
+        if not axes_within(other):  # whole, which can be viewed as anything
+            sizes, axes = zip(*spec.factors[dim], strict=True)
+            nothing = ((),) * len(sizes)
+            return (sizes, axes, nothing) if spec is source else (sizes, nothing, axes)
+    finer = refined(*([n for n, _ in spec.factors[dim]] for spec in (source, target)))
+    if finer is None:
+        return None
+    before, after = (spec.taken_apart(dim, finer) for spec in (source, target))
+    return None if before is None or after is None else (finer, before, after)
+
+
+def _viewing(before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
+    return _step(call("view", before.mesh, (), Options(dims=Regroup(before, after))), before, after, topology)
 
 
 def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
@@ -223,7 +278,8 @@ def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology)
     blocks = move.options.move
     moved = None if blocks is None else traffic(blocks)
     received = None if moved is None else (moved.messages, moved.elements * before.dtype.itemsize)
-    cost = price(move.pair.kernel, before.mesh, move.axes, _bytes(before), _bytes(after), topology, received)
+    held = 0 if move.options.dims is not None else _bytes(before)
+    cost = price(move.pair.kernel, before.mesh, move.axes, held, _bytes(after), topology, received)
     return Step(move, after, cost)
 
 

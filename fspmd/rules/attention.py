@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.collectives import pmax, ppermute, psum
+from fspmd.entries import entry_axes
 from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
 from fspmd.rules.windows import block_places, per_rank
-from fspmd.spec import TensorSpec, entry_axes
+from fspmd.spec import TensorSpec
 
 _PATTERNS = {
     (mask, heads): parse(f"... {heads}l 1, ... {heads}s 1, ... {heads}s 1{', ...' * mask} -> ... {heads}l 1")

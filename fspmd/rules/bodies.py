@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import all_gather, axis_index
+from fspmd.entries import blocks
 from fspmd.redistribution.cost import Topology, price
-from fspmd.spec import TensorSpec, blocks
+from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 
 Body = Callable[..., Any]

@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fspmd.entries import entry_axes
 from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors
 from fspmd.rules.whole import Whole
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
-from fspmd.spec import TensorSpec, entry_axes
+from fspmd.spec import TensorSpec
 
 
 def diagonal(whole: Whole) -> Factors:
@@ -63,7 +64,7 @@ def _time(
     size = first.dtype.itemsize * min(first.block_shape[d] for d in dims)
     for dim, length in enumerate(first.block_shape):
         size *= 1 if dim in dims else length
-    over = tuple(axis for axis in axes if any(axis in entry_axes(entry) for entry in first.partition))
+    over = tuple(axis for axis in axes if axis in first.partition.axes)
     return price("permute", first.mesh, over, size, size, topology).time
 
 

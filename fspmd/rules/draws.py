@@ -177,8 +177,10 @@ def _multinomial(
         return (each / drawn_like(each, exponential, generator=generator)).argmax(-1)
 
 
-def _poisson(x: Sharded, generator: torch.Generator | None = None) -> Sharded:
+def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
     """A count of each rate."""
+    if x.spec.flat:
+        return _poisson(x.reshape(x.spec.unflattened.shape), generator).reshape(x.shape)
     rates = settle(x.detach())
     _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "not below 0")
     simulated = rates.spec.mesh.transport == "simulation"

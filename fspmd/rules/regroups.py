@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Site
 from fspmd.rules.views import groups
 from fspmd.rules.windows import exchanged, passing
-from fspmd.spec import TensorSpec, entry_axes
+from fspmd.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.entries import axes_within
 from fspmd.sharded import above
-from fspmd.spec import entry_axes
 
 
 def _of_blocks(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -40,7 +40,7 @@ def whole_along(x: Any, dims: Sequence[int]) -> Any:
 
 def _whole(x: Any, dims: Sequence[int]) -> Any:
     """The same, once, before transforms along several dims, where another dim can be sharded in their stead."""
-    ranks = [x.spec.mesh.axis_size(axes) for axes in map(entry_axes, (x.spec.partition[d] for d in dims)) if axes]
+    ranks = [x.spec.mesh.axis_size(axes) for axes in map(axes_within, (x.spec.partition[d] for d in dims)) if axes]
     others = [x.shape[d] for d in range(x.dim()) if d not in dims]
     if len(ranks) != 1 or max(others, default=0) < ranks[0]:
         return x

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Body, Site
-from fspmd.spec import TensorSpec, blocks, entry_axes
+from fspmd.spec import TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
@@ -234,7 +235,7 @@ def _receiving(operands: tuple[int, ...] | None) -> Callable[[Body], Bodied]:
     ) -> float:
         found = 0.0
         for spec in specs if operands is None else (specs[i] for i in operands):
-            own = tuple(a for a in axes if any(a in entry_axes(entry) for entry in spec.partition))
+            own = tuple(a for a in axes if a in spec.partition.axes)
             if own:
                 size = spec.dtype.itemsize
                 for length in spec.block_shape:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport.pending import Pending
 from fspmd.transport.rows import Routes
-from fspmd.transport.windows import Reblock
+from fspmd.transport.windows import Reblock, Regroup
 
 Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
@@ -34,6 +34,7 @@ class Options:
     root: int = 0  # broadcast, at_root: the position whose value is everybody's, or that alone has one
     routes: Routes | None = None  # ragged: which rows go where
     move: Reblock | None = None  # reblock: from which layout to which
+    dims: Regroup | None = None  # view: of which layout blocks are, and of which they become
     factor: float = 1.0  # scale: what the cotangent is multiplied with
 
 
@@ -130,6 +131,11 @@ class Transport:
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """The same value under another type; moves nothing."""
         raise NotImplementedError
+
+    def view(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        """``[A] [B] => [A'] [B']``: blocks with their dims taken apart or put together, as ``dims`` says."""
+        assert o.dims is not None
+        return Pending(o.dims.view(x, mesh.coordinate() or ()))
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``A`` on every rank ``=> [A] [0] [0]``: the terms of a pending sum, or of a gradient; moves nothing."""

@@ -15,7 +15,8 @@ import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from fspmd.errors import VarianceError
-from fspmd.transport.frame import UNEVEN, Frame, spread, union
+from fspmd.spec import TensorSpec
+from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -27,6 +28,21 @@ def local_int(held: Frame, values: Sequence[int]) -> Any:
         return first
     UNEVEN.add(held.mesh)
     return torch.SymInt(LocalInt(held, list(values)))
+
+
+def block_sizes(spec: TensorSpec) -> tuple[Any, ...]:
+    """The shape of this process's block, or of the blocks of all simulated ranks, as numbers that may differ."""
+    mesh = spec.mesh
+    if spec.even:
+        return spec.block_shape
+    if mesh.transport != "simulation":
+        return spec.local_shape(mesh.coordinate() or ())
+    held = frame(mesh, spec.partition.axes)
+    shapes = []
+    for at in held.coordinates():
+        place = dict(zip(held.axes, at, strict=True))
+        shapes.append(spec.local_shape(tuple(place.get(axis, 0) for axis in mesh.axis_names)))
+    return tuple(local_int(held, sizes) for sizes in zip(*shapes, strict=True))
 
 
 class LocalInt:

@@ -184,6 +184,16 @@ class SimulationTransport(Transport):
         wide = expand(x, frame(mesh, axes))
         return Pending(LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide)
 
+    def view(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        assert o.dims is not None
+        if type(x) is not LocalTensor:
+            return Pending(o.dims.view(x, (0,) * len(mesh.shape)))
+        found = []
+        for at, shard in zip(x.frame.coordinates(), x.shards, strict=True):
+            place = dict(zip(x.frame.axes, at, strict=True))
+            found.append(o.dims.view(shard, tuple(place.get(axis, 0) for axis in mesh.axis_names)))
+        return Pending(LocalTensor(found, x.frame, x.borrowed))
+
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         wide = expand(x, frame(mesh, axes))
         roots = {group[o.root] for group in groups(wide.frame, axes)[1]}

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
-from fspmd.spec import TensorSpec, blocks, entry_axes
+from fspmd.spec import TensorSpec
 
 Coordinate = tuple[int, ...]
 Window = tuple[tuple[int, int], ...]
@@ -33,6 +36,23 @@ class Traffic(NamedTuple):
 
     messages: int
     elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Blocks of one spec viewed as those of another, of which dims are products of its dims, or factors."""
+
+    source: TensorSpec
+    target: TensorSpec
+
+    @property
+    def transposed(self) -> Regroup:
+        """The way of gradients."""
+        return Regroup(self.target, self.source)
+
+    def view(self, x: Tensor, at: Coordinate) -> Tensor:
+        """The block at a coordinate, which may have more dims in front."""
+        return x.reshape((*x.shape[: x.ndim - self.source.ndim], *self.target.local_shape(at)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ def _solved(
         return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
     ordered = [operands[place] for place, _ in question.operands]
     question = replace(question, gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
-    ways = sorted(question.solve(strategies), key=lambda way: way.time)
+    ways = sorted(map(question.together, question.solve(strategies)), key=lambda way: way.time)
     needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
     rows = list(_rows(ordered, ways[0]))
     if not rows and ways[0].by_body:
