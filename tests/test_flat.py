@@ -273,6 +273,20 @@ def test_a_write_into_what_no_block_can_be_viewed_as_is_refused() -> None:
     assert (device_get(flat(x.add_(1))) == 1).all()
 
 
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_recorded_program_has_flat_dims(rows: int) -> None:
+    x = device_put(torch.randn(4, rows, 3), P(None, "x"), mesh=LINE)
+
+    def loss(x: Any) -> Any:
+        return (flat(x).tanh().cumsum(0) * flat(x)).view(4, rows, 3).square().mean()
+
+    recorded = fspmd.jit(fspmd.grad(loss))
+    for _ in range(2):
+        found = recorded(x)
+        assert found.spec is x.spec
+        torch.testing.assert_close(device_get(found), device_get(fspmd.grad(loss)(x)))
+
+
 def test_a_gather_of_a_flat_dim_explains_itself() -> None:
     x = device_put(torch.zeros(8, 8), P(None, "x"), mesh=LINE).flatten()
     assert str(explain(x, P())).splitlines()[:3] == [

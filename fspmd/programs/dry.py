@@ -12,7 +12,7 @@ from fspmd.pairs import Call
 from fspmd.transport import Options
 
 #: kernels that move nothing
-_LOCAL: Final = frozenset({"slice", "alias", "at_root", "apart", "scale", "pick"})
+_LOCAL: Final = frozenset({"slice", "alias", "at_root", "apart", "scale", "pick", "view"})
 Shape = list[int]
 
 
