@@ -329,6 +329,8 @@ def _layouts(
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
         over = tuple(axis for factor in by_body for axis in axes_of[factor])
         within = body.time(needs, results, over, topology, whole)
+        if within == inf:
+            return None
     back = within * body.back if body is not None else 0.0
     return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
 

@@ -79,7 +79,7 @@ class Bodied:
     """A body, and the time it takes to communicate."""
 
     body: Body
-    time: Time
+    time: Time  # infinite for operands that it does not take
     back: float = 1.0  # of its gradients, in times of that
 
 
