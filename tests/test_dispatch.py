@@ -63,6 +63,13 @@ CASES: dict[str, Case] = {
         lambda x, y: torch.cumsum(dim=0, input=torch.mul(x1=y, x2=torch.reshape(input=x, shape=(3, 10)))),
         ((5, 6), (3, 10)),
     ),
+    "arguments of composites by name": (
+        lambda x, y: (
+            F.batch_norm(input=x, running_mean=None, running_var=None, training=True),
+            F.pairwise_distance(x1=x, x2=y) + F.linear(input=x, weight=y).sum(1) + torch.dist(input=x, other=y),
+        ),
+        ((5, 6), (5, 6)),
+    ),
     "mean": (lambda x: x.mean(), ((5, 6),)),
     "mean of a dim": (lambda x: torch.mean(x, 0, True), ((5, 6),)),
     "sum kept": (lambda x: x.sum((0, -1), keepdim=True), ((3, 4, 5),)),

@@ -6,6 +6,7 @@ A handler, a gather, a composite, a rule, or the graph of what the function is m
 from __future__ import annotations
 
 import functools
+import inspect
 from types import FunctionType
 from typing import Any, Final
 
@@ -18,7 +19,16 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, VarianceError
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
 from fspmd.global_view.outcomes import Place
-from fspmd.global_view.propagate import NoRuleError, OpPlan, as_whole, parameters, propagate, refuse_rule, shown
+from fspmd.global_view.propagate import (
+    NoRuleError,
+    OpPlan,
+    as_whole,
+    parameters,
+    propagate,
+    refuse_rule,
+    schemas,
+    shown,
+)
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.op_kinds import name_of
@@ -32,7 +42,6 @@ from fspmd.transport.local_tensor import LocalTensor
 _NUMBERS: Final = ("alpha", "beta")
 #: NumPy's names of parameters, which torch's functions in C take too
 _NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-_OTHER_NAMES: Final = _NUMPY.keys() | {"input"}
 
 
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
@@ -44,8 +53,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     """
     if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _numbers_of(func)):
         return as_whole(functools.partial(_with_numbers, func))
-    if kwargs and not isinstance(func, FunctionType) and not kwargs.keys() & _OTHER_NAMES <= {*parameters(func)}:
-        return as_whole(functools.partial(_by_own_names, func))
+    if kwargs and not isinstance(func, FunctionType) and _by_own_names(func, args, kwargs) != (args, kwargs):
+        return as_whole(lambda args, kwargs: above.dispatch(func, (), *_by_own_names(func, args, kwargs)))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
@@ -89,6 +98,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     if is_ragged(func, len(tensors)):
         return as_whole(functools.partial(_gathered, func))
     if (composite := composite_of(func, args, kwargs)) is not None:
+        if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
+            return as_whole(functools.partial(_by_place, composite, inspect.signature(func)))
         return as_whole(lambda args, kwargs: composite(*args, **kwargs))
     operands = _operands(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
@@ -116,12 +127,26 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     return as_whole(functools.partial(_composed, func, graph))
 
 
-def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function in C by the names that its schema has, of which rules know; ``input``, there ``self``, comes first."""
+def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function in C by the names that its schema has, of which rules know; the first without."""
     own = parameters(func)
     named = {name if name in own else _NUMPY.get(name, name): value for name, value in kwargs.items()}
-    first = (named.pop("input"),) if not args and "input" in named and "input" not in own else args
-    return above.dispatch(func, (), first, named)
+    if args:
+        return args, named
+    overloads = [["input" if one.name == "self" else one.name for one in schema.arguments] for schema in schemas(func)]
+    first = next((names[0] for names in overloads if named.keys() <= {*names}), "input")
+    return ((named.pop(first),), named) if first in named else (args, named)
+
+
+def _names_all(composite: Any, kwargs: dict[str, Any]) -> bool:
+    own = inspect.signature(composite).parameters
+    return kwargs.keys() <= own.keys() or any(one.kind is one.VAR_KEYWORD for one in own.values())
+
+
+def _by_place(composite: Any, own: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments that the composite has other names for."""
+    given = own.bind(*args, **kwargs)
+    return composite(*given.args, **given.kwargs)
 
 
 def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:

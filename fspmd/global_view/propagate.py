@@ -311,11 +311,11 @@ def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         return [(every[: code.co_argcount], every[code.co_argcount :])]
     if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
         return []
-    found = [[(one.name, one.kwarg_only) for one in schema.arguments] for schema in _schemas(func)]
+    found = [[(one.name, one.kwarg_only) for one in schema.arguments] for schema in schemas(func)]
     return [(tuple(x for x, only in one if not only), tuple(x for x, only in one if only)) for one in found]
 
 
-def _schemas(func: Any) -> list[Any]:
+def schemas(func: Any) -> list[Any]:
     """Of the overloads of torch's own functions in C."""
     packet = getattr(torch.ops.aten, name_of(func), None)
     return [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
@@ -386,7 +386,7 @@ def parameters(func: Any) -> list[str]:
     try:
         return list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
-        return list(dict.fromkeys(argument.name for schema in _schemas(func) for argument in schema.arguments))
+        return list(dict.fromkeys(argument.name for schema in schemas(func) for argument in schema.arguments))
 
 
 def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: TensorSpec, result: TensorSpec) -> str:

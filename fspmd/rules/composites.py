@@ -60,8 +60,8 @@ def _normalize(x: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: An
     return found if out is None else out.copy_(found)
 
 
-def _dist(x: Any, y: Any, p: float = 2) -> Any:
-    return torch.linalg.vector_norm(x - y, p)
+def _dist(x: Any, other: Any, p: float = 2) -> Any:
+    return torch.linalg.vector_norm(x - other, p)
 
 
 def _batch_norm(

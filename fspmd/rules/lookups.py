@@ -114,7 +114,7 @@ def index_put(whole: Whole) -> Factors:
 
 def _looked_up(whole: Whole) -> tuple[Dims, list[int], int, Sequence[Shape]] | None:
     """The dims of x, those that are indexed, where the dims of the indices go, and their shapes."""
-    indices = whole.args[1]
+    indices = whole.argument(1, "indices")
     if not isinstance(indices, (list, tuple)):
         return None
     places = [d for d, one in enumerate(indices) if one is not None]

@@ -82,9 +82,9 @@ def _alike(*values: Any) -> Any:
     return values if len(specs) < 2 or not same else above.dispatch(alike, (), values)
 
 
-def _pairwise_distance(x: Any, y: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-    x, y = _alike(x, y)
-    return torch.linalg.vector_norm(x - y + eps, p, -1, keepdim)
+def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    x1, x2 = _alike(x1, x2)
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
 
 
 def _cosine_embedding(
