@@ -19,6 +19,7 @@ from fspmd import (
     Flat,
     Mesh,
     P,
+    ShapeError,
     Sharded,
     SpecError,
     TensorSpec,
@@ -271,6 +272,12 @@ def test_a_write_into_what_no_block_can_be_viewed_as_is_refused() -> None:
         x.add_(1)
     del y
     assert (device_get(flat(x.add_(1))) == 1).all()
+
+
+def test_vmap_over_it_is_refused() -> None:
+    x = device_put(torch.zeros(4, 6), P(None, "x"), mesh=LINE).flatten()
+    with pytest.raises(ShapeError, match=r"sharded over Flat\(\(4, None\), \(6, 'x'\)\); gather it first"):
+        fspmd.vmap(torch.sin)(x)
 
 
 @pytest.mark.parametrize("rows", [8, 5])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
-from fspmd.entries import entry_axes
+from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import current_mesh
@@ -204,9 +204,10 @@ def _is_mapped(x: Tensor) -> bool:
 def _without(spec: TensorSpec, dim: int) -> TensorSpec:
     p = spec.partition
     if p[dim] is not None:
+        own = f"pass spmd_axis_name={p[dim]!r} to map each rank's own part, or "
         raise ShapeError(
-            f"vmap over dim {dim} of {spec!r}, which is sharded over {p[dim]!r}; pass spmd_axis_name={p[dim]!r} to map "
-            "each rank's own part, or gather it first: device_put(x, P())"
+            f"vmap over dim {dim} of {spec!r}, which is sharded over {p[dim]!r}; "
+            f"{'' if isinstance(p[dim], Flat) else own}gather it first: device_put(x, P())"
         )
     entries = p.entries[:dim] + p.entries[dim + 1 :]
     shape = spec.shape[:dim] + spec.shape[dim + 1 :]
