@@ -267,7 +267,6 @@ _OWN: Final[dict[Any, Row]] = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
 def row_of(func: Any) -> Row | None:
     """The row of a torch function, a method or a property; None where there is none, and for what is not torch's."""
     if not _is_torch(func):
