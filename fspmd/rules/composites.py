@@ -189,6 +189,12 @@ def _norm_and_moments(
     return (out, mean, torch.rsqrt(var + eps)) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
 
 
+def _legit_norm(x: Any, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """The same; torch leaves out the places of running moments that there are none of."""
+    missing = () if len(args) + len(kwargs) > 3 else (None, None)
+    return _norm_and_moments(x, weight, bias, *missing, *args, **kwargs)
+
+
 def _norm_with_update(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> tuple[Any, Any, Any, Any]:
@@ -225,7 +231,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     torch.instance_norm: _torch_instance_norm,
     F.normalize: _normalize,
     "native_batch_norm": _norm_and_moments,
-    "_native_batch_norm_legit": _norm_and_moments,
+    "_native_batch_norm_legit": _legit_norm,
     "_batch_norm_with_update": _norm_with_update,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
     "dist": _dist,
