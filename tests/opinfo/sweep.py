@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -66,7 +67,12 @@ def dtype_of(op: Any) -> torch.dtype | None:
     return next((dtype for dtype in _DTYPES if dtype in dtypes), None)
 
 
+#: ops whose samples torch can make of its own sizes alone; of others the first two read memory that is not theirs
+_OF_OWN_SIZES = frozenset({"_segment_reduce.offsets", "_segment_reduce.lengths", "argwhere", "cumprod", "prod"})
+
+
 def samples(op: Any, dtype: torch.dtype, sizes: str, most: int) -> Iterator[Any]:
+    sizes = "uneven" if name_of(op) in _OF_OWN_SIZES else sizes
     before = {name: getattr(common, name) for name in SIZES[sizes]}
     try:
         for name, size in SIZES[sizes].items():
@@ -340,6 +346,24 @@ def run_named(job: tuple[str, dict[str, Any]]) -> Report:
     return run_op(ops()[name], **options)
 
 
+def run_all(names: Sequence[str], settings: dict[str, Any], jobs: int) -> Iterator[Report]:
+    """The report of each op; one that ends its process is told from those that ran beside it, and crashed."""
+    left = list(names)
+    while left:
+        try:
+            with ProcessPoolExecutor(jobs) as pool:
+                for report in pool.map(run_named, [(name, settings) for name in left]):
+                    left.pop(0)
+                    yield report
+        except BrokenProcessPool:
+            try:
+                with ProcessPoolExecutor(1) as alone:
+                    yield alone.submit(run_named, (left[0], settings)).result()
+            except BrokenProcessPool:
+                yield Report(left[0], "crash", notes=["its process ended"])
+            left.pop(0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="ops (all by default); a name ending in * is a prefix")
@@ -366,13 +390,12 @@ def main() -> None:
         "bodies_free": options.bodies,
     }
     reports = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for report in pool.map(run_named, [(name, settings) for name in chosen]):
-            reports.append(report)
-            if report.status != "clean" or options.names:
-                print(f"{report.status:8} {report.name} ({report.runs} runs, {report.refused} refused)", flush=True)
-                for note in report.notes[: 4 if options.names else 1]:
-                    print("    ", note.replace("\n", " "), flush=True)
+    for report in run_all(chosen, settings, options.jobs):
+        reports.append(report)
+        if report.status != "clean" or options.names:
+            print(f"{report.status:8} {report.name} ({report.runs} runs, {report.refused} refused)", flush=True)
+            for note in report.notes[: 4 if options.names else 1]:
+                print("    ", note.replace("\n", " "), flush=True)
     counts = {status: sum(r.status == status for r in reports) for status in _ORDER}
     print(f"{len(reports)} ops, {sum(r.runs for r in reports)} runs: {counts}")
     if options.json:
