@@ -220,6 +220,36 @@ def test_tensors_closed_over_are_differentiable_once_they_are_trained() -> None:
     assert w.grad.tolist() == [4.0, 4.0, 4.0]
 
 
+def test_gradients_of_what_an_argument_was_computed_from() -> None:
+    """They stop at the argument: what is in front of it is the caller's."""
+    w = torch.arange(3.0).requires_grad_()
+    recorded = jit(lambda h: (h * w).sum())
+    for _ in range(2):  # recorded, replayed
+        w.grad = None
+        recorded((w * w).sin()).backward()
+        want = torch.arange(3.0).requires_grad_()
+        ((want * want).sin() * want).sum().backward()
+        torch.testing.assert_close(w.grad, want.grad)
+        with pytest.raises(RecordError, match=r"^jit cannot give gradients that are differentiated again of a tensor"):
+            torch.autograd.grad(recorded(w * w), w, create_graph=True)
+    v = w * 2
+    with pytest.raises(RecordError, match=r"^jit cannot record a function that closes over a tensor of shape"):
+        jit(lambda x: x * w * v)(torch.ones(3))
+
+
+def test_autocast_as_it_is_when_called() -> None:
+    def f(x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            return [x @ x]
+
+    both = jit(lambda x: [x @ x, *f(x)])
+    x = torch.rand(2, 2)
+    for kind in (torch.bfloat16, torch.float16, torch.bfloat16):
+        assert [y.dtype for y in both(x)] == [torch.float32] * 2
+        with torch.autocast("cpu", dtype=kind):
+            assert [y.dtype for y in both(x)] == [kind, torch.float32]
+
+
 def test_arguments_that_lie_in_memory_in_another_way() -> None:
     """It may differ from process to process, so it tells no records apart."""
     recorded = jit(lambda x: x.view(-1).mul_(2))

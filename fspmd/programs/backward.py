@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fspmd.errors import RecordError
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import compiled, has_randomness
 from fspmd.transport.local_tensor import LocalTensor, expand
@@ -37,10 +38,16 @@ def differentiable(
     inputs: list[fx.Node],
     results: list[Tensor],
     outputs: list[fx.Node],
-) -> Callable[..., Any]:
-    """Record the backward pass of a recorded forward pass: a function of the leaves whose results have gradients."""
+) -> Halves:
+    """Record the backward pass of a recorded forward pass, of leaves that no graph of the caller reaches."""
     forward = recorder.steps()
     closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
+    for node, x in closed.items():
+        if x.grad_fn is not None and _reached([x], [y for other, y in closed.items() if other is not node]):
+            raise RecordError(
+                f"jit cannot record a function that closes over a tensor of shape {tuple(x.shape)} and over another "
+                "that it was computed from; pass them as arguments, or compute the one from the other in the function"
+            )
     inputs = [*inputs, *closed]
     values = [*leaves, *closed.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
@@ -64,7 +71,7 @@ def differentiable(
     used = dict.fromkeys(node for step in backward for node in step.all_input_nodes if node in known)
     used.update(dict.fromkeys(g for g in gradients if g in known))
     extra = tuple(closed.values())
-    halves = Halves(
+    return Halves(
         compiled(forward, inputs, [*outputs, *used], constants),
         compiled(backward, [*used, *given], gradients, constants),
         again,
@@ -75,7 +82,30 @@ def differentiable(
         tuple(wanted),
         tuple(map(_zeros_like, cotangents)),
     )
-    return lambda *args: _Replay.apply(halves, *args, *extra)
+
+
+def replay(halves: Halves) -> Callable[..., Any]:
+    """A function of the leaves whose results have gradients, wherever they had some when they were recorded."""
+
+    def run(*leaves: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _Replay.apply(halves, *leaves, *halves.closed)
+        with torch.enable_grad():  # as the recorded function did
+            return _Replay.apply(halves, *leaves, *halves.closed)
+
+    return run
+
+
+def followed(
+    halves: Halves, drawn: Any, given: Sequence[Tensor], leaves: Sequence[Tensor], results: list[Tensor]
+) -> list[Tensor]:
+    """The results of the recorded run, which was of ``leaves``, as results of what was ``given`` in their place.
+
+    Gradients of tensors closed over stop at the leaves: what the caller made of them in front of this is his own.
+    """
+    with torch.enable_grad():
+        outs: Any = _Recorded.apply(halves, drawn, leaves, results, *given, *halves.closed)
+    return [x if i in halves.constants else out for i, (x, out) in enumerate(zip(results, outs, strict=True))]
 
 
 def _zeros_like(x: Tensor) -> Tensor:
@@ -90,6 +120,36 @@ def _like(x: Tensor, g: Tensor) -> Tensor:
     if type(x) is LocalTensor and (type(g) is not LocalTensor or set(g.frame.axes) < set(x.frame.axes)):
         g = expand(g, x.frame)
     return g.contiguous()
+
+
+class _Recorded(torch.autograd.Function):
+    """The recorded run itself: backward goes through the graph that it made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, halves: Halves, drawn: Any, leaves: Sequence[Tensor], results: list[Tensor], *inputs: Tensor
+    ) -> Any:
+        graph = torch.empty(0)  # saved as tensors are, so that it is freed when they are
+        every = (*leaves, *halves.closed)
+        made = [x for i, x in enumerate(results) if i not in halves.constants]
+        setattr(graph, "ends", (made, [every[i] for i in halves.with_gradient]))  # noqa: B010
+        ctx.halves, ctx.drawn = halves, drawn
+        ctx.save_for_backward(*inputs[: len(leaves)], graph)
+        ctx.set_materialize_grads(False)
+        outs = tuple(x.detach() for x in results)
+        ctx.mark_non_differentiable(*(outs[i] for i in halves.constants))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        *inputs, graph = ctx.saved_tensors
+        given = _given(ctx.halves, cotangents)
+        made, wanted = graph.ends
+        if torch.is_grad_enabled():
+            found = _by_autograd(ctx.halves, inputs, given, ctx.drawn)
+        else:
+            found = torch.autograd.grad(made, wanted, given, retain_graph=True, allow_unused=True)
+        return _placed(ctx, found, 4)
 
 
 class _Replay(torch.autograd.Function):
@@ -111,21 +171,36 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         halves: Halves = ctx.halves
         inputs, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        followed = (g for i, g in enumerate(cotangents) if i not in halves.constants)
-        given = [_like(z, z if g is None else g) for g, z in zip(followed, halves.zeros, strict=True)]
+        given = _given(halves, cotangents)
         if torch.is_grad_enabled():
             found = _by_autograd(halves, inputs, given, ctx.drawn)
         else:
             tensors, others = iter(kept), iter(ctx.others)
             found = halves.backward(*(next(tensors if kind else others) for kind in ctx.kinds), *given)
-        gradients: list[Any] = [None] * len(ctx.needs_input_grad)
-        for i, g in zip(halves.with_gradient, found, strict=True):
-            gradients[i + 1] = g
-        return tuple(gradients)
+        return _placed(ctx, found, 1)
+
+
+def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
+    """Those of results with a gradient, and zeros where there are none."""
+    chosen = (g for i, g in enumerate(cotangents) if i not in halves.constants)
+    return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
+
+
+def _placed(ctx: Any, found: Sequence[Any], first: int) -> tuple[Any, ...]:
+    """Gradients for each argument of a function, of which the leaves begin at ``first``."""
+    gradients: list[Any] = [None] * len(ctx.needs_input_grad)
+    for i, g in zip(ctx.halves.with_gradient, found, strict=True):
+        gradients[i + first] = g
+    return tuple(gradients)
 
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
     """Gradients that have gradients themselves: the function runs again, with the random numbers that it drew."""
+    if _reached([x for x in inputs if x.requires_grad], halves.closed):
+        raise RecordError(
+            "jit cannot give gradients that are differentiated again of a tensor that the jitted function closes over "
+            "and that an argument was computed from; pass it as an argument, too"
+        )
     now = kept_states()
     if drawn is not None:
         go_on(drawn)
@@ -135,3 +210,19 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     every = (*inputs, *halves.closed)
     wanted = [every[i] for i in halves.with_gradient]
     return torch.autograd.grad(followed, wanted, cotangents, create_graph=True, allow_unused=True)
+
+
+def _reached(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    """Whether the graph of some tensors goes through others."""
+    ends = {x.grad_fn for x in targets} - {None}
+    leaves = {id(x) for x in targets if x.grad_fn is None}
+    waiting = [x.grad_fn for x in sources if x.grad_fn is not None] if targets else []
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node in ends or id(getattr(node, "variable", None)) in leaves:
+            return True
+        after = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= after
+        waiting += after
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -15,19 +16,24 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.pairs import is_watched
-from fspmd.programs.backward import differentiable
+from fspmd.programs.backward import differentiable, followed, replay
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.randomness import kept_states
 from fspmd.trees import flatten, flatten_args
 
 _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_autocasts = torch.is_autocast_enabled
+
+
+def _autocasts() -> tuple[Any, ...]:
+    """Whether torch computes in other dtypes than it is asked to, and in which."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 class CacheInfo(NamedTuple):
@@ -202,25 +208,46 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         given, named = filled(values)
         return _tensors(function(*given, **named))
 
+    drawn = kept_states()
     recorder = Recorder()
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
+    halves = None
     with recorder.recording():
         out = function(*given, **named)
         results = _tensors(out)
         outputs = [recorder.node_of(x) for x in results]
         if any(x.requires_grad for x in results):
-            run = differentiable(recorder, again, tensors, inputs, results, outputs)
+            halves = differentiable(recorder, again, tensors, inputs, results, outputs)
+            run = replay(halves)
         else:
             run = below_autograd(compiled(recorder.steps(), inputs, outputs, recorder.captured))
+    if _autocasts():
+        run = _as_recorded(run)
     frozen = tuple(x for x in recorder.captured.values() if _may_thaw(x)) if _grad_enabled() else ()
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
-    return Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen), out
+    record = Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen)
+    if halves is not None:
+        out = record.rebuild(tuple(followed(halves, drawn, [leaves[i] for i in places], tensors, results)))
+    return record, out
 
 
 def _apart(x: Tensor) -> Tensor:
-    """The same value as another object: told from the same tensor given twice, or closed over."""
-    return x.view_as(x) if x.requires_grad and _grad_enabled() else x.detach()
+    """The same value as another object: told from the same tensor given twice, or closed over; of no graph."""
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where autocast is on: casts are steps of the record, and no others are wanted."""
+    kinds = [kind for kind, _ in _autocasts()]
+
+    def without(*values: Any) -> Any:
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return run(*values)
+
+    return without
 
 
 def _may_thaw(x: Tensor) -> bool:
