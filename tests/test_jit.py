@@ -5,8 +5,11 @@ Each program is recorded on some arguments and replayed on others, on which its 
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +305,43 @@ def test_within_bodies_transforms_and_other_recordings() -> None:
 # --- what cannot be recorded ------------------------------------------------------------------------------------------
 
 Y = torch.ones(3)
+V = torch.ones(3).requires_grad_()
+
+
+def _seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return x + torch.rand(3)
+
+
+def _forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return x + torch.rand(3)
+
+
+def _caught(x: Tensor) -> Tensor:
+    try:
+        return x * x.max().item()
+    except RecordError:
+        return x
+
+
+def _through_data(x: Tensor) -> Tensor:
+    c = torch.zeros(3)
+    c.data.copy_(x)
+    return x * float(c[0])
+
+
+def _another_data(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data = x * 2
+    return y
+
+
+def _put_in(x: list[Tensor]) -> Tensor:
+    x.append(x[0] * 2)
+    return x[0]
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
     "branch": (
         lambda x: x if x.sum() > 0 else -x,
@@ -310,6 +350,25 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "item": (lambda x: x * x.max().item(), r"keep it a tensor: torch.where\(condition, a, b\) .*\(test_jit.py:\d+\)$"),
     "shape": (lambda x: x.nonzero(), r"^jit cannot record nonzero, which gives a result whose shape depends on values"),
     "mask": (lambda x: x[x > 0], r"^jit cannot record index, which gives a result whose shape"),
+    "numpy": (lambda x: x + torch.from_numpy(x.numpy().copy()), r"^jit cannot record x.numpy\(\), which makes"),
+    "list": (lambda x: torch.tensor([x[0], x[1]]), r"^jit cannot record torch.tensor.* write torch.stack"),
+    "places": (lambda x: x.tensor_split((x[:1] > 0).long())[0], r"^jit cannot record x.tensor_split\(y\)"),
+    "print": (lambda x: x * len(repr(x)), r"^jit cannot record print\(x\) or repr\(x\), which"),
+    "copied": (copy.deepcopy, r"^jit cannot record copy.deepcopy\(x\); write x.clone\(\)"),
+    "pickled": (lambda x: pickle.loads(pickle.dumps(x)), r"^jit cannot record pickling a tensor"),
+    "random": (lambda x: x * random.random(), r"^jit cannot record numbers of Python's module random"),
+    "seeded": (_seeded, r"^jit cannot record what sets the state of a generator, as torch.manual_seed"),
+    "forked": (_forked, r"^jit cannot record what sets the state of a generator"),
+    "generator": (
+        lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(0)),
+        r"^jit cannot record random numbers of a torch.Generator that is not an argument",
+    ),
+    "caught": (_caught, r"^jit cannot record a branch or x.item\(\)"),
+    "data": (_through_data, r"^jit cannot record a branch or x.item\(\)"),
+    "other data": (_another_data, r"^jit cannot record x.data = y, which writes"),
+    "backward": (lambda x: (x * V).sum().backward(), r"^jit cannot record backward\(\) into .grad .* use fspmd.grad"),
+    "gradient": (lambda x: x * 2 if V.grad is None else x, r"^the jitted function reads .grad of a tensor that was"),
+    "requires_grad_": (lambda x: x.requires_grad_() * 2, r"^jit cannot record a function that gives a gradient to an"),
     "closed over": (lambda x: Y[1:].add_(x[1:]), r"^add_\(\) writes into a tensor of shape \(2,\) that the jitted"),
 }
 
@@ -325,11 +384,24 @@ def test_programs_of_jax_that_cannot_be_recorded(name: str) -> None:
 def test_what_cannot_be_recorded(name: str) -> None:
     f, message = REFUSED[name]
     recorded = jit(f)
-    for _ in range(2):
+    for seed in (5, 6):
+        torch.manual_seed(seed)
         with pytest.raises(RecordError, match=message):
             recorded(torch.ones(3))
+    assert V.grad is None
     assert Y.tolist() == [1, 1, 1]
     assert jit(lambda x: x + 1)(torch.ones(1)).item() == 2  # nothing is left behind
+
+
+def test_arguments_that_are_changed_otherwise_than_by_writes() -> None:
+    with pytest.raises(RecordError, match=r"^jit cannot record a function that changes a list, a dict or a Sharded"):
+        jit(_put_in)([torch.ones(3)])
+
+
+@pytest.mark.parametrize("f", [lambda x: x * x.sum().item(), lambda x: x * x.sum(0).tolist()[0]])
+def test_values_of_sharded_tensors(f: Function) -> None:
+    with pytest.raises(RecordError, match=r"makes a Python value"):
+        jit(f)(device_put(X, P("x"), mesh=MESH))
 
 
 def test_what_each_rank_knows_is_a_constant() -> None:

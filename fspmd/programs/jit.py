@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, RecordError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.pairs import is_watched
@@ -209,12 +209,19 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return _tensors(function(*given, **named))
 
     drawn = kept_states()
-    recorder = Recorder()
+    recorder = Recorder(leaf for leaf in leaves if isinstance(leaf, torch.Generator))
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     halves = None
     with recorder.recording():
-        out = function(*given, **named)
+        try:
+            out = function(*given, **named)
+        except Exception as error:
+            if recorder.refused is None or error is recorder.refused:
+                raise
+            raise recorder.refused from error  # whatever was made of it on its way
+        recorder.finish()
+        _check_arguments(leaves, filled(tensors), (given, named))
         results = _tensors(out)
         outputs = [recorder.node_of(x) for x in results]
         if any(x.requires_grad for x in results):
@@ -230,6 +237,25 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if halves is not None:
         out = record.rebuild(tuple(followed(halves, drawn, [leaves[i] for i in places], tensors, results)))
     return record, out
+
+
+def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
+    """Raises where a function has changed its arguments otherwise than by writing into tensors."""
+    (was, tree), (now, other) = flatten(before), flatten(after)
+    if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
+        raise RecordError(
+            "jit cannot record a function that changes a list, a dict or a Sharded that it was given; return what "
+            "becomes of it"
+        )
+    for x, y in zip(
+        (x for x in was if isinstance(x, Tensor)), (x for x in leaves if isinstance(x, Tensor)), strict=True
+    ):
+        if x.requires_grad != y.requires_grad:
+            raise RecordError(
+                f"jit cannot record a function that gives a gradient to an argument of shape {tuple(x.shape)}, by "
+                "requires_grad_() or by writing into it what has one; write x = x.detach().requires_grad_(), or return "
+                "the result"
+            )
 
 
 def _apart(x: Tensor) -> Tensor:

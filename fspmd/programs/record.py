@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, watch_with
 from fspmd.programs.dry import imagined
+from fspmd.programs.escapes import Escapes, Generators, constant_of, generators_of, line
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
@@ -45,9 +46,13 @@ class Number(int):
 class Recorder(RecordingMode):
     """The graph, and the node of every value that is alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         super().__init__()
         self.graph = fx.Graph()
+        self.given: list[Tensor] = []  # arguments
+        self.refused: RecordError | None = None  # if somebody catches it, it is raised again
+        self.generators = Generators(generators)
+        self._gradients: dict[fx.Node, Any] = {}  # of what is captured
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
@@ -65,7 +70,36 @@ class Recorder(RecordingMode):
             node = self.graph.placeholder(f"x{len(self._nodes)}")
         self._know(x, node)
         self._owners.setdefault(memory_of(x), node)
+        self.given.append(x)
         return node
+
+    def was_there(self, x: Tensor) -> bool:
+        """Whether a tensor is an argument or closed over, and no result of a step."""
+        known = self._nodes.get(id(x))
+        found = known is not None and known[0]() is x
+        return not found or any(x is y for y in (*self.given, *self.captured.values()))
+
+    def refusal(self, error: RecordError) -> RecordError:
+        """An error to be raised, now and at the end."""
+        self.refused = self.refused or error
+        return error
+
+    def finish(self) -> None:
+        """Raises for what has happened, and is no step."""
+        if self.refused is not None:
+            raise self.refused
+        with self.pause():
+            self.generators.check()
+            self.generators.check_python()
+            trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
+            for node in trained:  # as if it had not happened
+                self.captured[node].grad = self._gradients[node]
+            if trained or any(x.grad is not None for x in self.given):
+                raise RecordError(
+                    "jit cannot record backward() into .grad of an argument, or of a tensor that the function closes "
+                    "over: it happens once, and not in the record; use fspmd.grad or torch.autograd.grad, and return "
+                    "the gradients"
+                )
 
     def node_of(self, x: Tensor) -> fx.Node:
         """Of a value, or of what was there before."""
@@ -80,6 +114,7 @@ class Recorder(RecordingMode):
         else:
             node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
             self.captured[node] = x
+            self._gradients[node] = x.grad if x.is_leaf else None
             self._owners.setdefault(memory_of(x), node)
         self._know(x, node)
         return node
@@ -93,6 +128,7 @@ class Recorder(RecordingMode):
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
         self.captured[node] = x.clone()
+        self._gradients[node] = None
         copy = self._put(aten.clone.default, (node,), {}, constant=True)
         self._know(x, copy)
         return x
@@ -172,7 +208,8 @@ class Recorder(RecordingMode):
             check(func, args, self)
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
-        with self.pause():
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        with self.drawing(args, kwargs) if draws else self.pause():
             out = func(*args, **kwargs)
         if func in _ALIASES:
             self._know(out, placed[0])
@@ -185,7 +222,7 @@ class Recorder(RecordingMode):
         """A function of ours, as one step."""
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
-        with self.pause():
+        with self.drawing(args, kwargs):
             out = function(*args, **kwargs)
         node = self._put(function, placed, named)
         node.meta["effect"] = True
@@ -215,12 +252,23 @@ class Recorder(RecordingMode):
             self.paused = before
 
     @contextmanager
+    def drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """The same, for a step that may draw random numbers."""
+        with self.pause():
+            try:
+                self.generators.check(generators_of((*args, kwargs)))
+            except RecordError as error:
+                raise self.refusal(error)  # noqa: B904
+            yield
+            self.generators.settle()
+
+    @contextmanager
     def recording(self) -> Iterator[None]:
         """What runs inside is recorded."""
         tracing.begin()
         watch_with(self._watched)
         try:
-            with self:
+            with self, Escapes(self):
                 yield
         finally:
             watch_with(None)
@@ -237,7 +285,8 @@ def is_pure(func: Any) -> bool:
 
 def memory_of(x: Tensor) -> int:
     """What tells the memory of a tensor, and of its views, from that of others."""
-    return int((x.shards[0] if type(x) is LocalTensor else x).untyped_storage()._cdata)
+    with torch._C.DisableTorchFunction():
+        return int((x.shards[0] if type(x) is LocalTensor else x).untyped_storage()._cdata)
 
 
 def shard_of(x: LocalTensor, i: int) -> Tensor:
@@ -319,19 +368,10 @@ def check(func: Any, args: tuple[Any, ...], recorder: Recorder) -> None:
             _check_writes(func, writes, recorder)
         return
     name = func._schema.name.split("::")[-1].lstrip("_")
-    raise RecordError(
-        f"jit cannot record {_NAMES.get(name, name)}, which {cause}: it would be a constant of the record. Compute it "
-        "outside of the jitted function; or keep it a tensor: torch.where(condition, a, b) instead of a branch, "
-        f"masks instead of selections{_line()}"
-    )
+    raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
 
 
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
-
-
-def _line() -> str:
-    cause = trace().cause
-    return f" ({cause.where})" if getattr(cause, "where", None) else ""
 
 
 def _has_mask(indices: Any) -> bool:
@@ -350,7 +390,18 @@ def _check_writes(func: Any, written: list[Tensor], recorder: Recorder) -> None:
         if node is not None:
             recorder.written.add(node)
         if node in recorder.captured:
-            raise RecordError(
-                f"{func._schema.name.split('::')[-1]}() writes into a tensor of shape {tuple(x.shape)} that the jitted "
-                f"function closes over; pass it as an argument, and return what becomes of it{_line()}"
+            name = func._schema.name.split("::")[-1]
+            raise recorder.refusal(
+                RecordError(
+                    f"{name}() writes into a tensor of shape {tuple(x.shape)} that the jitted function closes over; "
+                    f"pass it as an argument, and return what becomes of it{line()}"
+                )
             )
+        _vary(recorder.node_of(x))
+
+
+def _vary(node: fx.Node) -> None:
+    """A value that was the same in every run, and what it is a view of, no longer is."""
+    if node.meta.pop("constant", False):
+        for one in node.all_input_nodes:
+            _vary(one)
