@@ -6,10 +6,12 @@ Each program is recorded on some arguments and replayed on others, on which its 
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +240,62 @@ def test_gradients_of_what_an_argument_was_computed_from() -> None:
     v = w * 2
     with pytest.raises(RecordError, match=r"^jit cannot record a function that closes over a tensor of shape"):
         jit(lambda x: x * w * v)(torch.ones(3))
+
+
+def test_hooks_of_tensors_closed_over_are_called_once() -> None:
+    w = torch.arange(3.0).requires_grad_()
+    w.register_hook(lambda g: g * 3)
+    recorded = jit(lambda x: (x * x * w).sum())
+    x = torch.ones(3).requires_grad_()
+    x.register_hook(lambda g: g * 5)
+    for _ in range(2):
+        w.grad = x.grad = None
+        recorded(x).backward()
+        assert w.grad is not None
+        assert x.grad is not None
+        assert (w.grad.tolist(), x.grad.tolist()) == ([3.0] * 3, [0.0, 10.0, 20.0])
+        (g,) = torch.autograd.grad(recorded(x), x, create_graph=True)
+        assert torch.autograd.grad(g.sum(), x)[0].tolist() == [0.0, 50.0, 100.0]
+
+
+def test_what_a_result_was_not_made_of_gets_no_gradient() -> None:
+    recorded = jit(lambda x, y: (x * y, x.sin()))
+    for _ in range(2):
+        x, y = torch.ones(3).requires_grad_(), torch.ones(3).requires_grad_()
+        recorded(x, y)[1].sum().backward()
+        assert x.grad is not None
+        assert y.grad is None
+
+
+def test_modules_in_another_mode_or_with_other_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.99))
+    recorded, x = jit(lambda x: model(x) * 1), torch.ones(5, 3)
+    recorded(x)
+    model.eval()
+    assert torch.equal(recorded(x), model(x))
+    model[0].weight = torch.nn.Parameter(torch.zeros(3, 3))
+    for _ in range(2):
+        assert torch.equal(recorded(x), model(x))
+    assert recorded.cache_info() == (1, 3, 1)
+
+
+def test_inference_mode() -> None:
+    recorded = jit(lambda x: x.sin() * 2 + torch.ones(3))
+    x = torch.ones(3).requires_grad_()
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(recorded(torch.ones(3)), x.sin() * 2 + 1)
+    assert recorded(x).requires_grad
+
+
+def test_a_record_keeps_no_arguments() -> None:
+    recorded = jit(lambda x, *, y: (x.sin() * y).sum())
+    x, y = torch.ones(3).requires_grad_(), torch.ones(3)
+    kept = [weakref.ref(x), weakref.ref(y)]
+    recorded(x, y=y).backward()
+    del x, y
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 def test_autocast_as_it_is_when_called() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Halves:
     constants: frozenset[int]  # results without a gradient
     with_gradient: tuple[int, ...]  # the inputs that have one
     zeros: tuple[Tensor, ...]  # cotangents that were not given
+    reach: tuple[frozenset[int], ...]  # for each result with a gradient, which of those inputs it was made of
 
 
 def differentiable(
@@ -56,13 +58,11 @@ def differentiable(
         cotangents = [torch.zeros_like(results[i]) for i in followed]
     given = [recorder.argument(x) for x in cotangents]
     recorder.dry = True  # all processes record alike, or some replay: none may wait for the others
-    found = torch.autograd.grad(
-        [results[i] for i in followed],
-        [values[i] for i in wanted],
-        cotangents,
-        retain_graph=True,
-        allow_unused=True,
-    )
+    chosen = [values[i] for i in wanted]
+    with _hooks_aside(closed.values()):
+        found = torch.autograd.grad(
+            [results[i] for i in followed], chosen, cotangents, retain_graph=True, allow_unused=True
+        )
     recorder.dry = False
     gradients = [None if g is None else recorder.node_of(g) for g in found]
     backward = recorder.steps()[len(forward) :]
@@ -81,6 +81,7 @@ def differentiable(
         frozenset(range(len(outputs))).difference(followed),
         tuple(wanted),
         tuple(map(_zeros_like, cotangents)),
+        tuple(_made_of(results[i], chosen) for i in followed),
     )
 
 
@@ -148,8 +149,9 @@ class _Recorded(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _by_autograd(ctx.halves, inputs, given, ctx.drawn)
         else:
-            found = torch.autograd.grad(made, wanted, given, retain_graph=True, allow_unused=True)
-        return _placed(ctx, found, 4)
+            with _hooks_aside(ctx.halves.closed):
+                found = torch.autograd.grad(made, wanted, given, retain_graph=True, allow_unused=True)
+        return _placed(ctx, cotangents, found, 4)
 
 
 class _Replay(torch.autograd.Function):
@@ -177,7 +179,7 @@ class _Replay(torch.autograd.Function):
         else:
             tensors, others = iter(kept), iter(ctx.others)
             found = halves.backward(*(next(tensors if kind else others) for kind in ctx.kinds), *given)
-        return _placed(ctx, found, 1)
+        return _placed(ctx, cotangents, found, 1)
 
 
 def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
@@ -186,11 +188,14 @@ def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
     return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
 
 
-def _placed(ctx: Any, found: Sequence[Any], first: int) -> tuple[Any, ...]:
-    """Gradients for each argument of a function, of which the leaves begin at ``first``."""
+def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any], first: int) -> tuple[Any, ...]:
+    """Gradients for each argument of a function, of which the leaves begin at ``first``; None where there are none."""
+    halves: Halves = ctx.halves
+    chosen = (g for i, g in enumerate(cotangents) if i not in halves.constants)
+    reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
-    for i, g in zip(ctx.halves.with_gradient, found, strict=True):
-        gradients[i + first] = g
+    for at, (i, g) in enumerate(zip(halves.with_gradient, found, strict=True)):
+        gradients[i + first] = g if at in reached else None
     return tuple(gradients)
 
 
@@ -209,20 +214,42 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     followed = [x for i, x in enumerate(outs) if i not in halves.constants]
     every = (*inputs, *halves.closed)
     wanted = [every[i] for i in halves.with_gradient]
-    return torch.autograd.grad(followed, wanted, cotangents, create_graph=True, allow_unused=True)
+    with _hooks_aside(every):
+        return torch.autograd.grad(followed, wanted, cotangents, create_graph=True, allow_unused=True)
+
+
+@contextmanager
+def _hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Hooks of tensors see the gradients that reach them, and not those on the way there."""
+    kept = [(hooks, dict(hooks)) for x in tensors if (hooks := getattr(x, "_backward_hooks", None))]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def _reached(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     """Whether the graph of some tensors goes through others."""
-    ends = {x.grad_fn for x in targets} - {None}
-    leaves = {id(x) for x in targets if x.grad_fn is None}
-    waiting = [x.grad_fn for x in sources if x.grad_fn is not None] if targets else []
+    return any(_made_of(x, targets) for x in sources if x.grad_fn is not None) if targets else False
+
+
+def _made_of(x: Tensor, targets: Sequence[Tensor]) -> frozenset[int]:
+    """Which tensors the graph of ``x`` goes through."""
+    nodes = {y.grad_fn: i for i, y in enumerate(targets) if y.grad_fn is not None}
+    leaves = {id(y): i for i, y in enumerate(targets) if y.grad_fn is None}
+    found = {leaves[id(x)]} if id(x) in leaves else set()
+    waiting = [x.grad_fn] if x.grad_fn is not None else []
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node in ends or id(getattr(node, "variable", None)) in leaves:
-            return True
+        if node in nodes:
+            found.add(nodes[node])
+        if (leaf := leaves.get(id(getattr(node, "variable", None)))) is not None:
+            found.add(leaf)
         after = {one for one, _ in node.next_functions if one is not None} - seen
         seen |= after
         waiting += after
-    return False
+    return frozenset(found)

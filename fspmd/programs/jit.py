@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.backward import differentiable, followed, replay
-from fspmd.programs.record import Recorder
+from fspmd.programs.record import Recorder, is_as
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -34,6 +35,9 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 def _autocasts() -> tuple[Any, ...]:
     """Whether torch computes in other dtypes than it is asked to, and in which."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+_recording = threading.Lock()
 
 
 class CacheInfo(NamedTuple):
@@ -53,6 +57,7 @@ class Record:
     written: tuple[int, ...]  # those that it writes into
     rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
     frozen: tuple[Tensor, ...]  # tensors closed over that had no gradient
+    modules: tuple[Any, ...]  # modules that ran, and how they were
 
 
 @overload
@@ -71,9 +76,15 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
     In a body, in a ``torch.func`` transform, under `checkpoint` and while communication is watched ``f`` runs as it is;
     within another jitted function it is a part of that function's record.
 
+    Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
+    constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
+    with other parameters.
+
     Raises:
-        RecordError: what a record cannot hold: branches on values, shapes that depend on values, writes into tensors
-            that ``f`` closes over.
+        RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
+            torch (``tolist()``, ``numpy()``, ``print``), writes into tensors that ``f`` closes over, ``backward()``
+            into ``.grad`` of what was there before, seeds that are set, generators that are no arguments, lists and
+            dicts of the arguments that change.
 
     ``jit(f).cache_info()`` counts replays, recorded runs and records; ``jit(f).clear_cache()`` forgets them.
 
@@ -116,9 +127,14 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
             record = records.get(known := tuple(key))
         except TypeError:
             raise _not_hashable(leaves) from None
-        if record is None or (record.frozen and _thawed(record)):
+        if record is None or (record.frozen and _thawed(record)) or (record.modules and _changed(record)):
+            if not _recording.acquire(blocking=False):
+                return function(*args, **kwargs)  # another thread records
             misses += 1
-            records[known], out = _recorded(function, args, kwargs)
+            try:
+                records[known], out = _recorded_plainly(function, args, kwargs)
+            finally:
+                _recording.release()
             return out
         hits += 1
         if strides != record.strides:
@@ -190,6 +206,19 @@ def _thawed(record: Record) -> bool:
     return any(x.requires_grad for x in record.frozen)
 
 
+def _changed(record: Record) -> bool:
+    """Whether a module is in another mode, or has other parameters, than when it was recorded."""
+    return any(not is_as(module, was) for module, was in record.modules)
+
+
+def _recorded_plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Record, Any]:
+    """The same also in inference mode, where torch would not tell what is written into: the steps of no_grad do."""
+    if not torch.is_inference_mode_enabled():
+        return _recorded(function, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return _recorded(function, args, kwargs)
+
+
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, Any]:
     """Run a function and record it; the record, and the result."""
     leaves, treedef = flatten((args, kwargs))
@@ -198,11 +227,14 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [_apart(leaves[i]) for i in places]
 
+    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    named_too = bool(kwargs)
+
     def filled(values: Sequence[Tensor]) -> tuple[Any, Any]:
-        full = list(leaves)
+        full = list(fixed)
         for i, x in zip(places, values, strict=True):
             full[i] = x
-        return treedef.unflatten(full) if kwargs else (treedef.unflatten(full), {})
+        return treedef.unflatten(full) if named_too else (treedef.unflatten(full), {})
 
     def again(values: Sequence[Tensor]) -> list[Tensor]:
         given, named = filled(values)
@@ -233,7 +265,8 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         run = _as_recorded(run)
     frozen = tuple(x for x in recorder.captured.values() if _may_thaw(x)) if _grad_enabled() else ()
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
-    record = Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen)
+    modules = tuple(recorder.modules.values())
+    record = Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen, modules)
     if halves is not None:
         out = record.rebuild(tuple(followed(halves, drawn, [leaves[i] for i in places], tensors, results)))
     return record, out

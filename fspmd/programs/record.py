@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from fspmd import tracing
@@ -52,6 +53,7 @@ class Recorder(RecordingMode):
         self.given: list[Tensor] = []  # arguments
         self.refused: RecordError | None = None  # if somebody catches it, it is raised again
         self.generators = Generators(generators)
+        self.modules: dict[int, tuple[Any, Any]] = {}  # those that ran, and how they were
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
@@ -139,12 +141,10 @@ class Recorder(RecordingMode):
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
-        if x._version:
-            return False  # something was written into it, or into what it is a view of
         for table in (self._nodes, self._shards):
             found: Any = table.get(id(x))
-            if found is not None and found[0]() is x:
-                return bool(found[1].meta.get("constant"))
+            if found is not None and found[0]() is x:  # and nothing was written into it, or into what it is a view of
+                return bool(found[1].meta.get("constant")) and not x._version
         return False
 
     def _is_known(self, x: Tensor) -> bool:
@@ -267,15 +267,32 @@ class Recorder(RecordingMode):
         """What runs inside is recorded."""
         tracing.begin()
         watch_with(self._watched)
+        modules = register_module_forward_pre_hook(self._module)
         try:
             with self, Escapes(self):
                 yield
         finally:
+            modules.remove()
             watch_with(None)
             tracing.end()
 
+    def _module(self, module: torch.nn.Module, inputs: Any) -> None:
+        if tracing.recorder() is self and id(module) not in self.modules:
+            self.modules[id(module)] = module, state_of(module)
+
     def _watched(self, x: Any, call: Call) -> Call:
         return call if type(call) is _Recorded else _Recorded(call, self)
+
+
+def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What of a module is a constant of a record: its mode, and which tensors are its parameters and buffers."""
+    return module.training, *module._parameters.values(), *module._buffers.values()
+
+
+def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:
+    """Whether a module is as it was."""
+    now = state_of(module)
+    return len(now) == len(was) and all(map(operator.is_, now, was))
 
 
 def is_pure(func: Any) -> bool:
