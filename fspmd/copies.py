@@ -67,6 +67,13 @@ def handed_on(out: Any, x: Any) -> Any:
     return out
 
 
+def forget_marks(x: Tensor) -> Tensor:
+    """The same block, which is in memory of its own now, without what was noted of the memory it had."""
+    for name in (_COPY, _COPIES, _MOVED_FROM, _ROOT):
+        x.__dict__.pop(name, None)
+    return x
+
+
 def refuse_copy(block: Tensor, name: str) -> None:
     """Raise `VarianceError` for a write into a block that is such a copy, or a view of one, or has one."""
     base = block._base

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree
 from torch import Tensor
 
+from fspmd.copies import forget_marks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 from fspmd.pairs import apply, call
@@ -206,13 +207,13 @@ class Sharded:
         return Sharded(self.local, self.spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return Sharded(copy.deepcopy(self.local, memo), self.spec)
+        return Sharded(forget_marks(copy.deepcopy(self.local, memo)), self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
         x = self.local
         if type(x) is not LocalTensor:
-            return Sharded, (x, self.spec)
+            return Sharded, (x.detach().requires_grad_(x.requires_grad), self.spec)
         return _of_blocks, (self.spec, x.frame.axes, [one.detach().clone() for one in x.shards], x.requires_grad)
 
     def __len__(self) -> int:

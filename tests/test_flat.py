@@ -30,6 +30,7 @@ from fspmd import (
     explain,
     make_mesh,
     reshard,
+    shard_map,
 )
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
@@ -272,6 +273,46 @@ def test_a_write_into_what_no_block_can_be_viewed_as_is_refused() -> None:
         x.add_(1)
     del y
     assert (device_get(flat(x.add_(1))) == 1).all()
+
+
+@pytest.mark.parametrize("columns", [4, 5, 6])
+def test_blocks_of_one_element_or_none_are_written_as_others_are(columns: int) -> None:
+    """Their strides would do for a view on some ranks alone."""
+    whole = torch.arange(4.0 * columns).view(4, columns)
+    x = device_put(whole, P(None, "x"), mesh=LINE)
+    flat(x).add_(1)
+    assert torch.equal(device_get(x), whole + 1)
+    y = reshard(device_put(whole, P(), mesh=LINE), P(None, "x"))
+    with pytest.raises(VarianceError, match="writes into a copy"):
+        flat(y).add_(1)
+    assert torch.equal(device_get(y), whole)
+
+
+def test_a_reshape_that_copies_copies_blocks_of_one_row_too() -> None:
+    x = device_put(torch.zeros(4, 6), P("x"), mesh=LINE)
+    with pytest.raises(VarianceError, match="writes into a copy"):
+        x[:, :3].flatten().add_(1)
+    x.view(-1).add_(1)
+    assert (device_get(x[:, :3].flatten() + 0) == 1).all()
+    assert (device_get(x) == 1).all()
+
+
+@pytest.mark.parametrize("columns", [6, 8])
+@pytest.mark.parametrize("checked", [True, False])
+def test_blocks_go_into_a_body_and_out_of_it(columns: int, checked: bool) -> None:
+    whole = torch.arange(4.0 * columns, dtype=F64)
+    for mesh, spec in ((LINE, P(None, "x")), (WIDE, P("x", "y"))):
+        x = device_put(whole.view(4, columns), spec, mesh=mesh).flatten().detach().requires_grad_()
+        lies = x.spec.partition
+        double = shard_map(lambda x: x * 2, mesh=mesh, in_specs=lies, out_specs=lies, check_vma=checked)
+        y = double(x)
+        check_lies_as_told(y)
+        assert (y.spec, device_get(y).tolist()) == (x.spec, (whole * 2).tolist())
+        assert device_get(double(whole)).tolist() == (whole * 2).tolist()
+        (y * y).sum().backward()
+        assert device_get(x.grad).tolist() == (whole * 8).tolist()
+        with pytest.raises(ShapeError, match=r"a block of shape .* but torch.chunk of the whole"):
+            shard_map(lambda x: torch.cat([x, x]), mesh=mesh, in_specs=lies, out_specs=lies)(x)
 
 
 def test_vmap_over_it_is_refused() -> None:

@@ -65,6 +65,15 @@ def test_saved_and_loaded(x: Any) -> None:
     assert torch.equal(device_get(copy.deepcopy(leaf).grad), device_get(leaf.grad))
 
 
+def test_a_copy_in_place_of_a_view_is_saved_and_copied() -> None:
+    """Its copies are nobody's view."""
+    copied = device_put(torch.zeros(4, 0, 3), P(None, "x"), mesh=LINE).flatten(0, 1)
+    with pytest.raises(VarianceError, match="writes into a copy"):
+        copied.add_(1)
+    for found in (pickle.loads(pickle.dumps(copied)), copy.deepcopy(copied)):
+        assert found.add_(1).spec is copied.spec
+
+
 def test_data_shares_memory(x: Any) -> None:
     leaf = x.requires_grad_()
     leaf.data.mul_(2)

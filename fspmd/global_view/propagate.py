@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import as_copies, handed_on
+from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
@@ -35,6 +36,7 @@ from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_int import block_sizes
+from fspmd.transport.local_tensor import LocalTensor
 
 #: of whose operands the meta device does not ask that they have one dtype, as other devices do
 _OF_ONE_DTYPE = frozenset(
@@ -269,12 +271,13 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
         whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
         local = functools.partial(_of_first, whole)
     if question.products is not None and question.products.regrouped is not None:
+        thin = question.views and _has_thin_blocks(specs[0].unflattened)
         flat = question.views and (specs[0].flat or final[0].flat)
         local = functools.partial(_as_even_block, final[0].block_shape)
         if not final[0].even:
             local = functools.partial(_as_block, final[0], question.views)
-        if flat:
-            local = functools.partial(_view_or_copy, local, shown(func))
+        if flat or thin:
+            local = functools.partial(_view_or_copy, local, shown(func), thin)
     elif not all(spec.even for spec in (*final, *best.operands)):
         if mesh.transport == "simulation":
             local = functools.partial(_rank_by_rank, local, not written, question.views)
@@ -339,12 +342,33 @@ def _as_even_block(sizes: Shape, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.reshape(sizes)
 
 
-def _view_or_copy(local: Callable[..., Tensor], name: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """A block that is part of each row may not be one that can be viewed, where the whole tensor could be."""
+def _view_or_copy(local: Callable[..., Tensor], name: str, thin: bool, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A block that is part of each row may not be one that can be viewed, where the whole tensor could be.
+
+    Nor may the whole tensor, where its ``thin`` blocks can, and those of some ranks may be thinner: such are copies on
+    all ranks, unless they lie in memory as new ones do.
+    """
     out = local(x)
-    if out is not x and not out._is_view():
-        as_copies(out, (x,), name, False)
-    return out
+    if out is x or (_is_packed(x) if thin else out._is_view()):
+        return out
+    copy: Tensor = as_copies(out, (x,), name, False)
+    return copy
+
+
+def _has_thin_blocks(spec: TensorSpec) -> bool:
+    """Whether some rank has one element of a dim that is sharded, or none; strides do not matter there."""
+    return any(min(length for _, length in blocks(spec.shape[dim], parts)) < 2 for dim, _, parts in spec.cuts)
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Whether a block, or each simulated one, has the strides of a new tensor, those that do not matter too."""
+    for one in x.shards if isinstance(x, LocalTensor) else (x,):
+        step = 1
+        for size, stride in zip(reversed(one.shape), reversed(one.stride()), strict=True):
+            if stride != step:
+                return False
+            step *= max(size, 1)
+    return True
 
 
 def _as_block(spec: TensorSpec, views: bool, x: Tensor, *_: Any, **__: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.collectives.steps import Handle
-from fspmd.entries import entry_axes
+from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
 from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
@@ -203,6 +203,8 @@ def make_exit(
             spec = spec_of_blocks(x, partition, body.mesh, path)
         else:
             spec = _even_spec(x, partition, body)
+            if spec.flat and (not spec.even or spec.block_shape != tuple(x.shape)):  # its sizes are told, not measured
+                spec = spec_of_blocks(x, partition, body.mesh, path)
             if not nested and not simulated:
                 specs[x.shape, x.dtype] = spec
         return _whole(x, spec, body) if nested else Sharded(x, spec)
@@ -257,7 +259,7 @@ def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
 def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
     shape = list(x.shape)
     for dim, entry in enumerate(partition):
-        shape[dim] *= math.prod(body.sizes(entry_axes(entry)))
+        shape[dim] = entry.size if isinstance(entry, Flat) else shape[dim] * math.prod(body.sizes(entry_axes(entry)))
     return TensorSpec(body.mesh, partition, shape, x.dtype)
 
 
@@ -296,6 +298,9 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
         raise SpecError(f"{name} of blocks with {counted(len(first), 'dim')}: {wrong}")
     total = list(first)
     for dim, entry in enumerate(partition):
+        if isinstance(entry, Flat):
+            total[dim] = entry.size
+            continue
         axes = entry_axes(entry)
         total[dim] = sum(
             shape[dim]

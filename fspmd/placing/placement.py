@@ -123,7 +123,9 @@ def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
         return Sharded(redistribute(leaf.local, leaf.spec, target), target)
     spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     x = to_blocks(leaf.to(mesh.device) if leaf.device != mesh.device else leaf, spec)
-    return Sharded(x.clone(), spec)  # in memory of its own: an optimizer may write into the global tensor
+    # in memory of its own: an optimizer may write into the global tensor; empty blocks, too, have strides of their own
+    order = torch.contiguous_format if x.is_contiguous() or not spec.even else torch.preserve_format
+    return Sharded(x.clone(memory_format=order), spec)
 
 
 def device_get(tree: Any) -> Any:
