@@ -110,7 +110,8 @@ class Generators:
     """Whether generators are left alone between the steps that draw from them."""
 
     def __init__(self, given: Iterable[torch.Generator]) -> None:
-        self.known = {id(one): one for one in (torch.default_generator, *given)}
+        # by number, since torch gives dispatch another object
+        self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
         self.python = random.getstate()
         self.settle()
 
@@ -134,7 +135,7 @@ class Generators:
                 f"fork_rng do; do it outside of the jitted function{line()}"
             )
         for generator in used:
-            if id(generator) not in self.known:
+            if _number(generator) not in self.known:
                 raise RecordError(
                     "jit cannot record random numbers of a torch.Generator that is not an argument, since it could not "
                     f"tell whether it is made or seeded anew each time; pass it as an argument{line()}"
@@ -144,6 +145,10 @@ class Generators:
         """Raises where Python's own generator was used."""
         if random.getstate() != self.python:
             raise constant_of("numbers of Python's module random, which torch does not know")
+
+
+def _number(generator: Any) -> int:
+    return generator._cdata  # type: ignore[no-any-return]
 
 
 def _state(generator: torch.Generator) -> Tensor:

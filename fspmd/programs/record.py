@@ -209,8 +209,12 @@ class Recorder(RecordingMode):
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        with self.drawing(args, kwargs) if draws else self.pause():
+        if draws:
+            self.check_draws(args, kwargs)
+        with self.pause():
             out = func(*args, **kwargs)
+            if draws:
+                self.generators.settle()
         if func in _ALIASES:
             self._know(out, placed[0])
             return out
@@ -222,8 +226,10 @@ class Recorder(RecordingMode):
         """A function of ours, as one step."""
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
-        with self.drawing(args, kwargs):
+        self.check_draws(args, kwargs)
+        with self.pause():
             out = function(*args, **kwargs)
+            self.generators.settle()
         node = self._put(function, placed, named)
         node.meta["effect"] = True
         return self._results(out, node)
@@ -251,16 +257,14 @@ class Recorder(RecordingMode):
         finally:
             self.paused = before
 
-    @contextmanager
-    def drawing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """The same, for a step that may draw random numbers."""
+    def check_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises where a step would draw other numbers when it is replayed."""
         with self.pause():
             try:
                 self.generators.check(generators_of((*args, kwargs)))
             except RecordError as error:
-                raise self.refusal(error)  # noqa: B904
-            yield
-            self.generators.settle()
+                self.refusal(error)
+                raise
 
     @contextmanager
     def recording(self) -> Iterator[None]:
