@@ -287,6 +287,29 @@ def test_modules_in_another_mode_or_with_other_parameters() -> None:
     assert recorded.cache_info() == (1, 3, 1)
 
 
+def test_functional_calls_of_modules() -> None:
+    model = torch.nn.Linear(3, 3)
+    recorded = jit(lambda weights, x: func.functional_call(model, weights, (x,)))
+    for i in range(3):
+        weights, x = {"weight": torch.full((3, 3), float(i)), "bias": torch.ones(3)}, torch.ones(2, 3)
+        assert recorded(weights, x).tolist() == [[3.0 * i + 1] * 3] * 2
+    assert recorded.cache_info() == (2, 1, 1)
+
+
+def test_arguments_and_results_that_are_views() -> None:
+    recorded = jit(lambda x: x.sin().t())
+    for made in (torch.ones(1, 3).expand(4, 3), torch.rand(4, 3), torch.rand(3, 4).t()):
+        x = made.requires_grad_()
+        (g,) = torch.autograd.grad(recorded(x).sum(), x)
+        torch.testing.assert_close(g, x.cos())
+    recorded = jit(lambda x: x * 2 if x.is_conj() else x * 3)
+    z = torch.ones(2, dtype=torch.complex64)
+    assert (recorded(z) == 3).all()
+    assert (recorded(z.conj()) == 2).all()
+    w = torch.nn.Parameter(torch.ones(2))
+    assert jit(lambda x: x * 2 if isinstance(x, torch.nn.Parameter) else x)(w).tolist() == [2, 2]
+
+
 def test_inference_mode() -> None:
     recorded = jit(lambda x: x.sin() * 2 + torch.ones(3))
     x = torch.ones(3).requires_grad_()

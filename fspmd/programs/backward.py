@@ -55,7 +55,7 @@ def differentiable(
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
     followed = [i for i, x in enumerate(results) if x.requires_grad]
     with recorder.pause(), torch.no_grad():
-        cotangents = [torch.zeros_like(results[i]) for i in followed]
+        cotangents = [torch.zeros_like(results[i], memory_format=torch.contiguous_format) for i in followed]
     given = [recorder.argument(x) for x in cotangents]
     recorder.dry = True  # all processes record alike, or some replay: none may wait for the others
     chosen = [values[i] for i in wanted]

@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.backward import differentiable, followed, replay
-from fspmd.programs.record import Recorder, is_as
+from fspmd.programs.record import Recorder, is_as, state_of
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -27,6 +27,7 @@ from fspmd.transport.randomness import kept_states
 from fspmd.trees import flatten, flatten_args
 
 _grad_enabled = torch.is_grad_enabled
+_strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -116,6 +117,8 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
         for leaf in leaves:
             if type(leaf) is Tensor:
                 key += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+                if leaf.is_conj() or leaf.is_neg() or leaf.layout is not _strided:
+                    key += leaf.is_conj(), leaf.is_neg(), leaf.layout
                 values.append(leaf)
                 strides.append(leaf.stride())
             else:
@@ -265,7 +268,7 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         run = _as_recorded(run)
     frozen = tuple(x for x in recorder.captured.values() if _may_thaw(x)) if _grad_enabled() else ()
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
-    modules = tuple(recorder.modules.values())
+    modules = tuple((module, state_of(module)) for module in recorder.modules.values())
     record = Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen, modules)
     if halves is not None:
         out = record.rebuild(tuple(followed(halves, drawn, [leaves[i] for i in places], tensors, results)))
@@ -293,7 +296,12 @@ def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
 
 def _apart(x: Tensor) -> Tensor:
     """The same value as another object: told from the same tensor given twice, or closed over; of no graph."""
-    return x.detach().requires_grad_(x.requires_grad)
+    apart = x.detach()
+    if type(x) is Tensor and x.layout is _strided and 0 in x.stride():
+        apart = apart.contiguous()  # other arguments can lie in memory as this does
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(apart, x.requires_grad)
+    return apart.requires_grad_(x.requires_grad)
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class Recorder(RecordingMode):
         self.given: list[Tensor] = []  # arguments
         self.refused: RecordError | None = None  # if somebody catches it, it is raised again
         self.generators = Generators(generators)
-        self.modules: dict[int, tuple[Any, Any]] = {}  # those that ran, and how they were
+        self.modules: dict[int, torch.nn.Module] = {}  # those that ran
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
@@ -281,8 +281,8 @@ class Recorder(RecordingMode):
             tracing.end()
 
     def _module(self, module: torch.nn.Module, inputs: Any) -> None:
-        if tracing.recorder() is self and id(module) not in self.modules:
-            self.modules[id(module)] = module, state_of(module)
+        if tracing.recorder() is self:
+            self.modules[id(module)] = module
 
     def _watched(self, x: Any, call: Call) -> Call:
         return call if type(call) is _Recorded else _Recorded(call, self)
