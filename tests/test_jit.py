@@ -352,6 +352,14 @@ def test_arguments_that_lie_in_memory_in_another_way() -> None:
     assert recorded.cache_info() == (1, 1, 1)
 
 
+def test_writes_into_arguments_that_share_memory_and_lie_in_another_way() -> None:
+    recorded = jit(lambda x, y: (x.add_(1), y * 1)[1])
+    x = torch.zeros(3, 2)
+    assert recorded(x, x.view(-1)).tolist() == [1] * 6
+    with pytest.raises(RecordError, match=r"^jit cannot replay a function that writes into an argument which shares"):
+        recorded(x.view(2, 3).t(), x.view(-1))
+
+
 def test_writes_into_arguments_go_through() -> None:
     def f(x: Tensor) -> None:
         x[1:] += 1

@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.backward import differentiable, followed, replay
-from fspmd.programs.record import Recorder, is_as, state_of
+from fspmd.programs.record import Recorder, is_as, memory_of, state_of
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -172,6 +172,11 @@ def _strides(x: Tensor) -> Any:
 def _relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
     """Replay on tensors that lie in memory as they did when they were recorded."""
     laid = [x if _strides(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
+    if record.written and len(set(map(memory_of, values))) < len(values):
+        raise RecordError(
+            "jit cannot replay a function that writes into an argument which shares memory with another, where they lie "
+            "in memory otherwise than when it was recorded; pass x.clone()"
+        )
     out = record.run(*laid)
     with torch.no_grad():
         for i in record.written:
