@@ -174,8 +174,8 @@ def _relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
     laid = [x if _strides(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
     if record.written and len(set(map(memory_of, values))) < len(values):
         raise RecordError(
-            "jit cannot replay a function that writes into an argument which shares memory with another, where they lie "
-            "in memory otherwise than when it was recorded; pass x.clone()"
+            "jit cannot replay a function that writes into an argument which shares memory with another, where they "
+            "lie in memory otherwise than when it was recorded; pass x.clone()"
         )
     out = record.run(*laid)
     with torch.no_grad():
