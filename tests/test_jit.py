@@ -440,6 +440,10 @@ def _put_in(x: list[Tensor]) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
+    "rank_map": (
+        shard_map(lambda x: fspmd.rank_map(torch.sin, x), mesh=MESH, in_specs=P("x"), out_specs=P("x")),
+        r"^jit cannot record rank_map, which runs Python",
+    ),
     "branch": (
         lambda x: x if x.sum() > 0 else -x,
         r"^jit cannot record a branch or x.item\(\), which makes a Python value",

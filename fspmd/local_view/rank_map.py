@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, state, within
-from fspmd.errors import ArgumentError, TreeError
+from fspmd.errors import ArgumentError, RecordError, TreeError
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
 from fspmd.messages import described
+from fspmd.tracing import recorder
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.trees import tree_text
@@ -27,6 +28,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     Differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
 
     Raises:
+        RecordError: within `jit`.
         TreeError, ShapeError, ArgumentError: in a simulation, where ranks return different trees, dtypes or objects.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -39,6 +41,11 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     body = bound_body("rank_map")
     if not callable(fn):
         raise ArgumentError(f"rank_map got {described(fn)} for fn; give it a function: rank_map(fn, x)")
+    if recorder() is not None:
+        raise RecordError(
+            "jit cannot record rank_map, which runs Python that may branch on each rank's values; jit the parts before "
+            "and after it"
+        )
     axes = body.mesh.ordered(body.axes)
     leaves, treedef = optree.tree_flatten(args, none_is_leaf=True)
     if body.checked and state.tracker is not None:
