@@ -196,6 +196,15 @@ def test_kinds_of_arguments() -> None:
         recorded({"x": a}, {1})
 
 
+def test_arguments_by_name_are_none_in_a_tuple_and_a_dict() -> None:
+    recorded = jit(lambda a, k: a + k if isinstance(a, Tensor) else a[0] - k["k"])
+    a, k = torch.ones(2), torch.full((2,), 2.0)
+    for _ in range(2):
+        assert recorded(a, k=k).tolist() == [3, 3]
+        assert recorded((a,), {"k": k}).tolist() == [-1, -1]
+    assert recorded.cache_info() == (2, 2, 2)
+
+
 def test_grad_mode_and_ambient_mesh() -> None:
     recorded = jit(lambda x: shard_map(lambda x: psum(x, "x"), in_specs=P("x"), out_specs=P())(x) * 1)
     x = X.clone().requires_grad_()

@@ -30,6 +30,7 @@ _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _transforms_active = torch._C._are_functorch_transforms_active
+_any_autocast = torch._C._is_any_autocast_enabled
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -112,7 +113,9 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
         if state.body is not None or _transforms_active() or is_watched() or _saved_tensor_hooks(True) is not None:
             return function(*args, **kwargs)
         leaves, structure = flatten((args, kwargs)) if kwargs else flatten_args(args)
-        key = [structure, _grad_enabled(), _default_dtype(), _autocasts(), current_mesh(), bool(kwargs)]
+        key = [structure, _grad_enabled(), _default_dtype(), _autocasts() if _any_autocast() else (), current_mesh()]
+        if kwargs:
+            key.append(dict)  # the structure is of a dict, too
         values, strides = [], []
         for leaf in leaves:
             if type(leaf) is Tensor:
