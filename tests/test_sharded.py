@@ -151,3 +151,14 @@ def test_mistakes(x: Any, name: str) -> None:
     call, error, message = MISTAKES[name]
     with pytest.raises(error, match=message):
         call(x)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8])
+def test_a_contiguous_copy_of_part_of_each_row_is_a_copy_on_all_ranks(rows: int) -> None:
+    """A block of one row passes for contiguous, where the whole does not."""
+    whole = torch.arange(rows * 5.0).view(rows, 5)
+    x = device_put(whole.clone(), P("x"), mesh=make_mesh((4,), ("x",), transport="simulation"))
+    for y in (x, whole):
+        y[:, :3].contiguous().add_(100)
+        y.contiguous().add_(1)
+    assert torch.equal(device_get(x), whole)

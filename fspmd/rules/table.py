@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
@@ -42,6 +43,7 @@ from fspmd.rules.scans import SCANS
 from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
+from fspmd.transport.local_tensor import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,24 @@ class Row:
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
     """On blocks, for `torch.unsafe_chunk`."""
     return torch.chunk(*args, **kwargs)
+
+
+def contiguous(shape: tuple[int, ...], x: Tensor, *options: Any, **named: Any) -> Tensor:
+    """On blocks, for ``x.contiguous()``: one that is thin passes for contiguous, where the whole tensor may not."""
+    out: Tensor = x.contiguous(*options, **named)
+    thin = not options and not named and out is x and not _is_packed(x, shape)
+    return x.clone(memory_format=torch.contiguous_format) if thin else out
+
+
+def _is_packed(x: Tensor, whole: tuple[int, ...]) -> bool:
+    """Whether each block has the strides of a new tensor, in dims of which the whole has several elements."""
+    for block in x.shards if isinstance(x, LocalTensor) else (x,):
+        step = 1
+        for length, stride, size in zip(reversed(block.shape), reversed(block.stride()), reversed(whole), strict=True):
+            if stride != step and size > 1:
+                return False
+            step *= max(length, 1)
+    return True
 
 
 def split(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +169,7 @@ ROWS: Final[dict[str, Row]] = {
     "complex": Row(elementwise, weighs=True),
     **{name: Row(elementwise) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
+    "contiguous": Row(elementwise, "first", local=contiguous),
     **{name: Row(elementwise, "sum", free=True, sized=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=True, sized=True) for name in _names("mul multiply rmul")},
     **{name: Row(elementwise, "first", free=True, sized=True) for name in _names("div divide true_divide")},
