@@ -6,17 +6,33 @@ A copy must not be written into, and its operand not while the copy is alive, si
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from torch import Tensor
 
 from fspmd.errors import VarianceError
+from fspmd.transport.local_tensor import LocalTensor
 
 _COPY: Final = "_fspmd_copy"
 _COPIES: Final = "_fspmd_copies"  # on a block: what is a copy where a view of it should be
 _MOVED_FROM: Final = "_fspmd_moved_from"
 _ROOT: Final = "_fspmd_root"  # on such a copy: the block that it and the copies it is made of come from
+
+
+def is_packed(x: Tensor, whole: Sequence[int] | None = None) -> bool:
+    """Whether a block, or each simulated one, has the strides of a new tensor.
+
+    Those that do not matter to the block, too; ``whole``: not those of dims of which the whole tensor has one element.
+    """
+    for block in x.shards if type(x) is LocalTensor else (x,):
+        step = 1
+        sizes = block.shape if whole is None else whole
+        for length, stride, size in zip(reversed(block.shape), reversed(block.stride()), reversed(sizes), strict=True):
+            if stride != step and (whole is None or size > 1):
+                return False
+            step *= max(length, 1)
+    return True
 
 
 def moved_from(x: Tensor, moved: Tensor) -> None:

@@ -173,6 +173,25 @@ def is_watched() -> bool:
     return _watch is not None
 
 
+class StandIn(Call):
+    """A call in the place of a ``plain`` one, put there ``by`` who watches; so is its transpose."""
+
+    __slots__ = ("by", "plain")
+
+    def __init__(self, plain: Call, by: Any) -> None:
+        self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
+        self.kernel, self.results = plain.kernel, plain.results
+        self.plain = plain
+        self.by = by
+
+    @property
+    def transposed(self) -> Call:
+        return type(self)(self.plain.transposed, self.by)
+
+    def batched(self) -> Call:
+        return type(self)(self.plain.batched(), self.by)
+
+
 def watched(x: Any, call: Call) -> Call:
     """The call as who watches wants it; what is done without `apply` asks for it."""
     watch = _watch  # another thread may end it

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies, handed_on
+from fspmd.copies import as_copies, handed_on, is_packed
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.global_view.bodied import as_local_call
@@ -36,7 +36,6 @@ from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_int import block_sizes
-from fspmd.transport.local_tensor import LocalTensor
 
 #: of whose operands the meta device does not ask that they have one dtype, as other devices do
 _OF_ONE_DTYPE = frozenset(
@@ -349,7 +348,7 @@ def _view_or_copy(local: Callable[..., Tensor], name: str, thin: bool, x: Tensor
     all ranks, unless they lie in memory as new ones do.
     """
     out = local(x)
-    if out is x or (_is_packed(x) if thin else out._is_view()):
+    if out is x or (is_packed(x) if thin else out._is_view()):
         return out
     copy: Tensor = as_copies(out, (x,), name, False)
     return copy
@@ -358,17 +357,6 @@ def _view_or_copy(local: Callable[..., Tensor], name: str, thin: bool, x: Tensor
 def _has_thin_blocks(spec: TensorSpec) -> bool:
     """Whether some rank has one element of a dim that is sharded, or none; strides do not matter there."""
     return any(min(length for _, length in blocks(spec.shape[dim], parts)) < 2 for dim, _, parts in spec.cuts)
-
-
-def _is_packed(x: Tensor) -> bool:
-    """Whether a block, or each simulated one, has the strides of a new tensor, those that do not matter too."""
-    for one in x.shards if isinstance(x, LocalTensor) else (x,):
-        step = 1
-        for size, stride in zip(reversed(one.shape), reversed(one.stride()), strict=True):
-            if stride != step:
-                return False
-            step *= max(size, 1)
-    return True
 
 
 def _as_block(spec: TensorSpec, views: bool, x: Tensor, *_: Any, **__: Any) -> Any:

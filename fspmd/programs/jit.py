@@ -233,19 +233,17 @@ def _recorded_plainly(function: Callable[..., Any], args: tuple[Any, ...], kwarg
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, Any]:
     """Run a function and record it; the record, and the result."""
     leaves, treedef = flatten((args, kwargs))
-    if not kwargs:  # as they are given at later calls
-        leaves, treedef = flatten(args)
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [_apart(leaves[i]) for i in places]
 
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    named_too = bool(kwargs)
 
     def filled(values: Sequence[Tensor]) -> tuple[Any, Any]:
         full = list(fixed)
         for i, x in zip(places, values, strict=True):
             full[i] = x
-        return treedef.unflatten(full) if named_too else (treedef.unflatten(full), {})
+        given: tuple[Any, Any] = treedef.unflatten(full)
+        return given
 
     def again(values: Sequence[Tensor]) -> list[Tensor]:
         given, named = filled(values)

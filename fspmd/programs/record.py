@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from fspmd import tracing
 from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.pairs import Call, watch_with
+from fspmd.pairs import Call, StandIn, watch_with
 from fspmd.programs.dry import imagined
 from fspmd.programs.escapes import Escapes, Generators, constant_of, generators_of, line
 from fspmd.tracing import RecordingMode
@@ -208,12 +208,12 @@ class Recorder(RecordingMode):
             check(func, args, self)
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws:
+        random = draws(func)
+        if random:
             self.check_draws(args, kwargs)
         with self.pause():
             out = func(*args, **kwargs)
-            if draws:
+            if random:
                 self.generators.settle()
         if func in _ALIASES:
             self._know(out, placed[0])
@@ -301,7 +301,12 @@ def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:
 
 def is_pure(func: Any) -> bool:
     """Whether an aten function gives the same of the same, and does nothing else."""
-    return not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
+    return not func._schema.is_mutable and not draws(func)
+
+
+def draws(func: Any) -> bool:
+    """Whether an aten function draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def memory_of(x: Tensor) -> int:
@@ -325,33 +330,21 @@ def _compactly(call: Call, waits: bool) -> Callable[[Tensor], Any]:
     return lambda x: call.run(x).contiguous()
 
 
-class _Recorded(Call):
-    """A call that is put down when it begins, as its transpose is, on whatever thread."""
+class _Recorded(StandIn):
+    """A call that is put down when it begins, on whatever thread."""
 
-    __slots__ = ("plain", "recorder")
-
-    def __init__(self, plain: Call, recorder: Recorder) -> None:
-        self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
-        self.kernel, self.results = plain.kernel, plain.results
-        self.plain = plain
-        self.recorder = recorder
+    __slots__ = ()
+    by: Recorder
 
     def start(self, x: Tensor) -> Pending:
-        if self.recorder.paused or tracing.recorder() is not self.recorder:
+        if tracing.recorder() is not self.by:
             return self.plain.start(x)
-        return self.recorder.collective(self.plain, x, False)  # type: ignore[no-any-return]
+        return self.by.collective(self.plain, x, False)  # type: ignore[no-any-return]
 
     def run(self, x: Tensor) -> Tensor:
-        if self.recorder.paused or tracing.recorder() is not self.recorder:
+        if tracing.recorder() is not self.by:
             return self.plain.run(x)
-        return self.recorder.collective(self.plain, x, True)  # type: ignore[no-any-return]
-
-    @property
-    def transposed(self) -> Call:
-        return _Recorded(self.plain.transposed, self.recorder)
-
-    def batched(self) -> Call:
-        return _Recorded(self.plain.batched(), self.recorder)
+        return self.by.collective(self.plain, x, True)  # type: ignore[no-any-return]
 
 
 class _Landing(Pending):
@@ -367,7 +360,7 @@ class _Landing(Pending):
     def wait(self) -> Tensor:
         plain: Pending = self._value
         recorder = self.recorder
-        if recorder.paused or tracing.recorder() is not recorder:
+        if tracing.recorder() is not recorder:
             return plain.wait()
         with recorder.pause():
             out = plain.wait()

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fspmd.programs.record import draws, is_pure
 from fspmd.transport.randomness import draw_seed
 
 _PLAIN: Final = (bool, int, str, type(None))
@@ -79,16 +80,14 @@ def _needed(nodes: list[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
 def has_effect(node: fx.Node) -> bool:
     """Whether a step does more than give its result."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
-    return bool(node.meta.get("effect"))
+    return not is_pure(target) if isinstance(target, torch._ops.OpOverload) else bool(node.meta.get("effect"))
 
 
 def has_randomness(node: fx.Node) -> bool:
     """Whether a step draws from a generator."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
+        return draws(target)
     return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.copies import is_packed
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
 from fspmd.rules import (
@@ -43,7 +44,6 @@ from fspmd.rules.scans import SCANS
 from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
-from fspmd.transport.local_tensor import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,8 @@ def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
 def contiguous(shape: tuple[int, ...], x: Tensor, *options: Any, **named: Any) -> Tensor:
     """On blocks, for ``x.contiguous()``: one that is thin passes for contiguous, where the whole tensor may not."""
     out: Tensor = x.contiguous(*options, **named)
-    thin = not options and not named and out is x and not _is_packed(x, shape)
+    thin = not options and not named and out is x and not is_packed(x, shape)
     return x.clone(memory_format=torch.contiguous_format) if thin else out
-
-
-def _is_packed(x: Tensor, whole: tuple[int, ...]) -> bool:
-    """Whether each block has the strides of a new tensor, in dims of which the whole has several elements."""
-    for block in x.shards if isinstance(x, LocalTensor) else (x,):
-        step = 1
-        for length, stride, size in zip(reversed(block.shape), reversed(block.stride()), reversed(whole), strict=True):
-            if stride != step and size > 1:
-                return False
-            step *= max(length, 1)
-    return True
 
 
 def split(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.meshes.mesh import Mesh
-from fspmd.pairs import Call, watch_with
+from fspmd.pairs import Call, StandIn, watch_with
 from fspmd.redistribution.cost import Price, moves, price
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
@@ -69,16 +69,11 @@ def remove(watcher: Watcher) -> None:
         watch_with(_watched if _watchers else None)
 
 
-class _Watched(Call):
-    """A call that knows its cause, as its transpose does, and tells when it begins."""
+class _Watched(StandIn):
+    """A call that knows its cause, and tells when it begins."""
 
-    __slots__ = ("cause", "plain")
-
-    def __init__(self, plain: Call, cause: Cause) -> None:
-        self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
-        self.kernel, self.results = plain.kernel, plain.results
-        self.plain = plain
-        self.cause = cause
+    __slots__ = ()
+    by: Cause
 
     def start(self, x: Tensor) -> Pending:
         self.announce(x)
@@ -88,18 +83,11 @@ class _Watched(Call):
         self.announce(x)
         return self.plain.run(x)
 
-    @property
-    def transposed(self) -> Call:
-        return _Watched(self.plain.transposed, self.cause)
-
-    def batched(self) -> Call:
-        return _Watched(self.plain.batched(), self.cause)
-
     def announce(self, x: Tensor) -> None:
         if _watchers and communicates(self):
             shape = tuple((x.shards[0] if type(x) is LocalTensor else x).shape)
             cost = price_of(self, shape, x.dtype)
-            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.cause)
+            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by)
 
 
 def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> None:
