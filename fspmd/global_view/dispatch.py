@@ -18,7 +18,8 @@ from fspmd.copies import moved_from, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.planning import plan_call, sharded_values, tell_call
-from fspmd.global_view.propagate import OpPlan, shown
+from fspmd.global_view.propagate import OpPlan
+from fspmd.global_view.refusals import shown
 from fspmd.messages import described
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import replan_with

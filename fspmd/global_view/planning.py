@@ -19,16 +19,9 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, VarianceError
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
 from fspmd.global_view.outcomes import Place
-from fspmd.global_view.propagate import (
-    NoRuleError,
-    OpPlan,
-    as_whole,
-    parameters,
-    propagate,
-    refuse_rule,
-    schemas,
-    shown,
-)
+from fspmd.global_view.propagate import OpPlan, as_whole, propagate
+from fspmd.global_view.refusals import NoRuleError, refuse_rule, shown
+from fspmd.global_view.signatures import parameters, schemas
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.op_kinds import name_of

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.global_view.dispatch import forget_plans
-from fspmd.global_view.propagate import Question, ask, shown
+from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.messages import counted, described

@@ -12,7 +12,7 @@ from typing import Final
 import optree
 import torch
 
-from fspmd.global_view.propagate import shown
+from fspmd.global_view.refusals import shown
 
 _HERE: Final = str(Path(__file__).parents[1])
 _LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.global_view.outcomes import Place
-from fspmd.global_view.propagate import Question, ask, shown
+from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
