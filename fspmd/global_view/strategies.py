@@ -15,21 +15,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, lcm, prod
+from math import inf, prod
 from typing import Final
 
-from fspmd.entries import Entry, blocks, entry_axes, entry_of
+from fspmd.entries import Entry, entry_axes
+from fspmd.global_view.layouts import Choice, Layouts, aligned, entries_of, layouts_of, state_of
 from fspmd.redistribution.bounds import at_least
-from fspmd.redistribution.cost import Topology, work
+from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
-
-#: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
-Choice = int | str
-
 
 _ROUNDING = 1e-6  # µs
 _PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
@@ -57,7 +54,7 @@ class _Way:
     place: int
     factors: Factors
     choices: dict[str, Choice]
-    layouts: _Layouts | None = None
+    layouts: Layouts | None = None
     made: bool = False
 
 
@@ -94,7 +91,7 @@ def best_strategy(
         if way.least > limit + _ROUNDING:
             break
         if not way.made:
-            way.layouts = _layouts(way.factors, way.choices, operands, results, topology, empty, body)
+            way.layouts = layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
             way.made = True
         one = None if way.layouts is None else _strategy(way.layouts, operands, topology, gradients, weighs, limit)
         if one is not None and _may(one, operands[0], fixed) and (best is None or (one.time, way.place) < best[:2]):
@@ -123,11 +120,11 @@ def _as_they_lie(
         if any(lies.get(f) != entry for f, entry in zip(dims, spec.partition.entries, strict=True) if f is not None):
             return None
     used = [axis for axes in axes_of.values() for axis in axes]
-    if len(set(used)) < len(used) or not _aligned(factors, axes_of, [*operands, *results], empty, set()):
+    if len(set(used)) < len(used) or not aligned(factors, axes_of, [*operands, *results], empty, set()):
         return None
     choices = {axis: factor for axis in operands[0].mesh.axis_names for factor, axes in axes_of.items() if axis in axes}
     casts = tuple(tuple([axis for axis, factor in choices.items() if factor not in dims]) for dims in factors.operands)
-    outs = tuple(P(*_entries(dims, lies)) for dims in factors.results)
+    outs = tuple(P(*entries_of(dims, lies)) for dims in factors.results)
     return Strategy(tuple(operands), casts, outs, (0.0, 0.0), False, axes_of, 0.0)
 
 
@@ -151,7 +148,7 @@ def strategies(
     operands that will have one. ``weighs``: the sums of gradients of whole operands count.
     """
     every = (
-        _layouts(way.factors, way.choices, operands, results, topology, empty, body)
+        layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
         for way in _ways(factors, linear, operands, body, topology)
     )
     found = (_strategy(laid, operands, topology, gradients, weighs, inf) for laid in every if laid is not None)
@@ -204,7 +201,7 @@ def _begun(axis: str, choice: Choice, factors: Factors, operands: Sequence[Tenso
     found = []
     for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
         if axis in spec.partition.unreduced:
-            moves_it = _state(choice, i, dims, factors) != "U"
+            moves_it = state_of(choice, i, dims, factors) != "U"
         elif axis not in spec.partition.axes:
             continue
         elif isinstance(choice, str) or choice not in dims:
@@ -277,66 +274,8 @@ def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterat
                 yield factor
 
 
-@dataclass(frozen=True, slots=True)
-class _Layouts:
-    """How all of a call lies in one combination; µs of its computation, and of the collectives in a body."""
-
-    operands: tuple[TensorSpec, ...]
-    casts: tuple[tuple[str, ...], ...]
-    results: tuple[TensorSpec, ...]
-    by_body: bool
-    axes: dict[int, tuple[str, ...]]
-    work: float  # none where operands lie right
-    body: float
-    back: float  # of its gradients
-
-
-def _layouts(
-    factors: Factors,
-    choices: dict[str, Choice],
-    operands: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    topology: Topology,
-    empty: bool,
-    body: Bodied | None,
-) -> _Layouts | None:
-    """The layouts of a combination; None where blocks do not fit."""
-    sharded = {choice for choice in choices.values() if isinstance(choice, int)}
-    axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
-    entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
-    needs: list[TensorSpec] = []
-    casts: list[tuple[str, ...]] = []
-    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
-        states = [(axis, _state(choice, i, dims, factors)) for axis, choice in choices.items()]
-        cast = [axis for axis, state in states if state == "cast"]
-        unreduced = frozenset([axis for axis, state in states if state == "U"])
-        reduced = frozenset([axis for axis, state in states if state == "R"]) | spec.partition.reduced.intersection(
-            cast
-        )
-        needs.append(spec.with_partition(P(*_entries(dims, entries), unreduced=unreduced, reduced=reduced)))
-        casts.append(tuple(cast))
-    outs = tuple(_result(dims, factors, choices, entries) for dims in factors.results)
-    by_body = sharded & factors.whole if body is not None else set[int]()
-    if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
-        return None  # of pending sums a body knows those of all its operands, not a product's
-    if not _aligned(factors, axes_of, [*operands, *results], empty, by_body):
-        return None
-    laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
-    stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
-    computing = 0.0 if stays else _working(factors, needs, laid, topology)
-    within = 0.0
-    if by_body and body is not None:
-        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
-        over = tuple(axis for factor in by_body for axis in axes_of[factor])
-        within = body.time(needs, results, over, topology, whole)
-        if within == inf:
-            return None
-    back = within * body.back if body is not None else 0.0
-    return _Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
-
-
 def _strategy(
-    laid: _Layouts,
+    laid: Layouts,
     operands: Sequence[TensorSpec],
     topology: Topology,
     gradients: frozenset[int],
@@ -375,83 +314,3 @@ def _cast_in_body(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) ->
     gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
     lies = need.partition
     return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
-
-
-def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
-    """µs of the computation: each element of its factors' blocks once, or reading and writing the blocks."""
-    lengths: dict[int, int] = {}
-    held = 0
-    for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
-        held += prod(spec.block_shape) * spec.dtype.itemsize
-        lengths.update((f, n) for f, n in zip(dims, spec.block_shape, strict=True) if f is not None)
-    return work(prod(lengths.values()), held, topology)
-
-
-def _aligned(
-    factors: Factors,
-    axes_of: dict[int, tuple[str, ...]],
-    specs: Sequence[TensorSpec],
-    empty: bool,
-    by_body: set[int],
-) -> bool:
-    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
-
-    Not ``empty``: none of them may be. A body sees to both itself.
-    """
-    for factor, axes in axes_of.items():
-        sizes = {
-            spec.shape[d]
-            for dims, spec in zip((*factors.operands, *factors.results), specs, strict=True)
-            for d, own in enumerate(dims)
-            if own == factor
-        }
-        if factor in factors.pieces:
-            sizes.add(factors.pieces[factor])
-        parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
-        if factor in by_body or (empty and len(sizes) == 1):
-            continue
-        if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
-            return False
-        unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit
-        if len({tuple(length * unit // (size or 1) for _, length in blocks(size, parts)) for size in sizes}) > 1:
-            return False
-    return True
-
-
-def _state(choice: Choice, operand: int, dims: Dims, factors: Factors) -> str:
-    """What an operand must be over an axis: I, V (it has the factor), U, R, or cast where it meets others that vary."""
-    if isinstance(choice, str):
-        return choice[operand]
-    if choice in dims:
-        return "V"
-    return "U" if choice in factors.summed and operand in factors.added else "cast"
-
-
-def _entries(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
-    return [None if factor is None else entries.get(factor) for factor in dims]
-
-
-def _ordered(
-    factor: int, choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
-) -> tuple[str, ...]:
-    """The axes of a factor, in the order that the operand with most of them has."""
-    axes = [axis for axis, choice in choices.items() if choice == factor]
-    best: tuple[str, ...] = ()
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        for own, entry in zip(dims, spec.partition, strict=True):
-            kept = tuple(axis for axis in entry_axes(entry) if axis in axes)
-            if own == factor and len(kept) > len(best):
-                best = kept
-    return (*best, *(axis for axis in axes if axis not in best))
-
-
-def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], entries: dict[int, Entry]) -> P:
-    unreduced = frozenset(
-        axis
-        for axis, choice in choices.items()
-        if choice in factors.summed or (isinstance(choice, str) and "U" in choice)
-    )
-    reduced = frozenset(
-        axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
-    )
-    return P(*_entries(dims, entries), unreduced=unreduced, reduced=reduced)

@@ -1,0 +1,155 @@
+"""How all of a call lies where each mesh axis does one thing: operands, results, what is cast, what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, lcm, prod
+
+from fspmd.entries import Entry, blocks, entry_axes, entry_of
+from fspmd.redistribution.cost import Topology, work
+from fspmd.rules.bodies import Bodied
+from fspmd.rules.factors import Dims, Factors
+from fspmd.spec import P, TensorSpec
+
+#: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
+Choice = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How all of a call lies in one combination; µs of its computation, and of the collectives in a body."""
+
+    operands: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]
+    results: tuple[TensorSpec, ...]
+    by_body: bool
+    axes: dict[int, tuple[str, ...]]
+    work: float  # none where operands lie right
+    body: float
+    back: float  # of its gradients
+
+
+def layouts_of(
+    factors: Factors,
+    choices: dict[str, Choice],
+    operands: Sequence[TensorSpec],
+    results: Sequence[TensorSpec],
+    topology: Topology,
+    empty: bool,
+    body: Bodied | None,
+) -> Layouts | None:
+    """The layouts of a combination; None where blocks do not fit."""
+    sharded = {choice for choice in choices.values() if isinstance(choice, int)}
+    axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
+    entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
+    needs: list[TensorSpec] = []
+    casts: list[tuple[str, ...]] = []
+    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
+        states = [(axis, state_of(choice, i, dims, factors)) for axis, choice in choices.items()]
+        cast = [axis for axis, state in states if state == "cast"]
+        unreduced = frozenset([axis for axis, state in states if state == "U"])
+        reduced = frozenset([axis for axis, state in states if state == "R"]) | spec.partition.reduced.intersection(
+            cast
+        )
+        needs.append(spec.with_partition(P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced)))
+        casts.append(tuple(cast))
+    outs = tuple(_result(dims, factors, choices, entries) for dims in factors.results)
+    by_body = sharded & factors.whole if body is not None else set[int]()
+    if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
+        return None  # of pending sums a body knows those of all its operands, not a product's
+    if not aligned(factors, axes_of, [*operands, *results], empty, by_body):
+        return None
+    laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
+    stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
+    computing = 0.0 if stays else _working(factors, needs, laid, topology)
+    within = 0.0
+    if by_body and body is not None:
+        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
+        over = tuple(axis for factor in by_body for axis in axes_of[factor])
+        within = body.time(needs, results, over, topology, whole)
+        if within == inf:
+            return None
+    back = within * body.back if body is not None else 0.0
+    return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
+
+
+def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
+    """µs of the computation: each element of its factors' blocks once, or reading and writing the blocks."""
+    lengths: dict[int, int] = {}
+    held = 0
+    for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
+        held += prod(spec.block_shape) * spec.dtype.itemsize
+        lengths.update((f, n) for f, n in zip(dims, spec.block_shape, strict=True) if f is not None)
+    return work(prod(lengths.values()), held, topology)
+
+
+def aligned(
+    factors: Factors,
+    axes_of: dict[int, tuple[str, ...]],
+    specs: Sequence[TensorSpec],
+    empty: bool,
+    by_body: set[int],
+) -> bool:
+    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
+
+    Not ``empty``: none of them may be. A body sees to both itself.
+    """
+    for factor, axes in axes_of.items():
+        sizes = {
+            spec.shape[d]
+            for dims, spec in zip((*factors.operands, *factors.results), specs, strict=True)
+            for d, own in enumerate(dims)
+            if own == factor
+        }
+        if factor in factors.pieces:
+            sizes.add(factors.pieces[factor])
+        parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
+        if factor in by_body or (empty and len(sizes) == 1):
+            continue
+        if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
+            return False
+        unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit
+        if len({tuple(length * unit // (size or 1) for _, length in blocks(size, parts)) for size in sizes}) > 1:
+            return False
+    return True
+
+
+def state_of(choice: Choice, operand: int, dims: Dims, factors: Factors) -> str:
+    """What an operand must be over an axis: I, V (it has the factor), U, R, or cast where it meets others that vary."""
+    if isinstance(choice, str):
+        return choice[operand]
+    if choice in dims:
+        return "V"
+    return "U" if choice in factors.summed and operand in factors.added else "cast"
+
+
+def entries_of(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
+    """The entries of a partition, of those of its factors."""
+    return [None if factor is None else entries.get(factor) for factor in dims]
+
+
+def _ordered(
+    factor: int, choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
+) -> tuple[str, ...]:
+    """The axes of a factor, in the order that the operand with most of them has."""
+    axes = [axis for axis, choice in choices.items() if choice == factor]
+    best: tuple[str, ...] = ()
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        for own, entry in zip(dims, spec.partition, strict=True):
+            kept = tuple(axis for axis in entry_axes(entry) if axis in axes)
+            if own == factor and len(kept) > len(best):
+                best = kept
+    return (*best, *(axis for axis in axes if axis not in best))
+
+
+def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], entries: dict[int, Entry]) -> P:
+    unreduced = frozenset(
+        axis
+        for axis, choice in choices.items()
+        if choice in factors.summed or (isinstance(choice, str) and "U" in choice)
+    )
+    reduced = frozenset(
+        axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
+    )
+    return P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced)
