@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
+from fspmd.programs.program import Program
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import compiled, has_randomness
 from fspmd.transport.local_tensor import LocalTensor, expand
@@ -18,14 +19,10 @@ from fspmd.transport.randomness import go_on, kept_states
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
-    """Both parts. Forward gives the results, then what backward needs; backward takes that, and the cotangents."""
+class Followed:
+    """What autograd needs to know of a program whose results it follows."""
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    again: Callable[..., list[Tensor]]  # the recorded function itself, of the tensors among its leaves
     closed: tuple[Tensor, ...]  # tensors closed over that have a gradient
-    draws: bool
     results: int
     constants: frozenset[int]  # results without a gradient
     with_gradient: tuple[int, ...]  # the inputs that have one
@@ -33,16 +30,24 @@ class Halves:
     reach: tuple[frozenset[int], ...]  # for each result with a gradient, which of those inputs it was made of
 
 
-def differentiable(
+@dataclass(frozen=True, slots=True)
+class Halves(Followed):
+    """Both parts. Forward gives the results, then what backward needs; backward takes that, and the cotangents."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    again: Callable[..., list[Tensor]]  # the recorded function itself, of the tensors among its leaves
+    draws: bool
+
+
+def differentiated(
     recorder: Recorder,
-    again: Callable[..., Any],
     leaves: Sequence[Tensor],
     inputs: list[fx.Node],
     results: list[Tensor],
     outputs: list[fx.Node],
-) -> Halves:
+) -> tuple[Program, Followed]:
     """Record the backward pass of a recorded forward pass, of leaves that no graph of the caller reaches."""
-    forward = recorder.steps()
     closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
     for node, x in closed.items():
         if x.grad_fn is not None and _reached([x], [y for other, y in closed.items() if other is not node]):
@@ -50,38 +55,47 @@ def differentiable(
                 f"jit cannot record a function that closes over a tensor of shape {tuple(x.shape)} and over another "
                 "that it was computed from; pass them as arguments, or compute the one from the other in the function"
             )
-    inputs = [*inputs, *closed]
     values = [*leaves, *closed.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
     followed = [i for i, x in enumerate(results) if x.requires_grad]
     with recorder.pause(), torch.no_grad():
         cotangents = [torch.zeros_like(results[i], memory_format=torch.contiguous_format) for i in followed]
+        zeros = tuple(map(_zeros_like, cotangents))
     given = [recorder.argument(x) for x in cotangents]
-    recorder.dry = True  # all processes record alike, or some replay: none may wait for the others
+    recorder.deferred = True  # all processes record alike, or some replay: none may wait for the others
     chosen = [values[i] for i in wanted]
     with _hooks_aside(closed.values()):
         found = torch.autograd.grad(
             [results[i] for i in followed], chosen, cotangents, retain_graph=True, allow_unused=True
         )
-    recorder.dry = False
     gradients = [None if g is None else recorder.node_of(g) for g in found]
-    backward = recorder.steps()[len(forward) :]
-    known = {*inputs, *forward}
+    recorder.deferred = False
     constants = {node: x for node, x in recorder.captured.items() if node not in closed}
-    used = dict.fromkeys(node for step in backward for node in step.all_input_nodes if node in known)
-    used.update(dict.fromkeys(g for g in gradients if g in known))
-    extra = tuple(closed.values())
-    return Halves(
-        compiled(forward, inputs, [*outputs, *used], constants),
-        compiled(backward, [*used, *given], gradients, constants),
-        again,
-        extra,
-        any(has_randomness(node) for node in forward),
+    program = Program.of(recorder.graph, [*inputs, *closed], outputs, constants, given, gradients)
+    return program, Followed(
+        tuple(closed.values()),
         len(outputs),
         frozenset(range(len(outputs))).difference(followed),
         tuple(wanted),
-        tuple(map(_zeros_like, cotangents)),
+        zeros,
         tuple(_made_of(results[i], chosen) for i in followed),
+    )
+
+
+def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tensor]]) -> Halves:
+    """Both parts of a program as functions."""
+    kept = program.kept
+    return Halves(
+        facts.closed,
+        facts.results,
+        facts.constants,
+        facts.with_gradient,
+        facts.zeros,
+        facts.reach,
+        compiled(program.steps, program.inputs, [*program.results, *kept], program.constants),
+        compiled(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants),
+        again,
+        any(has_randomness(node) for node in program.steps),
     )
 
 

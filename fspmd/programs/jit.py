@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
@@ -17,13 +17,13 @@ from fspmd.errors import ArgumentError, RecordError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.pairs import is_watched
-from fspmd.programs.backward import differentiable, followed, replay
-from fspmd.programs.record import Recorder, is_as, memory_of, state_of
+from fspmd.programs.backward import followed, halves_of, replay
+from fspmd.programs.capture import capture
+from fspmd.programs.record import is_as, memory_of
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.randomness import kept_states
 from fspmd.trees import flatten, flatten_args
 
 _grad_enabled = torch.is_grad_enabled
@@ -138,7 +138,7 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
                 return function(*args, **kwargs)  # another thread records
             misses += 1
             try:
-                records[known], out = _recorded_plainly(function, args, kwargs)
+                records[known], out = _recorded(function, args, kwargs)
             finally:
                 _recording.release()
             return out
@@ -222,92 +222,23 @@ def _changed(record: Record) -> bool:
     return any(not is_as(module, was) for module, was in record.modules)
 
 
-def _recorded_plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Record, Any]:
-    """The same also in inference mode, where torch would not tell what is written into: the steps of no_grad do."""
-    if not torch.is_inference_mode_enabled():
-        return _recorded(function, args, kwargs)
-    with torch.inference_mode(False), torch.no_grad():
-        return _recorded(function, args, kwargs)
-
-
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, Any]:
     """Run a function and record it; the record, and the result."""
-    leaves, treedef = flatten((args, kwargs))
-    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    tensors = [_apart(leaves[i]) for i in places]
-
-    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def filled(values: Sequence[Tensor]) -> tuple[Any, Any]:
-        full = list(fixed)
-        for i, x in zip(places, values, strict=True):
-            full[i] = x
-        given: tuple[Any, Any] = treedef.unflatten(full)
-        return given
-
-    def again(values: Sequence[Tensor]) -> list[Tensor]:
-        given, named = filled(values)
-        return _tensors(function(*given, **named))
-
-    drawn = kept_states()
-    recorder = Recorder(leaf for leaf in leaves if isinstance(leaf, torch.Generator))
-    inputs = [recorder.argument(x) for x in tensors]
-    given, named = filled(tensors)
-    halves = None
-    with recorder.recording():
-        try:
-            out = function(*given, **named)
-        except Exception as error:
-            if recorder.refused is None or error is recorder.refused:
-                raise
-            raise recorder.refused from error  # whatever was made of it on its way
-        recorder.finish()
-        _check_arguments(leaves, filled(tensors), (given, named))
-        results = _tensors(out)
-        outputs = [recorder.node_of(x) for x in results]
-        if any(x.requires_grad for x in results):
-            halves = differentiable(recorder, again, tensors, inputs, results, outputs)
-            run = replay(halves)
-        else:
-            run = below_autograd(compiled(recorder.steps(), inputs, outputs, recorder.captured))
+    found = capture(function, args, kwargs)
+    program, halves = found.program, None
+    if found.followed is None:
+        run = below_autograd(compiled(program.steps, program.inputs, program.results, program.constants))
+    else:
+        halves = halves_of(program, found.followed, found.again)
+        run = replay(halves)
     if _autocasts():
         run = _as_recorded(run)
-    frozen = tuple(x for x in recorder.captured.values() if _may_thaw(x)) if _grad_enabled() else ()
-    written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
-    modules = tuple((module, state_of(module)) for module in recorder.modules.values())
-    record = Record(run, list(map(_strides, tensors)), written, _rebuilder(out), frozen, modules)
-    if halves is not None:
-        out = record.rebuild(tuple(followed(halves, drawn, [leaves[i] for i in places], tensors, results)))
-    return record, out
-
-
-def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
-    """Raises where a function has changed its arguments otherwise than by writing into tensors."""
-    (was, tree), (now, other) = flatten(before), flatten(after)
-    if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
-        raise RecordError(
-            "jit cannot record a function that changes a list, a dict or a Sharded that it was given; return what "
-            "becomes of it"
-        )
-    for x, y in zip(
-        (x for x in was if isinstance(x, Tensor)), (x for x in leaves if isinstance(x, Tensor)), strict=True
-    ):
-        if x.requires_grad != y.requires_grad:
-            raise RecordError(
-                f"jit cannot record a function that gives a gradient to an argument of shape {tuple(x.shape)}, by "
-                "requires_grad_() or by writing into it what has one; write x = x.detach().requires_grad_(), or return "
-                "the result"
-            )
-
-
-def _apart(x: Tensor) -> Tensor:
-    """The same value as another object: told from the same tensor given twice, or closed over; of no graph."""
-    apart = x.detach()
-    if type(x) is Tensor and x.layout is _strided and 0 in x.stride():
-        apart = apart.contiguous()  # other arguments can lie in memory as this does
-    if isinstance(x, torch.nn.Parameter):
-        return torch.nn.Parameter(apart, x.requires_grad)
-    return apart.requires_grad_(x.requires_grad)
+    frozen = tuple(x for x in found.closed if _may_thaw(x)) if _grad_enabled() else ()
+    record = Record(run, list(map(_strides, found.leaves)), found.written, _rebuilder(found.out), frozen, found.modules)
+    if halves is None:
+        return record, found.out
+    results = followed(halves, found.drawn, found.given, found.leaves, found.results)
+    return record, record.rebuild(tuple(results))
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,10 +256,6 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _may_thaw(x: Tensor) -> bool:
     return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    return [x for x in flatten(out)[0] if isinstance(x, Tensor)]
 
 
 def _pair(local: Tensor, spec: TensorSpec) -> Sharded:

@@ -24,13 +24,16 @@ from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, watch_with
 from fspmd.programs.dry import imagined
-from fspmd.programs.escapes import Escapes, Generators, constant_of, generators_of, line
+from fspmd.programs.escapes import Escapes, Generators, generators_of
+from fspmd.programs.program import value_of
+from fspmd.programs.refusals import check
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.watching.causes import trace
+from fspmd.watching.causes import Cause, trace
 
 aten: Final = torch.ops.aten
+functorch: Final = torch._C._functorch
 
 #: kernels that give what they are given, where each process has a block of its own
 _NAMES_ALONE: Final = frozenset({"alias", "apart", "pick"})
@@ -58,7 +61,8 @@ class Recorder(RecordingMode):
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
-        self.dry = False  # collectives of process groups are put down, and not done
+        self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
+        self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
         self._shards: dict[int, tuple[TensorWeakRef, fx.Node, int]] = {}  # of values of all ranks
@@ -135,10 +139,6 @@ class Recorder(RecordingMode):
         self._know(x, copy)
         return x
 
-    def steps(self) -> list[fx.Node]:
-        """All steps so far."""
-        return [node for node in self.graph.nodes if node.op == "call_function"]
-
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
         for table in (self._nodes, self._shards):
@@ -153,6 +153,14 @@ class Recorder(RecordingMode):
 
     def _know(self, x: Tensor, node: fx.Node) -> None:
         self._nodes[id(x)] = TensorWeakRef(x), node
+        if "value" not in node.meta:
+            node.meta["value"] = value_of(x)
+            node.meta["storage"] = storage = memory_of(x)
+            before = node.all_input_nodes  # which are alive
+            if node.target is operator.getitem:
+                before = before[0].all_input_nodes
+            owner = next((one for one in before if one.meta.get("storage") == storage), None)
+            node.meta["memory"] = node if owner is None else owner.meta["memory"]
         for i, shard in enumerate(x.shards) if type(x) is LocalTensor else ():
             self._shards[id(shard)] = TensorWeakRef(shard), node, i
 
@@ -176,18 +184,26 @@ class Recorder(RecordingMode):
         with warnings.catch_warnings():  # of sizes that differ from rank to rank, which are what they are
             warnings.simplefilter("ignore")
             node = self.graph.create_node("call_function", target, args, kwargs, name)
-        node.meta["cause"] = trace().cause
+        node.meta["cause"], node.meta["backward"] = self._cause()
         node.meta["constant"] = constant
+        node.meta["deferred"] = self.deferred
         return node
+
+    def _cause(self) -> tuple[Cause, bool]:
+        """Who asked for a step, and whether it computes gradients."""
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return self._causes.get(node._sequence_nr()) or trace().cause, True
+        found = trace().cause
+        self._causes.setdefault(torch.autograd._get_sequence_nr() - 1, found)  # type: ignore[attr-defined]
+        return found, self.deferred
 
     def _results(self, out: Any, node: fx.Node) -> Any:
         """Make the results of a step known; numbers become such as can be told apart."""
         if isinstance(out, Tensor):
             self._know(out, node)
         elif type(out) in (tuple, list):
-            return type(out)(
-                self._results(one, self.graph.call_function(operator.getitem, (node, i))) for i, one in enumerate(out)
-            )
+            return type(out)(self._results(one, _part(node, i)) for i, one in enumerate(out))
         elif type(out) is int:
             out = Number(out)
             self._objects[id(out)] = out, node
@@ -238,7 +254,7 @@ class Recorder(RecordingMode):
         """A call of the pair table."""
         placed = self._placed(x)
         with self.pause():
-            if self.dry and call.mesh.transport != "simulation":
+            if self.deferred and call.mesh.transport != "simulation":
                 out: Any = imagined(call, x)
                 out = out if waits else Pending(out)
             else:
@@ -246,7 +262,9 @@ class Recorder(RecordingMode):
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
             self._know(out, placed)
             return out
-        return self._results(out, self._put(_compactly(call, waits), (placed,), {}, call.pair.name))
+        node = self._put(_compactly(call, waits), (placed,), {}, call.pair.name)
+        node.meta["call"], node.meta["waits"] = call, waits
+        return self._results(out, node)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -288,6 +306,13 @@ class Recorder(RecordingMode):
         return call if type(call) is _Recorded else _Recorded(call, self)
 
 
+def _part(node: fx.Node, i: int) -> fx.Node:
+    """One of the results of a step that gives several."""
+    part = node.graph.call_function(operator.getitem, (node, i))
+    part.meta.update({key: node.meta[key] for key in ("cause", "backward", "deferred")})
+    return part
+
+
 def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
     """What of a module is a constant of a record: its mode, and which tensors are its parameters and buffers."""
     return module.training, *module._parameters.values(), *module._buffers.values()
@@ -312,6 +337,8 @@ def draws(func: Any) -> bool:
 def memory_of(x: Tensor) -> int:
     """What tells the memory of a tensor, and of its views, from that of others."""
     with torch._C.DisableTorchFunction():
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
         return int((x.shards[0] if type(x) is LocalTensor else x).untyped_storage()._cdata)
 
 
@@ -365,57 +392,3 @@ class _Landing(Pending):
         with recorder.pause():
             out = plain.wait()
         return recorder._results(out, recorder._put(Pending.wait, (self.node,), {}))  # type: ignore[no-any-return]
-
-
-# --- what cannot be recorded ------------------------------------------------------------------------------------------
-
-
-def check(func: Any, args: tuple[Any, ...], recorder: Recorder) -> None:
-    """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
-    cause = None
-    if torch.Tag.data_dependent_output in func.tags:
-        cause = "makes a Python value of a tensor's"
-    elif torch.Tag.dynamic_output_shape in func.tags and not (func is aten.index.Tensor and not _has_mask(args[1])):
-        cause = "gives a result whose shape depends on values"
-    if cause is None:
-        if writes := _written(func, args):
-            _check_writes(func, writes, recorder)
-        return
-    name = func._schema.name.split("::")[-1].lstrip("_")
-    raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
-
-
-_NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    arguments = zip(func._schema.arguments, args, strict=False)
-    found = [x for a, x in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
-
-
-def _check_writes(func: Any, written: list[Tensor], recorder: Recorder) -> None:
-    for x in written:
-        node = recorder.owner(x)
-        if node is not None:
-            recorder.written.add(node)
-        if node in recorder.captured:
-            name = func._schema.name.split("::")[-1]
-            raise recorder.refusal(
-                RecordError(
-                    f"{name}() writes into a tensor of shape {tuple(x.shape)} that the jitted function closes over; "
-                    f"pass it as an argument, and return what becomes of it{line()}"
-                )
-            )
-        _vary(recorder.node_of(x))
-
-
-def _vary(node: fx.Node) -> None:
-    """A value that was the same in every run, and what it is a view of, no longer is."""
-    if node.meta.pop("constant", False):
-        for one in node.all_input_nodes:
-            _vary(one)

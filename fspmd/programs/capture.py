@@ -1,0 +1,130 @@
+"""From a function and its arguments to a program: it runs once, on leaves of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import RecordError
+from fspmd.programs.backward import Followed, differentiated
+from fspmd.programs.program import Program
+from fspmd.programs.record import Recorder, state_of
+from fspmd.transport.randomness import kept_states
+from fspmd.trees import flatten
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One recorded run."""
+
+    program: Program
+    followed: Followed | None  # where results have a gradient
+    out: Any  # the result
+    given: list[Tensor]  # the tensors among the arguments
+    leaves: list[Tensor]  # what the function had in their place
+    results: list[Tensor]  # the tensors among those of ``out``
+    again: Callable[[Sequence[Tensor]], list[Tensor]]  # the function, of the tensors among its arguments
+    drawn: Any  # the states of generators before
+    closed: tuple[Tensor, ...]  # tensors closed over
+    written: tuple[int, ...]  # which of ``given`` are written into
+    modules: tuple[Any, ...]  # modules that ran, and how they were
+
+
+def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Run a function and record it.
+
+    In inference mode torch would not tell what is written into, so it is recorded as in `torch.no_grad`.
+    """
+    if not torch.is_inference_mode_enabled():
+        return _captured(function, args, kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return _captured(function, args, kwargs)
+
+
+def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    leaves, treedef = flatten((args, kwargs))
+    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    tensors = [_apart(leaves[i]) for i in places]
+    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def filled(values: Sequence[Tensor]) -> tuple[Any, Any]:
+        full = list(fixed)
+        for i, x in zip(places, values, strict=True):
+            full[i] = x
+        given: tuple[Any, Any] = treedef.unflatten(full)
+        return given
+
+    def again(values: Sequence[Tensor]) -> list[Tensor]:
+        given, named = filled(values)
+        return _tensors(function(*given, **named))
+
+    drawn = kept_states()
+    recorder = Recorder(leaf for leaf in leaves if isinstance(leaf, torch.Generator))
+    inputs = [recorder.argument(x) for x in tensors]
+    given, named = filled(tensors)
+    with recorder.recording():
+        try:
+            out = function(*given, **named)
+        except Exception as error:
+            if recorder.refused is None or error is recorder.refused:
+                raise
+            raise recorder.refused from error  # whatever was made of it on its way
+        recorder.finish()
+        _check_arguments(leaves, filled(tensors), (given, named))
+        results = _tensors(out)
+        outputs = [recorder.node_of(x) for x in results]
+        facts = None
+        if any(x.requires_grad for x in results):
+            program, facts = differentiated(recorder, tensors, inputs, results, outputs)
+        else:
+            program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
+    return Capture(
+        program,
+        facts,
+        out,
+        [leaves[i] for i in places],
+        tensors,
+        results,
+        again,
+        drawn,
+        tuple(recorder.captured.values()),
+        tuple(i for i, node in enumerate(inputs) if node in recorder.written),
+        tuple((module, state_of(module)) for module in recorder.modules.values()),
+    )
+
+
+def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
+    """Raises where a function has changed its arguments otherwise than by writing into tensors."""
+    (was, tree), (now, other) = flatten(before), flatten(after)
+    if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
+        raise RecordError(
+            "jit cannot record a function that changes a list, a dict or a Sharded that it was given; return what "
+            "becomes of it"
+        )
+    for x, y in zip(
+        (x for x in was if isinstance(x, Tensor)), (x for x in leaves if isinstance(x, Tensor)), strict=True
+    ):
+        if x.requires_grad != y.requires_grad:
+            raise RecordError(
+                f"jit cannot record a function that gives a gradient to an argument of shape {tuple(x.shape)}, by "
+                "requires_grad_() or by writing into it what has one; write x = x.detach().requires_grad_(), or return "
+                "the result"
+            )
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same value as another object: told from the same tensor given twice, or closed over; of no graph."""
+    apart = x.detach()
+    if type(x) is Tensor and x.layout is torch.strided and 0 in x.stride():
+        apart = apart.contiguous()  # other arguments can lie in memory as this does
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(apart, x.requires_grad)
+    return apart.requires_grad_(x.requires_grad)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [x for x in flatten(out)[0] if isinstance(x, Tensor)]

@@ -1,0 +1,107 @@
+"""A recorded program: one FX graph of forward steps and, where results are followed by autograd, of backward steps.
+
+Its nodes say in ``meta`` what passes, prices and readers ask for:
+
+``value``     `Value` of the result; absent where that is no tensor
+``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own
+``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes
+``backward``  it computes gradients: within the recorded function, or of its results
+``deferred``  it runs when somebody asks for gradients of the results
+``call``      the `Call` of a collective; ``waits``: whether the step ends it, or only begins it
+``constant``  the result is the same in every run of this rank
+``effect``    the step does more than give its result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.transport.local_tensor import LocalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A block; of all simulated ranks that of the first, which is the largest."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def value_of(x: Tensor) -> Value:
+    """What is known of a tensor when it is recorded."""
+    block = x.shards[0] if type(x) is LocalTensor else x
+    return Value(tuple(block.shape), block.dtype)
+
+
+@dataclass(slots=True)
+class Program:
+    """What was recorded. Passes change it in place; `results` and `gradients` follow what they replace.
+
+    ``inputs`` are the tensors among the arguments, then those closed over that have a gradient; ``cotangents`` are
+    what deferred steps are given besides; ``constants`` are tensors that were there before, read in every run.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    constants: dict[fx.Node, Tensor]
+    cotangents: list[fx.Node]
+
+    @staticmethod
+    def of(
+        graph: fx.Graph,
+        inputs: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+        constants: dict[fx.Node, Tensor],
+        cotangents: Sequence[fx.Node] = (),
+        gradients: Sequence[fx.Node | None] = (),
+    ) -> Program:
+        """A program that ends with ``results`` and ``gradients``."""
+        graph.output((tuple(results), tuple(gradients)))
+        return Program(graph, list(inputs), dict(constants), list(cotangents))
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The tensors among the results of the function."""
+        return self._ends[0]  # type: ignore[no-any-return]
+
+    @property
+    def gradients(self) -> tuple[fx.Node | None, ...]:
+        """For each input that has a gradient, what the deferred steps make of the cotangents; None for nothing."""
+        return self._ends[1]  # type: ignore[no-any-return]
+
+    @property
+    def _ends(self) -> Any:
+        return self.graph.output_node().args[0]
+
+    @property
+    def steps(self) -> list[fx.Node]:
+        """Those that run when the function is called."""
+        return [node for node in self._calls if not node.meta.get("deferred")]
+
+    @property
+    def deferred(self) -> list[fx.Node]:
+        """Those that run when gradients are asked for."""
+        return [node for node in self._calls if node.meta.get("deferred")]
+
+    @property
+    def _calls(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    @property
+    def kept(self) -> list[fx.Node]:
+        """What the deferred steps need of the inputs and of the steps before, in the order in which they use it."""
+        here = {*self.inputs, *self.steps}
+        used = dict.fromkeys(node for step in self.deferred for node in step.all_input_nodes if node in here)
+        used.update(dict.fromkeys(g for g in self.gradients if g in here))
+        return list(used)

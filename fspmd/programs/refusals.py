@@ -1,0 +1,64 @@
+"""Functions of torch that cannot be steps: their results depend on values, or they write into what was there before."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.errors import RecordError
+from fspmd.programs.escapes import constant_of, line
+
+aten: Final = torch.ops.aten
+
+
+def check(func: Any, args: tuple[Any, ...], recorder: Any) -> None:
+    """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
+    cause = None
+    if torch.Tag.data_dependent_output in func.tags:
+        cause = "makes a Python value of a tensor's"
+    elif torch.Tag.dynamic_output_shape in func.tags and not (func is aten.index.Tensor and not _has_mask(args[1])):
+        cause = "gives a result whose shape depends on values"
+    if cause is None:
+        if writes := _written(func, args):
+            _check_writes(func, writes, recorder)
+        return
+    name = func._schema.name.split("::")[-1].lstrip("_")
+    raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
+
+
+_NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    arguments = zip(func._schema.arguments, args, strict=False)
+    found = [x for a, x in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
+
+
+def _check_writes(func: Any, written: list[Tensor], recorder: Any) -> None:
+    for x in written:
+        node = recorder.owner(x)
+        if node is not None:
+            recorder.written.add(node)
+        if node in recorder.captured:
+            name = func._schema.name.split("::")[-1]
+            raise recorder.refusal(
+                RecordError(
+                    f"{name}() writes into a tensor of shape {tuple(x.shape)} that the jitted function closes over; "
+                    f"pass it as an argument, and return what becomes of it{line()}"
+                )
+            )
+        _vary(recorder.node_of(x))
+
+
+def _vary(node: fx.Node) -> None:
+    """A value that was the same in every run, and what it is a view of, no longer is."""
+    if node.meta.pop("constant", False):
+        for one in node.all_input_nodes:
+            _vary(one)
