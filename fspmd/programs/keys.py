@@ -1,0 +1,112 @@
+"""What tells records apart: the kind of arguments that a function is called with, and of its surroundings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import DeviceContext
+
+from fspmd.errors import ArgumentError
+from fspmd.meshes.mesh import current_mesh
+from fspmd.messages import described
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.trees import flatten, flatten_args
+
+_grad_enabled = torch.is_grad_enabled
+_strided = torch.strided
+_default_dtype = torch.get_default_dtype
+_any_autocast = torch._C._is_any_autocast_enabled
+_function_modes = torch._C._len_torch_function_stack
+
+
+def autocasts() -> tuple[Any, ...]:
+    """Whether torch computes in other dtypes than it is asked to, and in which."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def default_device() -> torch.device | None:
+    """Where ``with torch.device(...)`` has new tensors made."""
+    modes = map(torch._C._get_function_stack_at, range(_function_modes()))
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+
+def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
+    """The key of a call; the tensors among the leaves of its arguments; how those lie in memory.
+
+    How they lie is no part of the key, since it may differ from process to process.
+    """
+    leaves, structure = flatten((args, kwargs)) if kwargs else flatten_args(args)
+    key = [structure, _grad_enabled(), _default_dtype(), autocasts() if _any_autocast() else (), current_mesh()]
+    if _function_modes():
+        key.append(default_device())
+    if kwargs:
+        key.append(dict)  # the structure is of a dict, too
+    values, strides = [], []
+    for leaf in leaves:
+        if type(leaf) is Tensor:
+            key += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+            if leaf.is_conj() or leaf.is_neg() or leaf.layout is not _strided:
+                key += leaf.is_conj(), leaf.is_neg(), leaf.layout
+            values.append(leaf)
+            strides.append(leaf.stride())
+        else:
+            key.append(_kind(leaf))
+            if isinstance(leaf, Tensor):
+                values.append(leaf)
+                strides.append(strides_of(leaf))
+    return tuple(key), values, strides
+
+
+def _kind(leaf: Any) -> Any:
+    """What a leaf that is no plain tensor is in a key."""
+    if type(leaf) is LocalTensor:
+        shapes = tuple(shard.shape for shard in (leaf.shards if leaf.uneven else leaf.shards[:1]))
+        return leaf.dtype, leaf.frame, shapes, leaf.requires_grad, leaf.device
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+    return leaf if type(leaf) is Static else identity(leaf)
+
+
+def identity(value: Any) -> Any:
+    """What tells one Python value from another: 1, 1.0 and True, two zeros; in tuples, too."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind, repr(value)
+    return kind, tuple(map(identity, value)) if kind is tuple else value
+
+
+class Static:
+    """A static argument: one leaf, whatever it is, told from others by type and equality."""
+
+    __slots__ = ("hash", "key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.key = identity(value)
+        self.hash = hash(self.key)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Static and bool(self.key == other.key)
+
+
+def strides_of(x: Tensor) -> Any:
+    """How a tensor lies in memory."""
+    return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
+
+
+def not_hashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError:
+    """The refusal of a call that has no key."""
+    for leaf in flatten((args, kwargs))[0]:
+        try:
+            hash(leaf)
+        except TypeError:
+            return ArgumentError(
+                f"jit got {described(leaf)} for an argument; arguments that are no tensors tell records apart, so they "
+                "must be hashable: pass tensors, numbers, strings, or trees of those"
+            )
+    return ArgumentError("jit got an argument that has no hash; pass tensors, numbers, strings, or trees of those")

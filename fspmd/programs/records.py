@@ -1,0 +1,140 @@
+"""One recorded run: how it is made, and what runs it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import RecordError
+from fspmd.programs.backward import followed, halves_of, replay
+from fspmd.programs.capture import capture
+from fspmd.programs.keys import autocasts, strides_of
+from fspmd.programs.record import is_as, memory_of
+from fspmd.programs.replay import below_autograd, compiled
+from fspmd.sharded import Sharded
+from fspmd.spec import TensorSpec
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.trees import flatten
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One recorded run."""
+
+    run: Callable[..., tuple[Any, ...]]  # of the tensors among the leaves of the arguments: those of the result
+    strides: list[Any]  # of those when they were recorded
+    written: tuple[int, ...]  # those that it writes into
+    rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
+    frozen: tuple[Tensor, ...]  # tensors closed over that had no gradient
+    modules: tuple[Any, ...]  # modules that ran, and how they were
+
+
+def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
+    """Replay on tensors that lie in memory as they did when they were recorded."""
+    laid = [x if strides_of(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
+    if record.written and len(set(map(memory_of, values))) < len(values):
+        raise RecordError(
+            "jit cannot replay a function that writes into an argument which shares memory with another, where they "
+            "lie in memory otherwise than when it was recorded; pass x.clone()"
+        )
+    out = record.run(*laid)
+    with torch.no_grad():
+        for i in record.written:
+            if laid[i] is not values[i]:
+                values[i].copy_(laid[i])
+    return out
+
+
+def _lying(x: Tensor, strides: Any) -> Tensor:
+    if type(x) is LocalTensor:
+        empty: Tensor = LocalTensor(list(map(_empty, x.shards, strides)), x.frame)
+    else:
+        empty = _empty(x, strides)
+    return empty.copy_(x)
+
+
+def _empty(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def thawed(record: Record) -> bool:
+    """Whether a tensor that had no gradient when it was closed over has one now."""
+    return any(x.requires_grad for x in record.frozen)
+
+
+def changed(record: Record) -> bool:
+    """Whether a module is in another mode, or has other parameters, than when it was recorded."""
+    return any(not is_as(module, was) for module, was in record.modules)
+
+
+def recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, Any]:
+    """Run a function and record it; the record, and the result."""
+    found = capture(function, args, kwargs)
+    program, halves = found.program, None
+    if found.followed is None:
+        run = below_autograd(compiled(program.steps, program.inputs, program.results, program.constants))
+    else:
+        halves = halves_of(program, found.followed, found.again)
+        run = replay(halves)
+    if autocasts():
+        run = _as_recorded(run)
+    frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
+    record = Record(
+        run, list(map(strides_of, found.leaves)), found.written, _rebuilder(found.out), frozen, found.modules
+    )
+    if halves is None:
+        return record, found.out
+    results = followed(halves, found.drawn, found.given, found.leaves, found.results)
+    return record, record.rebuild(tuple(results))
+
+
+def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where autocast is on: casts are steps of the record, and no others are wanted."""
+    kinds = [kind for kind, _ in autocasts()]
+
+    def without(*values: Any) -> Any:
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return run(*values)
+
+    return without
+
+
+def _may_thaw(x: Tensor) -> bool:
+    return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
+
+
+def _pair(local: Tensor, spec: TensorSpec) -> Sharded:
+    """A `Sharded` without the checks of its constructor."""
+    made = object.__new__(Sharded)
+    made.local, made.spec = local, spec
+    return made
+
+
+def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes a result like ``out`` of its tensors."""
+    if isinstance(out, Tensor):
+        return lambda values: values[0]
+    if type(out) is Sharded:
+        spec = out.spec
+        return lambda values: _pair(values[0], spec)
+    if type(out) is tuple and all(type(x) is Sharded for x in out):
+        specs = tuple(x.spec for x in out)
+        return lambda values: tuple(map(_pair, values, specs))
+    leaves, treedef = flatten(out)
+    kept = [None if isinstance(x, Tensor) else x for x in leaves]
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def rebuild(values: tuple[Any, ...]) -> Any:
+        full = list(kept)
+        for i, x in zip(places, values, strict=True):
+            full[i] = x
+        return treedef.unflatten(full)
+
+    return rebuild
