@@ -80,6 +80,7 @@ from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.jit import jit
+from fspmd.programs.misses import CacheMiss, explain_cache_misses
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
@@ -101,6 +102,7 @@ __all__ = [
     "PCIE",
     "ArgumentError",
     "AxisError",
+    "CacheMiss",
     "ColwiseParallel",
     "Communication",
     "CommunicationError",
@@ -147,6 +149,7 @@ __all__ = [
     "device_put",
     "empty",
     "explain",
+    "explain_cache_misses",
     "explain_rule",
     "explicit",
     "eye",

@@ -13,8 +13,10 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import is_watched
+from fspmd.programs.arguments import Names, Numbers, chosen, mark_static, with_static
 from fspmd.programs.keys import key_of, not_hashable
-from fspmd.programs.records import Record, changed, recorded, relaid, thawed
+from fspmd.programs.misses import facts_of, report
+from fspmd.programs.records import Record, changed, recorded, relaid, stale, thawed
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -30,10 +32,25 @@ class CacheInfo(NamedTuple):
 
 
 @overload
-def jit(f: Callable[..., Any]) -> Callable[..., Any]: ...
+def jit(
+    f: Callable[..., Any],
+    *,
+    static_argnums: Numbers = None,
+    static_argnames: Names = None,
+) -> Callable[..., Any]: ...
 @overload
-def jit(f: None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
-def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def jit(
+    f: None = None,
+    *,
+    static_argnums: Numbers = None,
+    static_argnames: Names = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def jit(
+    f: Callable[..., Any] | None = None,
+    *,
+    static_argnums: Numbers = None,
+    static_argnames: Names = None,
+) -> Callable[..., Any]:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
     The kind is the tree of the arguments, the specs of `Sharded` ones, shape, strides and dtype of tensors and whether
@@ -45,11 +62,16 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
     In a body, in a ``torch.func`` transform, under `checkpoint` and while communication is watched ``f`` runs as it is;
     within another jitted function it is a part of that function's record.
 
+    Arguments that ``static_argnums`` (ints, from the end where negative) or ``static_argnames`` name are handed on as
+    they are: functions, modules, whole trees. They tell records apart by type and equality, so they must be hashable.
+    `explain_cache_misses` says why calls are recorded anew.
+
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
     constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
     with other parameters.
 
     Raises:
+        ArgumentError: an option names no parameter; a static argument has no hash, or is a tensor.
         RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
             torch (``tolist()``, ``numpy()``, ``print``), writes into tensors that ``f`` closes over, ``backward()``
             into ``.grad`` of what was there before, seeds that are set, generators that are no arguments, lists and
@@ -64,12 +86,18 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
     Sharded f32[4@x] on mesh(x=4)
     >>> step.cache_info()
     CacheInfo(hits=1, misses=1, currsize=1)
+    >>> power = jit(lambda x, n: torch.stack([x**i for i in range(n)]), static_argnums=1)
+    >>> power(torch.tensor(2.0), 4)
+    tensor([1., 2., 4., 8.])
     """
     if f is None:
-        return jit
+        options = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+        return functools.partial(jit, **options)
     if not callable(f):
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
     function = f
+    static = chosen(f, "static", static_argnums, static_argnames)
+    recordable = with_static(f) if static else f
     records: dict[Any, Record] = {}
     hits = misses = 0
 
@@ -79,6 +107,8 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
         if state.body is not None or _transforms_active() or is_watched() or _saved_tensor_hooks(True) is not None:
             return function(*args, **kwargs)
+        if static:
+            args, kwargs = mark_static(function, static, args, kwargs)
         known, values, strides = key_of(args, kwargs)
         try:
             record = records.get(known)
@@ -86,10 +116,12 @@ def jit(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
             raise not_hashable(args, kwargs) from None
         if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
             if not _recording.acquire(blocking=False):
-                return function(*args, **kwargs)  # another thread records
+                return recordable(*args, **kwargs)  # another thread records
             misses += 1
             try:
-                records[known], out = recorded(function, args, kwargs)
+                facts = facts_of(function, args, kwargs)
+                report(function, facts, (one.facts for one in records.values()), stale(record) if record else ())
+                records[known], out = recorded(recordable, args, kwargs, facts)
             finally:
                 _recording.release()
             return out

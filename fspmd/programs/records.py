@@ -14,6 +14,7 @@ from fspmd.errors import RecordError
 from fspmd.programs.backward import followed, halves_of, replay
 from fspmd.programs.capture import capture
 from fspmd.programs.keys import autocasts, strides_of
+from fspmd.programs.misses import Facts
 from fspmd.programs.record import is_as, memory_of
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
@@ -32,6 +33,7 @@ class Record:
     rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
     frozen: tuple[Tensor, ...]  # tensors closed over that had no gradient
     modules: tuple[Any, ...]  # modules that ran, and how they were
+    facts: Facts  # what its key is made of
 
 
 def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
@@ -72,7 +74,25 @@ def changed(record: Record) -> bool:
     return any(not is_as(module, was) for module, was in record.modules)
 
 
-def recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, Any]:
+def stale(record: Record) -> tuple[str, ...]:
+    """Why a record with the right key is of no use."""
+    tensors = [
+        f"a tensor of shape {tuple(x.shape)} that it closes over: requires_grad False -> True"
+        for x in record.frozen
+        if x.requires_grad
+    ]
+    modules = [
+        f"a module {type(module).__name__}: "
+        + ("has other parameters or buffers" if module.training == was[0] else f"training {was[0]} -> {not was[0]}")
+        for module, was in record.modules
+        if not is_as(module, was)
+    ]
+    return *tensors, *modules
+
+
+def recorded(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts
+) -> tuple[Record, Any]:
     """Run a function and record it; the record, and the result."""
     found = capture(function, args, kwargs)
     program, halves = found.program, None
@@ -84,9 +104,8 @@ def recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if autocasts():
         run = _as_recorded(run)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
-    record = Record(
-        run, list(map(strides_of, found.leaves)), found.written, _rebuilder(found.out), frozen, found.modules
-    )
+    strides = list(map(strides_of, found.leaves))
+    record = Record(run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts)
     if halves is None:
         return record, found.out
     results = followed(halves, found.drawn, found.given, found.leaves, found.results)

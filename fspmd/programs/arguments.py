@@ -1,0 +1,127 @@
+"""Which arguments an option of `jit` names, by position or by name, and static arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.messages import counted, described
+from fspmd.programs.keys import Static
+from fspmd.sharded import Sharded
+from fspmd.trees import parameter_names
+
+Numbers = int | Sequence[int] | None
+Names = str | Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Arguments: those given by position, and those given by name."""
+
+    numbers: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.names)
+
+
+def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -> Chosen:
+    """What ``option_argnums`` and ``option_argnames`` choose: a parameter however it is given.
+
+    Raises:
+        ArgumentError: they are no ints or strings, or ``f`` has no such parameters.
+    """
+    by_number = _sequence(f"{option}_argnums", numbers, int, "an int")
+    by_name = _sequence(f"{option}_argnames", names, str, "a string")
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (TypeError, ValueError):  # as of some functions written in C
+        return Chosen(frozenset(_all_given(i, f, option) for i in by_number), frozenset(by_name))
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    kinds = {p.kind for p in parameters}
+    found = set()
+    for i in by_number:
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            found.add(_all_given(i, f, option))
+        elif not -len(positional) <= i < len(positional):
+            raise ArgumentError(
+                f"jit got {option}_argnums={numbers!r}, but {described(f)} takes "
+                f"{counted(len(positional), 'positional argument')}{_listed(positional)}"
+            )
+        else:
+            found.add(i % len(positional))
+    every = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for name in by_name:
+        if name not in every and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ArgumentError(
+                f"jit got {option}_argnames={names!r}, but {described(f)} has no parameter {name!r}{_listed(every)}"
+            )
+    named = {*by_name, *(positional[i] for i in found if i < len(positional))}
+    return Chosen(frozenset({*found, *(i for i, name in enumerate(positional) if name in named)}), frozenset(named))
+
+
+def _sequence(option: str, given: Any, kind: type, noun: str) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    found = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else (given,)
+    if any(not isinstance(one, kind) or isinstance(one, bool) for one in found):
+        raise ArgumentError(f"jit got {described(given)} for {option}, which takes {noun} or a tuple of them")
+    return found
+
+
+def _all_given(i: int, f: Any, option: str) -> int:
+    if i < 0:
+        raise ArgumentError(
+            f"jit got {i} in {option}_argnums, but {described(f)} takes any number of positional arguments; count from "
+            "the first one"
+        )
+    return i
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f": {', '.join(names)}" if names else ""
+
+
+def mark_static(
+    f: Callable[..., Any], which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the static ones made leaves that are told apart by their values.
+
+    Raises:
+        ArgumentError: a static argument has no hash, or is a tensor.
+    """
+    marked = tuple(_static(f, i, x) if i in which.numbers else x for i, x in enumerate(args))
+    return marked, {name: _static(f, name, x) if name in which.names else x for name, x in kwargs.items()}
+
+
+def _static(f: Any, where: int | str, value: Any) -> Static:
+    instead = "it must be hashable: a number, a string, a tuple, a frozen dataclass, a function or a module"
+    if isinstance(value, (Tensor, Sharded)):
+        instead = "only what a record holds as a constant can be static; leave it out of static_argnums"
+    else:
+        try:
+            return Static(value)
+        except TypeError:
+            pass
+    name = where if isinstance(where, str) else parameter_names(f, where + 1)[where]
+    raise ArgumentError(f"the static argument {name} of {described(f)} is {described(value)}; {instead}")
+
+
+def with_static(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f`` of arguments of which some are marked as static."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return f(*map(_opened, args), **{name: _opened(x) for name, x in kwargs.items()})
+
+    return run
+
+
+def _opened(x: Any) -> Any:
+    return x.value if type(x) is Static else x

@@ -1,0 +1,157 @@
+"""Why a call was recorded anew: what of its arguments and surroundings no record has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.meshes.mesh import current_mesh
+from fspmd.messages import counted
+from fspmd.programs.keys import Static, autocasts, default_device, identity
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.trees import leaf_paths, parameter_names, tree_text
+from fspmd.watching.causes import trace
+
+#: for each leaf of the arguments, and for the surroundings (""), its parts
+Facts = dict[str, dict[str, Any]]
+_log: Final = logging.getLogger("fspmd.jit")
+_SHOWN: Final = 80
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMiss:
+    """A call that was recorded: of which function, at which line of the user, and why."""
+
+    function: str
+    where: str
+    records: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.function} is recorded at {self.where}" if self.where else f"{self.function} is recorded"
+        if not self.records:
+            return f"{head}: {self.reasons[0]}"
+        nearest = "the record that it had" if self.records == 1 else f"the nearest of {self.records} records"
+        return f"{head}; {nearest} differs in {counted(len(self.reasons), 'part')}:" + "".join(
+            f"\n  * {reason}" for reason in self.reasons
+        )
+
+
+_listening: list[list[CacheMiss]] = []
+
+
+@contextmanager
+def explain_cache_misses() -> Iterator[list[CacheMiss]]:
+    """Within, each call of a jitted function that has to be recorded says why: what differs from the nearest record.
+
+    That is a warning of the logger ``fspmd.jit``, and an entry of the list that it gives. Replays cost nothing more.
+
+    >>> from fspmd import jit
+    >>> logging.getLogger("fspmd.jit").setLevel(logging.ERROR)  # here the list will do
+    >>> double = jit(lambda batch: batch["x"] * 2)
+    >>> with explain_cache_misses() as misses:
+    ...     for rows in 4, 4, 5:
+    ...         out = double({"x": torch.ones(rows, 8)})
+    >>> [miss.reasons for miss in misses]
+    [('it is called for the first time',), ("batch['x']: shape (4, 8) -> (5, 8)",)]
+    """
+    found: list[CacheMiss] = []
+    _listening.append(found)
+    try:
+        yield found
+    finally:
+        _listening[:] = [one for one in _listening if one is not found]
+
+
+def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tuple[str, ...]) -> None:
+    """Tell those who listen why a call is recorded; ``stale``: why its record was of no use."""
+    if not _listening:
+        return
+    before = list(known)
+    reasons = stale or (_nearest(now, before) if before else ("it is called for the first time",))
+    cause = trace().cause
+    miss = CacheMiss(
+        getattr(f, "__name__", None) or type(f).__name__, cause.where if cause.file else "", len(before), reasons
+    )
+    for one in _listening:
+        one.append(miss)
+    _log.warning("%s", miss)
+
+
+def facts_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
+    """What a key is made of, by the names of the parameters."""
+    names = parameter_names(f, len(args))
+    found: Facts = {
+        "": {
+            "arguments": ", ".join([*names, *(f"{name}=" for name in sorted(kwargs))]),
+            "grad mode": torch.is_grad_enabled(),
+            "default dtype": torch.get_default_dtype(),
+            "default device": default_device(),
+            "autocast": autocasts(),
+            "mesh of set_mesh": current_mesh(),
+        }
+    }
+    for name, tree in (*zip(names, args, strict=True), *kwargs.items()):
+        leaves, treedef = optree.tree_flatten(tree, is_sharded, none_is_leaf=True)
+        if not optree.treespec_is_leaf(treedef):
+            found[name] = {"tree": tree_text(treedef)}
+        for path, leaf in zip(leaf_paths(tree, name, is_sharded), leaves, strict=True):
+            found[path] = _parts(leaf)
+    return found
+
+
+def _parts(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, Sharded):
+        return {**_parts(leaf.local), "shape": tuple(leaf.shape), "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
+    if isinstance(leaf, Tensor):
+        parts = {
+            "type": type(leaf).__name__,
+            "shape": tuple(leaf.shape),
+            "dtype": leaf.dtype,
+            "requires_grad": leaf.requires_grad,
+            "device": leaf.device,
+            "layout": (leaf.layout, leaf.is_conj(), leaf.is_neg()),
+        }
+        if type(leaf) is LocalTensor:
+            parts |= {"axes that it varies over": leaf.frame.axes, "shape": tuple(tuple(x.shape) for x in leaf.shards)}
+        return parts
+    if type(leaf) is Static:
+        return {"static type": type(leaf.value).__name__, "static value": leaf}
+    return {"type": type(leaf).__name__, "value": leaf}
+
+
+def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
+    """What differs from the record that differs least."""
+    differences = [_differences(now, before) for before in known]
+    return min(reversed(differences), key=len) or ("the blocks of an argument lie over its ranks in another way",)
+
+
+def _differences(now: Facts, before: Facts) -> tuple[str, ...]:
+    missing = [f"{path}: the record had it" for path in before if path not in now]
+    more = [f"{path}: the record had none" for path in now if path not in before]
+    changed = [
+        f"{path + ': ' if path else ''}{part} {_shown(was)} -> {_shown(parts.get(part))}"
+        for path, parts in now.items()
+        for part, was in before.get(path, {}).items()
+        if not _same(was, parts.get(part))
+    ]
+    return (*missing, *more, *changed)
+
+
+def _same(x: Any, y: Any) -> bool:
+    """As keys are compared: what has another hash is another."""
+    a, b = identity(x), identity(y)
+    return hash(a) == hash(b) and bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value.value if type(value) is Static else value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

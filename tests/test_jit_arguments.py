@@ -1,0 +1,257 @@
+"""Arguments of jitted functions: static ones, and why a call is recorded anew."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from simulated import MESH
+from torch import Tensor
+
+import fspmd
+from fspmd import ArgumentError, P, device_put, explain_cache_misses, jit
+
+
+class Kind(enum.Enum):
+    SIN = 1
+    COS = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    scale: float
+    table: Any = None
+
+
+def f(x: Tensor, how: Any, n: int = 1, *, name: str = "") -> Tensor:
+    for _ in range(n):
+        x = how(x) if callable(how) else x * how.scale if isinstance(how, Config) else getattr(x, how.name.lower())()
+    return x + len(name)
+
+
+X = torch.linspace(0, 1, 3)
+STATIC: tuple[Any, ...] = (
+    torch.sin,
+    torch.cos,
+    Kind.SIN,
+    Kind.COS,
+    Config(2),
+    Config(3.0),
+    Config(2, X),
+    torch.nn.ReLU(),
+)
+CHOICES: tuple[dict[str, Any], ...] = (
+    {"static_argnums": (1, 2), "static_argnames": "name"},
+    {"static_argnums": [-1, -2], "static_argnames": ("name",)},
+    {"static_argnames": ("how", "n", "name")},
+)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_static_arguments_are_handed_on_and_tell_records_apart(choice: dict[str, Any]) -> None:
+    recorded = jit(f, **choice)
+    for _ in range(2):
+        for how in STATIC:
+            for n, name in ((1, "a"), (2, "")):
+                want = f(X, how, n, name=name)
+                assert torch.equal(recorded(X, how, n, name=name), want)
+                assert torch.equal(recorded(X, how=how, n=n, name=name), want)
+    assert recorded.cache_info() == (32, 32, 32)
+    assert torch.equal(recorded(X, Config(2.0)), X * 2)
+    assert torch.equal(recorded(X, Config(2.0), name=""), X * 2)
+
+
+def test_static_values_are_compared_by_type_and_equality() -> None:
+    seen: list[Any] = []
+    recorded = jit(lambda x, *rest: (seen.append(rest), x)[1], static_argnums=(1, 2))
+    for _ in range(2):
+        for value in (
+            1,
+            1.0,
+            True,
+            0.0,
+            -0.0,
+            (1,),
+            (1.0,),
+            (0.0,),
+            (-0.0,),
+            None,
+            "a",
+            ("a", (None,)),
+            frozenset({1}),
+        ):
+            recorded(X, value)
+            recorded(X, X.shape, value)
+    assert recorded.cache_info() == (26, 26, 26)
+    assert repr(seen[:2]) == repr([(1,), (X.shape, 1)])
+
+
+def test_modules_that_are_static_are_recorded_anew_in_another_mode() -> None:
+    @functools.partial(jit, static_argnums=0)
+    def apply(model: torch.nn.Module, x: Tensor) -> Any:
+        return model(x)
+
+    model = torch.nn.Dropout(0.5)
+    apply(model, X)
+    model.eval()
+    assert torch.equal(apply(model, X), X)
+    assert apply.cache_info() == (0, 2, 1)
+
+
+def test_as_a_decorator_of_methods_and_within_bodies() -> None:
+    class Model:
+        scale = 3.0
+
+        @jit(static_argnums=0)
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    model = Model()
+    assert torch.equal(model(X), X * 3)
+    body = fspmd.shard_map(model, mesh=MESH, in_specs=P(), out_specs=P())
+    assert torch.equal(fspmd.device_get(body(X)), X * 3)
+
+
+def _variadic(x: Tensor, *rest: Any, **others: Any) -> Tensor:
+    return x
+
+
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (
+        f,
+        {"static_argnums": 3},
+        r"^jit got static_argnums=3, but the function f takes 3 positional arguments: x, how, n$",
+    ),
+    (f, {"static_argnums": (0, -4)}, r"^jit got static_argnums=\(0, -4\), but the function f takes 3"),
+    (
+        f,
+        {"static_argnames": "width"},
+        r"^jit got static_argnames='width', but the function f has no parameter 'width': x,",
+    ),
+    (f, {"static_argnums": True}, r"^jit got the bool True for static_argnums, which takes an int or a tuple of them"),
+    (f, {"static_argnums": "how"}, r"^jit got the string 'how' for static_argnums, which takes an int"),
+    (f, {"static_argnames": 1}, r"^jit got the int 1 for static_argnames, which takes a string or"),
+    (
+        _variadic,
+        {"static_argnums": -1},
+        r"^jit got -1 in static_argnums, but .* any number .* count from the first one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "options", "message"), WRONG)
+def test_options_that_name_no_parameter(function: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        jit(function, **options)
+    with pytest.raises(ArgumentError, match=message):
+        jit(**options)(function)
+
+
+def test_values_that_cannot_be_static() -> None:
+    recorded = jit(f, static_argnames=("how", "name"))
+    message = r"^the static argument how of the function f is the list \[1\]; it must be hashable: a number,"
+    for call in (lambda: recorded(X, [1]), lambda: recorded(X, how=[1])):
+        with pytest.raises(ArgumentError, match=message):
+            call()
+    for x in (X, device_put(torch.ones(8), P("x"), mesh=MESH)):
+        with pytest.raises(ArgumentError, match=r"^the static argument how of .*; leave it out of static_argnums$"):
+            recorded(x, x)
+
+
+# --- why a call is recorded anew -------------------------------------------------------------------------------------
+
+
+def g(x: Any, scale: Any = 1.0, *, mode: Any = None) -> Any:
+    return x["w"][0] * 2
+
+
+W = torch.ones(4, 8)
+S = device_put(W, P("x"), mesh=MESH)
+#: what is called first, what then, and the reasons
+MISSES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], list[str]]] = {
+    "shape": (({"w": [W]},), ({"w": [W[:3]]},), ["x['w'][0]: shape (4, 8) -> (3, 8)"]),
+    "dtype": (({"w": [W]},), ({"w": [W.double()]},), ["x['w'][0]: dtype torch.float32 -> torch.float64"]),
+    "gradient": (
+        ({"w": [W]},),
+        ({"w": [W.clone().requires_grad_()]},),
+        ["x['w'][0]: requires_grad False -> True"],
+    ),
+    "spec": (
+        ({"w": [S]},),
+        ({"w": [fspmd.reshard(S, P(None, "x"))]},),
+        ["x['w'][0]: spec P('x', None) -> P(None, 'x')"],
+    ),
+    "value": (({"w": [W]}, 1.0), ({"w": [W]}, 2), ["scale: type float -> int", "scale: value 1.0 -> 2"]),
+    "static": (({"w": [W]}, 1.0, "a"), ({"w": [W]}, 1.0, "b"), ["mode: static value 'a' -> 'b'"]),
+    "tree": (
+        ({"w": [W]},),
+        ({"w": [W], "b": W},),
+        ["x['b']: the record had none", "x: tree {'w': [*]} -> {'b': *, 'w': [*]}"],
+    ),
+    "arguments": (
+        ({"w": [W]},),
+        ({"w": [W]}, 1.0),
+        ["scale: the record had none", "arguments x, mode= -> x, scale, mode="],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_reasons(name: str) -> None:
+    first, then, reasons = MISSES[name]
+    recorded = jit(g, static_argnames="mode")
+
+    def run(x: Any, scale: Any = None, mode: Any = "") -> None:
+        recorded(x, *([] if scale is None else [scale]), mode=mode)
+
+    run({"w": [torch.ones(7)], "v": 3, "u": 4}, 7)  # further away
+    run(*first)
+    with explain_cache_misses() as misses:
+        run(*first)
+        run(*then)
+    (miss,) = misses
+    assert list(miss.reasons) == reasons
+    assert (miss.function, miss.records) == ("g", 2)
+    assert miss.where.startswith("test_jit_arguments.py:")
+
+
+def test_surroundings() -> None:
+    recorded = jit(lambda x: x * 2)
+    with explain_cache_misses() as misses:
+        recorded(W)
+        with torch.no_grad():
+            recorded(W)
+        with fspmd.set_mesh(MESH):
+            recorded(W)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            recorded(W)
+        with torch.device("meta"):
+            recorded(W)
+    assert [miss.reasons[0].split(" ")[0] for miss in misses] == ["it", "grad", "mesh", "autocast", "default"]
+    assert [len(miss.reasons) for miss in misses] == [1] * 5
+    assert misses[1].reasons == ("grad mode True -> False",)
+
+
+def test_records_of_no_more_use(caplog: pytest.LogCaptureFixture) -> None:
+    model, w = torch.nn.Dropout(0.5), torch.ones(8)
+    recorded = jit(lambda x: model(x) * w)
+    recorded(W)
+    with explain_cache_misses() as outer, caplog.at_level(logging.WARNING, "fspmd.jit"):
+        model.eval()
+        with explain_cache_misses() as inner:
+            recorded(W)
+        w.requires_grad_()
+        recorded(W)
+    recorded(W[:2])
+    assert [miss.reasons for miss in inner] == [("a module Dropout: training True -> False",)]
+    thawed = "a tensor of shape (8,) that it closes over: requires_grad False -> True"
+    assert [miss.reasons for miss in outer] == [inner[0].reasons, (thawed,)]
+    assert [one.getMessage() for one in caplog.records] == [str(one) for one in outer]
+    assert str(outer[1]).startswith("<lambda> is recorded at test_jit_arguments.py:")
+    assert str(outer[1]).endswith(f"; the record that it had differs in 1 part:\n  * {thawed}")
