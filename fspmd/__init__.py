@@ -5,6 +5,7 @@ import gc as _gc
 _collects = _gc.isenabled()
 _gc.disable()  # until the end of this file: a collection walks all that torch has made, a third of this import
 
+from fspmd.auto.auto_spec import Layouts, auto_spec
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.collectives import (
     Handle,
@@ -113,6 +114,7 @@ __all__ = [
     "Handle",
     "Implicit",
     "ImplicitCommunicationWarning",
+    "Layouts",
     "Link",
     "Mesh",
     "MeshError",
@@ -138,6 +140,7 @@ __all__ = [
     "all_gather_into",
     "all_to_all",
     "arange",
+    "auto_spec",
     "axis_index",
     "axis_size",
     "broadcast",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isnan
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -148,7 +151,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     key.append(one.spec)
                     held.append(one.local)
                 else:
-                    key.append(_hashable(one))
+                    key.append(hashable(one))
                     held.append(one)
             blocks.append(held)
         elif (kind is int and func in _counting) or kind in _CONSTANT:
@@ -289,7 +292,7 @@ _CONSTANT = frozenset((str, type(None), type(...), torch.dtype, torch.device, to
 _PLAIN = _CONSTANT | {int}
 
 
-def _hashable(arg: Any) -> Any:
+def hashable(arg: Any) -> Any:
     """What an argument is in a key."""
     kind = type(arg)
     if kind in _PLAIN:
@@ -298,17 +301,17 @@ def _hashable(arg: Any) -> Any:
         start, stop, step = arg.start, arg.stop, arg.step
         if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
             return slice, start, stop, step
-        return slice, _hashable(start), _hashable(stop), _hashable(step)
+        return slice, hashable(start), hashable(stop), hashable(step)
     if kind is Sharded:
         return arg.spec
     if kind is float and (arg == 0 or isnan(arg)):
         return float, str(arg)  # two zeros, and nan, which equals nothing
     if isinstance(arg, dict):
-        return dict, *((name, _hashable(value)) for name, value in arg.items())
+        return dict, *((name, hashable(value)) for name, value in arg.items())
     if isinstance(arg, Tensor):
         return (kind, arg.dtype, arg.shape) if kind is not LocalTensor else LocalTensor
     if isinstance(arg, (tuple, list)):
-        return kind, *map(_hashable, arg)
+        return kind, *map(hashable, arg)
     return kind, arg
 
 
@@ -327,13 +330,13 @@ def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> N
                 held.append(one.local)
                 sharded = True
             else:
-                key.append(_hashable(one))
+                key.append(hashable(one))
                 held.append(one)
         blocks.append(held if sharded else arg)
     else:
         blocks.append(arg)
         free = (kind is float or kind is int) and (func in _free or _is_free(func))
-        key.append(kind if free else _hashable(arg))
+        key.append(kind if free else hashable(arg))
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -399,6 +402,21 @@ def _leave_to_python(function: Any, why: str) -> None:
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+@contextmanager
+def instead_of_dispatch(other: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, ``other(func, types, args, kwargs)`` has the calls of this thread on `Sharded` values."""
+    thread, before = threading.get_ident(), above.dispatch
+
+    def either(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return (other if threading.get_ident() == thread else before)(func, types, args, kwargs)
+
+    above.dispatch = Sharded.__torch_function__ = MethodType(either, Sharded)
+    try:
+        yield
+    finally:
+        above.dispatch = Sharded.__torch_function__ = before
 
 
 _leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")

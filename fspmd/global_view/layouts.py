@@ -62,7 +62,7 @@ def layouts_of(
         return None
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
     stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
-    computing = 0.0 if stays else _working(factors, needs, laid, topology)
+    computing = 0.0 if stays else working(factors, needs, laid, topology)
     within = 0.0
     if by_body and body is not None:
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
@@ -74,7 +74,7 @@ def layouts_of(
     return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
 
 
-def _working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
+def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
     """µs of the computation: each element of its factors' blocks once, or reading and writing the blocks."""
     lengths: dict[int, int] = {}
     held = 0

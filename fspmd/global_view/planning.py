@@ -89,12 +89,12 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
         return as_whole(_to_dtype_of)
     if is_ragged(func, len(tensors)):
-        return as_whole(functools.partial(_gathered, func))
+        return as_whole(functools.partial(gathered, func))
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
             return as_whole(functools.partial(_by_place, composite, inspect.signature(func)))
         return as_whole(lambda args, kwargs: composite(*args, **kwargs))
-    operands = _operands(args, kwargs, mesh)
+    operands = places_of(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
     if plan is not None:
         return plan
@@ -107,7 +107,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     except NotTraceable:
         if writes(func):
             refuse_rule(func, specs)
-        return as_whole(functools.partial(_gathered, func))
+        return as_whole(functools.partial(gathered, func))
     except FspmdError:
         raise
     except NotImplementedError:  # no kernel for fake tensors
@@ -159,7 +159,7 @@ def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, 
         refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
+def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
     """The tensors among the arguments and in lists there."""
     found: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
@@ -249,11 +249,11 @@ def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return above.dispatch(Tensor.to, (), (x, like.dtype, *others), kwargs)
 
 
-def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call on global tensors: what it gives, or its shape, depends on values."""
     mesh = sharded_values(args, kwargs)[0].spec.mesh
 
-    def gathered(x: Any) -> Any:
+    def at_home(x: Any) -> Any:
         if not isinstance(x, Sharded):
             return x
         return redistribute(x.local, x.spec, x.spec.with_partition(P()))
@@ -261,7 +261,7 @@ def _gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def wrapped(x: Any) -> Any:
         return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
 
-    whole: Any = optree.tree_map(gathered, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    whole: Any = optree.tree_map(at_home, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
     try:
         out = func(*whole[0], **whole[1])
     except Exception as error:

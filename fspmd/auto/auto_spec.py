@@ -1,0 +1,155 @@
+"""`auto_spec`: layouts of arguments, found by solving for the cheapest ones of all that a function computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+
+from fspmd.auto.model import Builder
+from fspmd.auto.record import is_value, record
+from fspmd.auto.solve import Found, Solver
+from fspmd.errors import ArgumentError, MeshError, SpecError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.modules.paths import matches, near
+from fspmd.redistribution.cost import topology
+from fspmd.spec import P, TensorSpec, complain
+from fspmd.trees import parameter_names
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What `auto_spec` found; printing it shows a table."""
+
+    specs: Any
+    """A tree like the arguments, with the `P` of each tensor, for ``device_put(args, layouts.specs, mesh=mesh)``."""
+    time: float
+    """µs of one call: computing, and collectives forward and backward."""
+    memory: int
+    """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps."""
+    leaves: tuple[tuple[str, TensorSpec], ...]
+    """Key path and layout of each tensor among the arguments."""
+    moves: tuple[str, ...]
+    """What is moved, op by op."""
+    alternatives: tuple[Layouts, ...] = ()
+    """The runners-up, the quickest first: plans in which some argument lies otherwise."""
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.leaves), default=0)
+        lines = [f"{self.time:,.1f} µs, {self.memory:,} B on each rank"]
+        lines += [f"  {name:{width}}  {_short(spec):<32} {_written(spec.partition)}" for name, spec in self.leaves]
+        lines += ["moves:", *(f"  {move}" for move in self.moves)] if self.moves else ["nothing is moved"]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def auto_spec(
+    f: Callable[..., Any],
+    mesh: Mesh,
+    *args: Any,
+    fixed: Mapping[str, P] | None = None,
+) -> Layouts:
+    """Find the cheapest layout of the arguments of ``f``, and with it of all that it computes.
+
+    ``f`` runs once on values without data, and its ops are written down. For each there are all ways to lay it out:
+    each mesh axis shards a dim of the computation, or none, or leaves a sum pending. What a way computes, what must be
+    moved between ops, and back for gradients, has a price by the figures of `set_topology`; the cheapest of all
+    combinations is found exactly. Nothing is communicated.
+
+    What counts is what ``f`` does: of ``value_and_grad(loss)`` or of a whole step forward and backward, of a loss only
+    forward. A gradient lies as what it is of.
+
+    Args:
+        f: A function of global tensors, as `jit` takes; it is given `Sharded` values.
+        mesh: Where it will run.
+        args: Its arguments: pytrees of tensors (on any device, "meta" too), `Sharded` or `TensorSpec`, of which only
+            shape, dtype and ``requires_grad`` count.
+        fixed: Layouts that are given, by glob on key paths: ``{"params.*.w": P("x"), "x": P("x")}``.
+
+    Raises:
+        RecordError: ``f`` looks at values, or uses `shard_map`, vmap or jvp.
+        ArgumentError, SpecError: a pattern that matches nothing, or a layout that does not fit.
+
+    >>> import torch
+    >>> from fspmd import make_mesh, value_and_grad
+    >>> def mlp(w, x):
+    ...     return (torch.relu(x @ w["up"]) @ w["down"]).sum()
+    >>> w = {"up": torch.empty(4096, 16384, device="meta"), "down": torch.empty(16384, 4096, device="meta")}
+    >>> x = torch.empty(64, 4096, device="meta")
+    >>> found = auto_spec(value_and_grad(mlp), make_mesh((4,), ("x",)), w, x)
+    >>> found.specs
+    ({'up': P(None, 'x'), 'down': P('x', None)}, P(None, None))
+    """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args)")
+    if not callable(f):
+        raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")
+    leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
+    names = _names(f, args)
+    given = _given(fixed or {}, [name for name, x in zip(names, leaves, strict=True) if is_value(x)], leaves, mesh)
+    program = record(f, mesh, leaves, treedef)
+    of_leaves = [name for name, x in zip(names, leaves, strict=True) if is_value(x)]
+    numbers = dict(zip(of_leaves, program.leaves, strict=True))
+    builder = Builder(program, topology(), {numbers[name]: spec for name, spec in given.items()})
+    best, _ = Solver(builder).cheapest()
+    return _layouts(builder, best, leaves, treedef, of_leaves)
+
+
+def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:
+    program = builder.program
+    specs = [builder.chosen_value(number, found.chosen) for number in program.leaves]
+    own = iter(specs)
+    tree = treedef.unflatten([next(own).partition if is_value(x) else None for x in leaves])
+    moved = tuple(_moves(builder, found))
+    return Layouts(tree, found.time, round(found.memory), tuple(zip(names, specs, strict=True)), moved)
+
+
+def _moves(builder: Builder, found: Found) -> Sequence[str]:
+    """A line for each op that has to wait for something."""
+    lines = []
+    program = builder.program
+    for i, op in enumerate(program.ops):
+        way = builder.chosen_way(i, found.chosen)
+        for number, need in zip(op.operands, way.needs, strict=True):
+            spec = builder.chosen_value(number, found.chosen)
+            if spec is not need.spec:
+                lines.append(f"{op.name}: {_short(spec)} -> {_short(need.spec)}")
+            if need.casts:
+                lines.append(f"{op.name}: gradient of {_short(spec)} summed over {', '.join(need.casts)}")
+    return lines
+
+
+def _names(f: Any, args: tuple[Any, ...]) -> list[str]:
+    """The key path of each leaf, which begins with the name of a parameter of ``f``."""
+    roots = parameter_names(f, len(args))
+    found = []
+    for root, arg in zip(roots, args, strict=True):
+        found += [".".join(map(str, (root, *path))) for path in optree.tree_paths(arg, is_leaf=is_value)]
+    return found
+
+
+def _given(fixed: Mapping[str, P], names: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> dict[str, P]:
+    """The layouts that are given, by name."""
+    found: dict[str, P] = {}
+    shapes = dict(zip(names, (tuple(x.shape) for x in leaves if is_value(x)), strict=True))
+    for pattern, spec in fixed.items():
+        matched = [name for name in names if matches(pattern, name)]
+        if not matched:
+            raise ArgumentError(f"auto_spec: fixed has {pattern!r}, which matches no argument{near(pattern, names)}")
+        for name in matched:
+            if complaint := complain(spec, mesh, len(shapes[name])):
+                raise SpecError(f"auto_spec: fixed[{pattern!r}] for {name}, of shape {shapes[name]}: {complaint}")
+            found[name] = spec
+    return found
+
+
+def _short(spec: TensorSpec) -> str:
+    return repr(spec).partition(" on ")[0]
+
+
+def _written(partition: P) -> str:
+    return repr(partition)

@@ -1,0 +1,337 @@
+"""What a choice of layouts takes, as sums over variables and pairs of them: time in µs, and bytes on each rank.
+
+A value is a variable whose choices are its layouts; an op is one whose choices are its ways. A value and an op that
+reads it share the price of the move between them; with one that makes it, which choices go together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.auto.record import Op, Program
+from fspmd.auto.ways import Need, Way, layouts, ways
+from fspmd.redistribution.bounds import at_least
+from fspmd.redistribution.cost import Topology
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.routes import route
+from fspmd.spec import P, TensorSpec
+
+_ROUNDING = 1e-9  # µs
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A layout of a value, and the axes over which backward sums its gradients once for all that read it as it is."""
+
+    spec: TensorSpec
+    summed: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Cost:
+    """Time and memory of each choice, or pair of choices."""
+
+    time: Tensor
+    memory: Tensor
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.time + other.time, self.memory + other.memory)
+
+    def __mul__(self, times: int) -> Cost:
+        return self if times == 1 else Cost(self.time * times, self.memory * times)
+
+    @property
+    def mT(self) -> Cost:
+        return Cost(self.time.mT, self.memory.mT)
+
+    def weighed(self, price: float) -> Tensor:
+        """Time, with µs for each byte."""
+        return self.time + price * self.memory if price else self.time
+
+
+@dataclass(slots=True, eq=False)
+class Prices:
+    """Of the moves from each layout of a value to each need of an op: at first what they take at least."""
+
+    laid: tuple[Laid, ...]
+    needs: tuple[Need, ...]
+    places: Tensor  # of the need of each way
+    cost: Cost  # [layouts, needs]
+    exact: Tensor
+
+    def table(self) -> Cost:
+        """For each layout and way."""
+        return Cost(self.cost.time[:, self.places], self.cost.memory[:, self.places])
+
+
+@dataclass(slots=True)
+class Model:
+    """Variables by number: their choices, and what these cost; pairs of variables, the smaller number first."""
+
+    choices: list[tuple[Any, ...]] = field(default_factory=list)
+    own: list[Cost] = field(default_factory=list)
+    pairs: dict[tuple[int, int], Cost] = field(default_factory=dict)
+
+    def add(self, choices: tuple[Any, ...], cost: Cost) -> int:
+        """A new variable."""
+        self.choices.append(choices)
+        self.own.append(cost)
+        return len(self.choices) - 1
+
+    def cost(self, chosen: tuple[int, ...]) -> tuple[float, float]:
+        """Time and memory of one choice for each variable."""
+        time = sum(float(own.time[i]) for own, i in zip(self.own, chosen, strict=True))
+        memory = sum(float(own.memory[i]) for own, i in zip(self.own, chosen, strict=True))
+        for (a, b), cost in self.pairs.items():
+            time += float(cost.time[chosen[a], chosen[b]])
+            memory += float(cost.memory[chosen[a], chosen[b]])
+        return time, memory
+
+
+def size(spec: TensorSpec) -> int:
+    """Bytes of a block."""
+    return prod(spec.block_shape) * spec.dtype.itemsize
+
+
+class Builder:
+    """The model of a program; ``tied`` are ops and values that are one variable, by the first of each."""
+
+    def __init__(
+        self,
+        program: Program,
+        topology: Topology,
+        fixed: Mapping[int, P],
+        tied: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
+        tables: dict[Any, Any] | None = None,
+    ) -> None:
+        self.program, self.topology, self.fixed = program, topology, fixed
+        self.tables = {} if tables is None else tables  # what was reckoned, for other models of the program
+        self.model = Model()
+        self.of_op: dict[int, int] = {}
+        self.of_value: dict[int, int] = {}
+        self._ops_as, self._values_as = tied
+        self._homes = dict(program.gradients) | dict(program.written)
+        self._parts: dict[tuple[int, int], list[Prices | Cost]] = {}  # of a value and an op
+        self._ways = [self._ways_of(op) for op in program.ops]
+        self._read: dict[int, list[int]] = {}
+        for i, op in enumerate(program.ops):
+            for n in op.operands:
+                self._read.setdefault(self.home(n), []).append(i)
+        self._build()
+
+    def home(self, number: int) -> int:
+        """The value whose variable a value shares."""
+        while (of := self._homes.get(number)) is not None:
+            number = of
+        return self._values_as.get(number, number)
+
+    def chosen_value(self, number: int, chosen: Sequence[int]) -> TensorSpec:
+        """How a value lies."""
+        variable = self.of_value[number]
+        laid: Laid = self.model.choices[variable][chosen[variable]]
+        return laid.spec
+
+    def chosen_way(self, op: int, chosen: Sequence[int]) -> Way:
+        """How an op is done."""
+        variable = self.of_op[op]
+        way: Way = self.model.choices[variable][chosen[variable]]
+        return way
+
+    def _ways_of(self, op: Op) -> tuple[Way, ...]:
+        values = self.program.values
+        key = op.question, op.followed, op.pinned, *((values[n] for n in op.operands) if op.question is None else ())
+        key = (id(op.question), *key[1:])
+        if key not in self.tables:
+            self.tables[key] = ways(op, values, self.topology)
+        found: tuple[Way, ...] = self.tables[key]
+        return found
+
+    def _build(self) -> None:
+        program = self.program
+        made = {n: i for i, op in enumerate(program.ops) for n in op.results}
+        for number in range(len(program.values)):
+            if (home := self.home(number)) not in self.of_value:
+                self.of_value[home] = self._value(home, made.get(home))
+            self.of_value[number] = self.of_value[home]
+        self._remember()
+        for i, op in enumerate(program.ops):
+            home = self._ops_as.get(i, i)
+            if home not in self.of_op:
+                times = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
+                self.of_op[home] = self.model.add(self._ways[i], Cost(torch.zeros_like(times), torch.zeros_like(times)))
+            self.of_op[i] = variable = self.of_op[home]
+            own = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
+            self.model.own[variable] += Cost(own, torch.zeros_like(own))
+            for k, number in enumerate(op.operands):
+                self._parts.setdefault((self.of_value[number], variable), []).append(
+                    self._reading(self.of_value[number], i, k)
+                )
+            for k, number in enumerate(op.results):
+                self._parts.setdefault((self.of_value[number], variable), []).append(
+                    self._making(self.of_value[number], i, k)
+                )
+        for pair in self._parts:
+            self._join(pair)
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def _value(self, home: int, maker: int | None) -> int:
+        spec, program = self.program.values[home], self.program
+        if home in self.fixed:
+            specs: tuple[TensorSpec, ...] = (spec.with_partition(self.fixed[home]),)
+        elif home in program.constants:
+            specs = (spec,)
+        elif maker is not None:
+            k = program.ops[maker].results.index(home)
+            specs = tuple(dict.fromkeys(way.results[k] for way in self._ways[maker]))
+        else:
+            specs = layouts(spec)
+        readers = [
+            (i, k)
+            for i in dict.fromkeys(self._read.get(home, ()))
+            for k, n in enumerate(program.ops[i].operands)
+            if self.home(n) == home
+        ]
+        summing = sum(any(way.needs[k].casts for way in self._ways[i]) for i, k in readers)
+        found = tuple(self._summed(specs)) if summing > 1 else tuple(Laid(one) for one in specs)
+        nothing = torch.zeros(len(found), dtype=torch.float64)
+        return self.model.add(found, Cost(nothing, nothing))
+
+    def _summed(self, specs: tuple[TensorSpec, ...]) -> list[Laid]:
+        """Each layout with each set of axes over which it may be cast."""
+        found = []
+        for spec in specs:
+            partition, sizes = spec.partition, spec.mesh.shape
+            free = [axis for axis, n in sizes.items() if n > 1 and axis not in partition.mentioned]
+            for count in range(len(free) + 1):
+                found += [Laid(spec, frozenset(axes)) for axes in itertools.combinations(free, count)]
+        return found
+
+    def _remember(self) -> None:
+        """What each value takes: its place in memory, the sums of its gradients, and pending sums that must end."""
+        written = {number for number, _ in self.program.written}
+        for number in range(len(self.program.values)):
+            variable = self.of_value[number]
+            laid: tuple[Laid, ...] = self.model.choices[variable]
+            times = 0 if number in written or number in self.program.constants else self._held(number)
+            memory = [float(times * size(one.spec)) for one in laid]
+            time = [self._settled(one.spec) if number in self.program.outputs else 0.0 for one in laid]
+            if number not in self._homes:
+                time = [t + self._sum(one) for t, one in zip(time, laid, strict=True)]
+            self.model.own[variable] += Cost(
+                torch.tensor(time, dtype=torch.float64), torch.tensor(memory, dtype=torch.float64)
+            )
+
+    def _held(self, number: int) -> int:
+        """How often memory holds it: an argument, its gradient, a result, what backward needs."""
+        program = self.program
+        if number in program.leaves:
+            return 1 + (number in program.followed)
+        return int(number in dict(program.gradients) or number in program.outputs or self._is_saved(number))
+
+    def _is_saved(self, number: int) -> bool:
+        return any(
+            way.needs[k].saved
+            for i in self._read.get(self.home(number), ())
+            for k, n in enumerate(self.program.ops[i].operands)
+            if n == number
+            for way in self._ways[i][:1]
+        )
+
+    def _sum(self, laid: Laid) -> float:
+        if not laid.summed:
+            return 0.0
+        return moves(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology).casting
+
+    def _settled(self, spec: TensorSpec) -> float:
+        """What ends its pending sums."""
+        if not spec.partition.unreduced:
+            return 0.0
+        return route(spec, spec.with_partition(P(*spec.partition)), self.topology).price.time
+
+    # --- pairs --------------------------------------------------------------------------------------------------------
+
+    def _join(self, pair: tuple[int, int]) -> None:
+        """Add up what a value and an op share."""
+        costs = [part.table() if isinstance(part, Prices) else part for part in self._parts[pair]]
+        whole = sum(costs[1:], costs[0])
+        value, op = pair
+        self.model.pairs[(value, op) if value < op else (op, value)] = whole if value < op else whole.mT
+
+    def price(self, chosen: Sequence[int]) -> bool:
+        """Price the moves of these choices; whether some cost more than they take at least."""
+        changed: set[int] = set()
+        for (value, op), parts in self._parts.items():
+            for part in parts:
+                if isinstance(part, Prices):
+                    i, k = chosen[value], int(part.places[chosen[op]])
+                    if not part.exact[i, k]:
+                        part.exact[i, k] = True
+                        time = self._time(part.laid[i], part.needs[k])
+                        if time > float(part.cost.time[i, k]) + _ROUNDING:
+                            changed.add(id(part))
+                        part.cost.time[i, k] = time
+        for pair, parts in self._parts.items():
+            if any(id(part) in changed for part in parts):
+                self._join(pair)
+        return bool(changed)
+
+    def _reading(self, variable: int, op: int, operand: int) -> Prices:
+        """The moves of an operand."""
+        laid, own = self.model.choices[variable], self._ways[op]
+        key = laid, tuple(way.needs[operand] for way in own)
+        if key not in self.tables:
+            needs = tuple(dict.fromkeys(key[1]))
+            rows = [[_at_least(one, need, self.topology) for need in needs] for one in laid]
+            table = torch.tensor(rows, dtype=torch.float64).reshape(len(laid), len(needs), 3)
+            places = torch.tensor([needs.index(need) for need in key[1]])
+            self.tables[key] = Prices(
+                laid, needs, places, Cost(table[..., 0].clone(), table[..., 1].clone()), table[..., 2].bool()
+            )
+        found: Prices = self.tables[key]
+        return found
+
+    def _time(self, laid: Laid, need: Need) -> float:
+        key = laid.spec, need
+        if key not in self.tables:
+            way = moves(laid.spec, need.spec, need.casts, self.topology)
+            self.tables[key] = way.forward + (way.backward + way.casting if need.followed else 0.0)
+        found: float = self.tables[key]
+        return found
+
+    def _making(self, variable: int, op: int, result: int) -> Cost:
+        """A result lies as the way leaves it."""
+        laid, own = self.model.choices[variable], self._ways[op]
+        key = laid, tuple(way.results[result] for way in own)
+        if key not in self.tables:
+            table = torch.tensor(
+                [[0.0 if one.spec is spec else inf for spec in key[1]] for one in laid], dtype=torch.float64
+            )
+            self.tables[key] = Cost(table, torch.zeros_like(table))
+        found: Cost = self.tables[key]
+        return found
+
+
+def _at_least(laid: Laid, need: Need, topology: Topology) -> tuple[float, float, bool]:
+    """µs that a move takes at least, the bytes of what backward keeps of it, and whether these are its µs."""
+    spec = laid.spec
+    if spec is need.spec:
+        if laid.summed or not need.casts:  # summed once for all that read it
+            return (0.0 if laid.summed.issuperset(need.casts) else inf), 0.0, True
+        return moves(spec, need.spec, need.casts, topology).casting, 0.0, True
+    if need.stays:
+        return inf, 0.0, True
+    least = at_least(spec, need.spec, topology)
+    if need.followed:
+        partition = need.spec.dual.partition
+        pending = partition.unreduced.union(need.casts) - partition.reduced
+        gradient = need.spec.with_partition(P(*partition, unreduced=pending, reduced=partition.reduced))
+        least += at_least(gradient, spec.dual, topology)
+    return least, float(size(need.spec)) if need.saved else 0.0, False

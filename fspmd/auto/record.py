@@ -1,0 +1,286 @@
+"""The op graph of a function of global tensors: it runs once, on values of global shape without data.
+
+A value is known by the memory of its stand-in, a meta tensor; so what autodiff detaches is the value itself, and
+zeros like it are a gradient, which lies as it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fspmd.body import state
+from fspmd.errors import FspmdError, RecordError
+from fspmd.global_view.decompose import tensors_of
+from fspmd.global_view.dispatch import hashable, instead_of_dispatch
+from fspmd.global_view.outcomes import on_meta
+from fspmd.global_view.planning import gathered, places_of, plan_call
+from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.refusals import shown
+from fspmd.meshes.mesh import Mesh
+from fspmd.op_kinds import name_of
+from fspmd.pairs import Call, StandIn, is_watched, watch_with
+from fspmd.rules import Factors, Row, writes
+from fspmd.rules.draws import DRAWS
+from fspmd.rules.dropouts import DROPOUTS
+from fspmd.rules.elementwise import elementwise
+from fspmd.rules.likes import LIKES
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.transport import Pending
+from fspmd.transport.local_tensor import LocalTensor
+
+#: functions that draw or make values of the shape of an operand, as which they lie
+_LIKE: Final = frozenset((*LIKES, *DRAWS, *DROPOUTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call: what its rule asks, the numbers of the values it reads and makes, and which operands have gradients.
+
+    Without a question the operands are whole (``pinned`` is None), or the one operand is moved to a layout.
+    """
+
+    name: str
+    question: Question | None
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    followed: frozenset[int]
+    pinned: P | None = None
+
+
+@dataclass(slots=True)
+class Program:
+    """Values by number, as specs of whole tensors; the ops in order; which values are what."""
+
+    mesh: Mesh
+    values: list[TensorSpec] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    leaves: list[int] = field(default_factory=list)  # the tensors among the arguments
+    outputs: list[int] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)  # that are whole on every rank
+    gradients: list[tuple[int, int]] = field(default_factory=list)  # and of what; they lie as that does
+    written: list[tuple[int, int]] = field(default_factory=list)  # results that are an operand, and which
+    followed: set[int] = field(default_factory=set)  # leaves that will have a gradient
+
+
+class Recorder(TorchDispatchMode):
+    """Puts calls on stand-ins down in a `Program`; the dispatch mode sees what autodiff does below them."""
+
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        super().__init__()
+        self.program = Program(mesh)
+        self.name = name
+        self._numbers: dict[int, int] = {}  # by memory
+        self._moved: dict[tuple[int, P], int] = {}
+        self._kept: list[Tensor] = []  # so that memory is not used again
+        self._known: dict[Any, tuple[Any, Question | None]] = {}
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def value(self, shape: Sequence[int], dtype: torch.dtype, followed: bool = False) -> Sharded:
+        """A new value, whole as far as the function can see."""
+        spec = TensorSpec(self.program.mesh, P(), shape, dtype)
+        local = torch.empty(spec.shape, dtype=dtype, device="meta").requires_grad_(followed)
+        self._numbers[_memory(local)] = len(self.program.values)
+        self._kept.append(local)
+        self.program.values.append(spec)
+        return Sharded(local, spec)
+
+    def number(self, x: Sharded | Tensor) -> int:
+        """Of a value; what nobody recorded is whole on every rank."""
+        local = x.local if isinstance(x, Sharded) else x
+        laid = isinstance(x, Sharded) and bool(x.spec.partition.mentioned)
+        found = self._numbers.get(_memory(local)) if type(local) is Tensor else None
+        if found is None or self.program.values[found].shape != tuple(x.shape):
+            found = self.number(self.value(x.shape, x.dtype))
+            self.program.constants.add(found)
+            if not laid:
+                self._numbers[_memory(local)] = found
+                self._kept.append(local)
+        return self._pin(found, x, x.spec.partition) if isinstance(x, Sharded) and laid else found
+
+    def _pin(self, number: int, x: Sharded, partition: P) -> int:
+        """The value where the function itself says how it lies."""
+        if (number, partition) not in self._moved:
+            followed = frozenset((0,) if x.requires_grad and torch.is_grad_enabled() else ())
+            moved = self.number(self.value(x.shape, x.dtype))
+            self.program.ops.append(Op("with_spec", None, (number,), (moved,), followed, partition))
+            self._moved[number, partition] = moved
+        return self._moved[number, partition]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
+            of = self._numbers[_memory(args[0])]
+            own = self._numbers[_memory(out)] = len(self.program.values)
+            self._kept.append(out)
+            self.program.values.append(self.program.values[of])
+            self.program.gradients.append((own, of))
+        return out
+
+    def watched(self, x: Any, call: Call) -> Call:
+        """A move of a stand-in moves nothing."""
+        if type(x) is not Tensor or _memory(x) not in self._numbers:
+            return call
+        if state.body is not None:
+            raise RecordError(
+                f"auto_spec cannot record {state.body.name}, run by shard_map: its layouts are written already; leave "
+                "it out, or say by fixed= how its operands lie"
+            )
+        return _Still(call, self)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """In place of the one that runs calls."""
+        if torch._C._are_functorch_transforms_active():
+            raise RecordError(f"auto_spec cannot record {shown(func)} under vmap or jvp; give it the function within")
+        kwargs = kwargs or {}
+        leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+        if any(type(x) is LocalTensor for x in leaves):
+            raise RecordError(f"{shown(func)} got the blocks of all simulated ranks; pass the Sharded itself")
+        whole = [Sharded(x.local, self._whole(x.spec)) if isinstance(x, Sharded) else x for x in leaves]
+        key = (func, treedef, tuple(hashable(x) for x in whole))
+        plain: Any = treedef.unflatten(whole)
+        if key not in self._known:
+            self._known[key] = self._plan(func, *plain)
+        run, question = self._known[key]
+        if run is not None:
+            return run(args, kwargs)
+        if question is None:
+            return self._like(func, *plain)
+        return self._row(func, question, args, kwargs)
+
+    def _whole(self, spec: TensorSpec) -> TensorSpec:
+        return spec.with_partition(P()) if spec.partition.mentioned else spec
+
+    def _plan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Question | None]:
+        """What runs in place of the call, or the question that its rule asks; neither, of what lies as an operand."""
+        if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
+            return None, None
+        plan = plan_call(func, args, kwargs)
+        if plan.whole is not None:
+            if getattr(plan.whole, "func", None) is gathered:
+                return functools.partial(self._gathered, func), None
+            return plan.whole, None
+        question = ask(func, args, kwargs, places_of(args, kwargs, self.program.mesh))
+        assert question is not None  # there is a plan by its rule
+        return None, question
+
+    def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One op; a write gives its operand."""
+        given = (*args, *kwargs.values())
+        operands = [given[at] if isinstance(at, int) else given[at[0]][at[1]] for at, _ in question.operands]
+        numbers = tuple(map(self.number, operands))
+        following = torch.is_grad_enabled()
+        followed = frozenset(i for i, x in enumerate(operands) if following and x.requires_grad)
+        made = [self.value(one.shape, one.dtype, bool(followed) and _is_float(one)) for one in question.results]
+        results = tuple(map(self.number, made))
+        self.program.ops.append(Op(shown(func), question, numbers, results, followed))
+        if question.fixed:
+            self.program.written.append((results[0], numbers[0]))
+            return args[0]
+        return made[0] if question.single else tuple(made)
+
+    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A draw, or new values: elements of the place of an operand's."""
+        if writes(func):
+            return args[0]
+        operands = places_of(args, kwargs, self.program.mesh)
+        outcome = on_meta(func, args, kwargs, operands)
+        if outcome is None:
+            raise RecordError(f"auto_spec cannot record {shown(func)}: what it gives depends on values")
+        place, first = operands[0]
+        if any(shape != first.shape for shape, _ in outcome.results):  # of another shape it is whole
+            made = tuple(self.value(shape, dtype) for shape, dtype in outcome.results)
+            self.program.constants.update(map(self.number, made))
+            return made[0] if outcome.single else made
+        dims = tuple(range(first.ndim))
+        results = [TensorSpec(first.mesh, P(), shape, dtype) for shape, dtype in outcome.results]
+        factors = Factors((dims,), (dims,) * len(results))
+        question = Question(
+            Row(elementwise), [(place, first)], results, outcome.single, factors, "", False, False, (), None
+        )
+        return self._row(func, question, args, kwargs)
+
+    def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call on whole operands."""
+        numbers = tuple(self.number(x) for x in tensors_of(args, kwargs))
+        out: Any = gathered(func, args, kwargs)
+        values = [x for x in optree.tree_leaves(out, is_leaf=is_sharded) if isinstance(x, Sharded)]
+        for x in values:
+            self._numbers[_memory(x.local)] = len(self.program.values)
+            self._kept.append(x.local)
+            self.program.values.append(x.spec)
+        results = tuple(map(self.number, values))
+        self.program.ops.append(Op(shown(func), None, numbers, results, frozenset()))
+        return out
+
+
+def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any) -> Program:
+    """Run ``f`` once; ``leaves`` are its arguments, of which tensors, `Sharded` and `TensorSpec` become stand-ins.
+
+    Raises:
+        RecordError: ``f`` does what cannot be done on values without data.
+    """
+    name = getattr(f, "__name__", type(f).__name__)
+    by = Recorder(mesh, name)
+    given = [by.value(x.shape, x.dtype, _is_followed(x)) if is_value(x) else x for x in leaves]
+    by.program.leaves = [by.number(x) for x in given if isinstance(x, Sharded)]
+    pairs = zip(by.program.leaves, filter(is_value, leaves), strict=True)
+    by.program.followed = {number for number, x in pairs if _is_followed(x)}
+    if is_watched():
+        raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
+    watch_with(by.watched)
+    try:
+        with by, instead_of_dispatch(by.dispatch):
+            out = f(*treedef.unflatten(given))
+    except FspmdError:
+        raise
+    except Exception as error:
+        raise RecordError(
+            f"auto_spec cannot record {name}: on values without data it raised {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        watch_with(None)
+    found = optree.tree_leaves(out, is_leaf=is_sharded)
+    by.program.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
+    return by.program
+
+
+def is_value(x: Any) -> bool:
+    """Whether an argument is a tensor, or stands for one."""
+    return isinstance(x, (Tensor, Sharded, TensorSpec))
+
+
+def _is_followed(x: Any) -> bool:
+    return not isinstance(x, TensorSpec) and bool(x.requires_grad)
+
+
+def _is_float(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _memory(x: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return int(x.untyped_storage()._cdata) if type(x) is not LocalTensor else id(x)
+
+
+class _Still(StandIn):
+    """A collective of a stand-in, which is whole whatever the function calls its layout."""
+
+    __slots__ = ()
+
+    def start(self, x: Tensor) -> Pending:
+        return Pending(self.run(x))
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.view_as(x)

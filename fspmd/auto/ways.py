@@ -1,0 +1,152 @@
+"""All ways to lay out one call: how its operands must lie, how its results then do, and what it takes.
+
+Here no operand lies anywhere yet, so each mesh axis may shard any dim of the computation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fspmd.auto.record import Op
+from fspmd.entries import entry_of
+from fspmd.global_view.layouts import Choice, layouts_of, working
+from fspmd.global_view.products import products_of
+from fspmd.global_view.propagate import Question
+from fspmd.redistribution.cost import Topology
+from fspmd.rules.factors import Factors
+from fspmd.rules.views import reshaped
+from fspmd.spec import P, TensorSpec
+
+_PASSES = 3  # forward, and in backward one for each of two operands
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """How an operand must lie, over which axes it is then cast to varying, and whether it will have a gradient."""
+
+    spec: TensorSpec
+    casts: tuple[str, ...] = ()
+    followed: bool = False
+    saved: bool = False  # backward needs it
+    stays: bool = False  # it may not be moved: it is written into
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of them; µs of its computation and of the collectives within, of backward as well."""
+
+    needs: tuple[Need, ...]
+    results: tuple[TensorSpec, ...]
+    time: float
+
+
+def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way, ...]:
+    """Of one op of a program."""
+    if op.question is not None:
+        return _ways(op.question, op.followed, topology)
+    specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
+    if op.pinned is not None:
+        specs = [spec.with_partition(op.pinned) for spec in specs]
+        results = tuple(spec.with_partition(op.pinned) for spec in results)
+    return (Way(tuple(Need(spec, (), i in op.followed) for i, spec in enumerate(specs)), results, 0.0),)
+
+
+@functools.lru_cache(maxsize=1024)
+def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
+    """Every layout in which no rank need have nothing: each axis shards a dim, or none; ``pending``: or has a sum."""
+    mesh, found = spec.mesh, []
+    options = [None, *range(spec.ndim), *(["U"] if pending else [])]
+    for choice in itertools.product(options, repeat=len(mesh.axis_names)):
+        named = list(zip(mesh.axis_names, choice, strict=True))
+        if any(mesh.shape[axis] == 1 and to is not None for axis, to in named):
+            continue
+        axes = [tuple(axis for axis, to in named if to == d and to is not None) for d in range(spec.ndim)]
+        if all(prod(mesh.shape[a] for a in own) <= n for own, n in zip(axes, spec.shape, strict=True)):
+            unreduced = frozenset(axis for axis, to in named if to == "U")
+            found.append(spec.with_partition(P(*map(entry_of, axes), unreduced=unreduced)))
+    return tuple(found)
+
+
+def _ways(question: Question, followed: frozenset[int], topology: Topology) -> tuple[Way, ...]:
+    """Of each choice of what every axis does the quickest."""
+    found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], float] = {}
+    for way in itertools.chain(_regrouped(question, followed), _chosen(question, followed, topology)):
+        if question.fixed and (way.needs[0].casts or way.needs[0].spec.partition is not way.results[0].partition):
+            continue
+        key = way.needs, way.results
+        found[key] = min(way.time, found.get(key, way.time))
+    return tuple(Way(needs, results, time) for (needs, results), time in found.items())
+
+
+def _regrouped(question: Question, followed: frozenset[int]) -> Iterator[Way]:
+    """Of reshapes: where the blocks of the result are those of the operand."""
+    if question.row.rule is not reshaped:
+        return
+    for spec in layouts(question.operands[0][1], True):
+        products = products_of(question.row, question.factors, [spec], question.results)
+        if products is not None and products.regrouped is not None and not products.regrouped.flat:
+            result = question.results[0].with_partition(products.regrouped)
+            yield Way((Need(spec, (), 0 in followed),), (result,), 0.0)
+
+
+def _chosen(question: Question, followed: frozenset[int], topology: Topology) -> Iterator[Way]:
+    operands, results, row = [spec for _, spec in question.operands], question.results, question.row
+    saves = question.linear in ("", "product") and not question.views
+    body = row.body
+    for factors in (question.factors, *question.factors.others):
+        sizes = _sizes(factors, operands, results)
+        mesh = operands[0].mesh
+        options = [
+            [*_choices(factors, question.linear, len(operands), body is not None)] if n > 1 else ["I" * len(operands)]
+            for n in mesh.shape.values()
+        ]
+        for combination in itertools.product(*options):
+            choices: dict[str, Choice] = dict(zip(mesh.axis_names, combination, strict=True))
+            if any(prod(mesh.shape[a] for a, c in choices.items() if c == f) > n for f, n in sizes.items()):
+                continue
+            laid = layouts_of(factors, choices, operands, results, topology, row.empty, body)
+            if laid is None:
+                continue
+            time = 0.0 if question.views else working(factors, laid.operands, laid.results, topology)
+            time = time * (_PASSES if followed else 1) + laid.body + (laid.back if followed else 0.0)
+            rows = enumerate(zip(laid.operands, laid.casts, strict=True))
+            needs = tuple(
+                Need(
+                    spec,
+                    cast if i in followed else (),
+                    i in followed,
+                    bool(followed) and saves,
+                    question.fixed and not i,
+                )
+                for i, (spec, cast) in rows
+            )
+            yield Way(needs, laid.results, time)
+
+
+def _sizes(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> dict[int, int]:
+    """The least size of each factor."""
+    found: dict[int, int] = {}
+    for dims, spec in zip((*factors.operands, *factors.results), (*operands, *results), strict=True):
+        for factor, size in zip(dims, spec.shape, strict=True):
+            if factor is not None:
+                found[factor] = min(size, found.get(factor, size))
+    return found
+
+
+def _choices(factors: Factors, linear: str, operands: int, bodied: bool) -> Iterator[Choice]:
+    """What one axis can do: nothing, shard a factor, or leave sums pending that the function passes on."""
+    yield "I" * operands
+    known = {factor: None for dims in factors.operands for factor in dims if factor is not None}
+    for factor in known:
+        if factor not in factors.whole or bodied:
+            yield factor
+    if linear == "sum":
+        yield "U" * operands
+    elif linear in ("product", "first"):
+        for one in range(operands if linear == "product" else 1):
+            if one not in factors.added:
+                yield "".join("U" if i in factors.added or i == one else "R" for i in range(operands))

@@ -1,0 +1,223 @@
+"""`auto_spec` against brute force over all layouts, hand-written ones, and what runs with them communicate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fspmd import (
+    ArgumentError,
+    Mesh,
+    P,
+    RecordError,
+    SpecError,
+    TensorSpec,
+    Topology,
+    auto_spec,
+    communication_log,
+    device_get,
+    device_put,
+    make_mesh,
+    set_topology,
+    topology,
+    value_and_grad,
+    with_spec,
+)
+from fspmd.auto.record import record
+from fspmd.auto.ways import layouts, ways
+from fspmd.redistribution.moves import moves
+from fspmd.sharded import is_sharded
+
+LINE = make_mesh((4,), ("x",))
+GRID = make_mesh((2, 2), ("x", "y"))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def mlp(w: Any, x: Any) -> Any:
+    return torch.relu(x @ w["up"]) @ w["down"]
+
+
+def mlp_loss(w: Any, x: Any) -> Any:
+    return mlp(w, x).sum()
+
+
+@pytest.fixture
+def slow() -> Iterator[None]:
+    """Computing takes long, so that small tensors are worth a collective."""
+    before = topology()
+    set_topology(Topology(flops=10.0, memory=100.0, launch=1.0))
+    yield
+    set_topology(before)
+
+
+def brute(f: Any, mesh: Mesh, *args: Any) -> float:
+    """The least time of all layouts of arguments and all ways of all ops, each cast of a value paid for once."""
+    leaves, treedef = optree.tree_flatten(args)
+    program = record(f, mesh, leaves, treedef)
+    every = [ways(op, program.values, topology()) for op in program.ops]
+    home, best = dict(program.gradients), [float("inf")]
+
+    def from_op(i: int, lies: dict[int, TensorSpec], cast: frozenset[Any], time: float) -> None:
+        if time >= best[0]:
+            return
+        if i == len(every):
+            last = [lies[home.get(n, n)] for n in program.outputs]
+            ends = [moves(spec, spec.with_partition(P(*spec.partition)), (), topology()).forward for spec in last]
+            best[0] = min(best[0], time + sum(ends))
+            return
+        for way in every[i]:
+            total, known = time + way.time, cast
+            for n, need in zip(program.ops[i].operands, way.needs, strict=True):
+                move = moves(lies[n], need.spec, need.casts, topology())
+                total += move.forward + (move.backward if need.followed else 0.0)
+                stays = lies[n] is need.spec
+                total += 0.0 if stays and (n, need.casts) in known else move.casting
+                known |= {(n, need.casts)} if stays else frozenset()
+            from_op(i + 1, lies | dict(zip(program.ops[i].results, way.results, strict=True)), known, total)
+
+    for start in itertools.product(*(layouts(program.values[n]) for n in program.leaves)):
+        from_op(0, dict(zip(program.leaves, start, strict=True)), frozenset(), 0.0)
+    return best[0]
+
+
+def _square(x: Any) -> Any:
+    return (x @ x).sum()
+
+
+def _shared(w: Any, x: Any) -> Any:
+    return ((x @ w["a"]) * (x @ w["b"])).sum()
+
+
+PROGRAMS: list[tuple[Any, tuple[Any, ...]]] = [
+    (mlp, ({"up": meta(8, 16), "down": meta(16, 8)}, meta(4, 8))),
+    (value_and_grad(mlp_loss), ({"up": meta(4, 16), "down": meta(16, 4)}, meta(8, 4))),
+    (value_and_grad(mlp_loss), ({"up": meta(2, 2), "down": meta(2, 2)}, meta(64, 2))),
+    (value_and_grad(_square), (meta(8, 8),)),
+    (value_and_grad(_shared, argnums=(0, 1)), ({"a": meta(4, 8), "b": meta(4, 8)}, meta(4, 4))),
+]
+
+
+@pytest.mark.parametrize(("f", "args"), PROGRAMS)
+@pytest.mark.usefixtures("slow")
+def test_no_combination_of_ways_is_cheaper(f: Any, args: tuple[Any, ...]) -> None:
+    found = auto_spec(f, make_mesh((2,), ("x",)), *args)
+    assert found.time == pytest.approx(brute(f, make_mesh((2,), ("x",)), *args), rel=1e-9)
+
+
+def test_an_mlp_is_split_as_megatron_splits_it() -> None:
+    w = {"up": meta(4096, 16384), "down": meta(16384, 4096)}
+    found = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(64, 4096))
+    assert found.specs[0] == {"up": P(None, "x"), "down": P("x", None)}
+    by_hand = {"w.up": P(None, "x"), "w.down": P("x"), "x": P()}
+    assert auto_spec(value_and_grad(mlp_loss), LINE, w, meta(64, 4096), fixed=by_hand).time == found.time
+    whole = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(64, 4096), fixed={"w.*": P()})
+    assert whole.time > 2 * found.time
+
+
+def test_small_weights_stay_whole_where_the_batch_is_large() -> None:
+    w = {"up": meta(64, 64), "down": meta(64, 16)}
+    found = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(1 << 20, 64), fixed={"x": P("x")})
+    assert found.specs[0] == {"up": P(None, None), "down": P(None, None)}
+    free = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(1 << 20, 64))
+    assert (free.time, free.specs) == (found.time, found.specs)  # of equals that which holds less
+
+
+def test_a_large_vocabulary_is_split() -> None:
+    def loss(w: Any, x: Any, target: Any) -> Any:
+        return F.cross_entropy(x @ w, target)
+
+    args = (meta(1024, 128_000), meta(512, 1024), meta(512, dtype=torch.long))
+    found = auto_spec(value_and_grad(loss), LINE, *args)
+    assert found.specs == (P(None, "x"), P(None, None), P(None))
+    assert not any("log_softmax" in move for move in found.moves)  # its body sums over ranks
+
+
+def _block(p: Any, x: Any) -> Any:
+    b, t, d = x.shape
+    h = F.rms_norm(x, (d,), p["norm"])
+    q, k, v = ((h @ p[name]).view(b, t, 8, d // 8).transpose(1, 2) for name in ("q", "k", "v"))
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + a.transpose(1, 2).reshape(b, t, d) @ p["o"]
+    return x + F.gelu(F.rms_norm(x, (d,), p["norm"]) @ p["up"]) @ p["down"]
+
+
+def _weights(d: int) -> dict[str, torch.Tensor]:
+    square = {name: meta(d, d) for name in "qkvo"}
+    return {"norm": meta(d), **square, "up": meta(d, 4 * d), "down": meta(4 * d, d)}
+
+
+def _block_loss(p: Any, x: Any) -> Any:
+    return _block(p, x).sum()
+
+
+def test_a_transformer_block_is_no_dearer_than_megatrons() -> None:
+    args = (_weights(2048), meta(2, 512, 2048))
+    f = value_and_grad(_block_loss, argnums=(0, 1))
+    found = auto_spec(f, LINE, *args)
+    columns = {f"p.{name}": P(None, "x") for name in ("q", "k", "v", "up")}
+    hand = auto_spec(f, LINE, *args, fixed={**columns, "p.o": P("x"), "p.down": P("x"), "p.norm": P(), "x": P()})
+    assert found.time <= hand.time
+    assert found.specs[0]["up"] == P(None, "x")
+    assert found.specs[0]["down"] == P("x", None)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+@pytest.mark.parametrize(("f", "args"), PROGRAMS)
+def test_what_was_found_runs(f: Any, args: tuple[Any, ...], mesh: Mesh) -> None:
+    found = auto_spec(f, mesh, *args)
+    torch.manual_seed(0)
+    values: Any = optree.tree_map(lambda x: torch.randn(x.shape, dtype=torch.float64), args)
+    expected = optree.tree_leaves(f(*values))
+    out = f(*device_put(values, found.specs, mesh=mesh))
+    for got, want in zip(optree.tree_leaves(out, is_leaf=is_sharded), expected, strict=True):
+        torch.testing.assert_close(device_get(got) if is_sharded(got) else got, want)
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_is_predicted_to_be_quicker_sends_less() -> None:
+    f, args = PROGRAMS[1]
+    values: Any = optree.tree_map(lambda x: torch.randn(x.shape), args)
+
+    def sent(fixed: dict[str, P]) -> tuple[float, float]:
+        found = auto_spec(f, LINE, *args, fixed=fixed)
+        with communication_log() as log:
+            f(*device_put(values, found.specs, mesh=LINE))
+        return found.time, sum(one.price.moved for one in log)
+
+    hand = sent({"w.up": P(None, "x"), "w.down": P("x"), "x": P()})
+    gathered = sent({"w.up": P("x"), "w.down": P("x"), "x": P(None, "x")})
+    assert hand < gathered
+    assert hand[1] < gathered[1]
+
+
+def test_the_function_may_say_how_a_value_lies() -> None:
+    def f(w: Any, x: Any) -> Any:
+        return with_spec(torch.relu(x @ w), P("x")).sum()
+
+    found = auto_spec(f, LINE, meta(256, 256), meta(1 << 16, 256))
+    assert found.specs == (P(None, None), P("x", None))
+
+
+def test_specs_stand_in_for_tensors() -> None:
+    spec = TensorSpec(LINE, P(), (4096, 4096), torch.float32)
+    assert auto_spec(torch.mm, LINE, spec, spec).time > 0
+
+
+def test_errors_say_what_to_write() -> None:
+    args = ({"up": meta(8, 8), "down": meta(8, 8)}, meta(8, 8))
+    with pytest.raises(ArgumentError, match=r"fixed has 'w.upp', which matches no argument; near it: 'w.up'"):
+        auto_spec(mlp, LINE, *args, fixed={"w.upp": P()})
+    with pytest.raises(SpecError, match=r"fixed\['w.up'\] for w.up, of shape \(8, 8\)"):
+        auto_spec(mlp, LINE, *args, fixed={"w.up": P("z")})
+    with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
+        auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))
