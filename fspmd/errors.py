@@ -52,6 +52,10 @@ class RecordError(FspmdError):
     """What ``jit`` cannot record: it would be a constant of the record, or be left out of it."""
 
 
+class DonationError(FspmdError):
+    """A tensor used after ``jit`` was given its memory."""
+
+
 class ArgumentError(FspmdError):
     """Any other argument of a wrong type or value."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.messages import counted, described
+from fspmd.messages import counted, described, quoted
 from fspmd.programs.keys import Static
 from fspmd.sharded import Sharded
 from fspmd.trees import parameter_names
@@ -64,6 +64,15 @@ def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -
             )
     named = {*by_name, *(positional[i] for i in found if i < len(positional))}
     return Chosen(frozenset({*found, *(i for i, name in enumerate(positional) if name in named)}), frozenset(named))
+
+
+def check_apart(f: Any, static: Chosen, donate: Chosen) -> None:
+    """Raises where an argument is to be static and donated."""
+    if both := [*sorted(static.numbers & donate.numbers), *sorted(static.names & donate.names)]:
+        raise ArgumentError(
+            f"jit of {described(f)} got {quoted(both)} both in static_argnums or static_argnames and in "
+            "donate_argnums or donate_argnames; only tensors can be donated, and none can be static"
+        )
 
 
 def _sequence(option: str, given: Any, kind: type, noun: str) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import is_watched
-from fspmd.programs.arguments import Names, Numbers, chosen, mark_static, with_static
+from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_static, with_static
+from fspmd.programs.donation import NOTHING, donation
 from fspmd.programs.keys import key_of, not_hashable
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.records import Record, changed, recorded, relaid, stale, thawed
@@ -37,6 +38,8 @@ def jit(
     *,
     static_argnums: Numbers = None,
     static_argnames: Names = None,
+    donate_argnums: Numbers = None,
+    donate_argnames: Names = None,
 ) -> Callable[..., Any]: ...
 @overload
 def jit(
@@ -44,12 +47,16 @@ def jit(
     *,
     static_argnums: Numbers = None,
     static_argnames: Names = None,
+    donate_argnums: Numbers = None,
+    donate_argnames: Names = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def jit(
     f: Callable[..., Any] | None = None,
     *,
     static_argnums: Numbers = None,
     static_argnames: Names = None,
+    donate_argnums: Numbers = None,
+    donate_argnames: Names = None,
 ) -> Callable[..., Any]:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
@@ -66,12 +73,17 @@ def jit(
     they are: functions, modules, whole trees. They tell records apart by type and equality, so they must be hashable.
     `explain_cache_misses` says why calls are recorded anew.
 
+    Tensors of the arguments that ``donate_argnums`` or ``donate_argnames`` name give their memory away: a replay frees
+    each after its last use, or makes a result of it, and the peak is lower for it. Whoever uses them afterwards gets a
+    `DonationError`. Views of them that the caller holds stay what they are, and keep the memory.
+
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
     constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
     with other parameters.
 
     Raises:
-        ArgumentError: an option names no parameter; a static argument has no hash, or is a tensor.
+        ArgumentError: an option names no parameter; a static argument has no hash, or is a tensor; a donated one
+            has a gradient, or is given twice.
         RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
             torch (``tolist()``, ``numpy()``, ``print``), writes into tensors that ``f`` closes over, ``backward()``
             into ``.grad`` of what was there before, seeds that are set, generators that are no arguments, lists and
@@ -89,14 +101,24 @@ def jit(
     >>> power = jit(lambda x, n: torch.stack([x**i for i in range(n)]), static_argnums=1)
     >>> power(torch.tensor(2.0), 4)
     tensor([1., 2., 4., 8.])
+    >>> update = jit(lambda w, g: w - 0.1 * g, donate_argnums=0)
+    >>> w = torch.ones(2)
+    >>> w = update(w, torch.ones(2))  # the tensor that w was has no memory anymore
     """
     if f is None:
-        options = {"static_argnums": static_argnums, "static_argnames": static_argnames}
-        return functools.partial(jit, **options)
+        return functools.partial(
+            jit,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+        )
     if not callable(f):
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
     function = f
     static = chosen(f, "static", static_argnums, static_argnames)
+    donate = chosen(f, "donate", donate_argnums, donate_argnames)
+    check_apart(f, static, donate)
     recordable = with_static(f) if static else f
     records: dict[Any, Record] = {}
     hits = misses = 0
@@ -121,13 +143,16 @@ def jit(
             try:
                 facts = facts_of(function, args, kwargs)
                 report(function, facts, (one.facts for one in records.values()), stale(record) if record else ())
-                records[known], out = recorded(recordable, args, kwargs, facts)
+                given = donation(function, donate, args, kwargs) if donate else NOTHING
+                records[known], out = recorded(recordable, args, kwargs, facts, given)
             finally:
                 _recording.release()
             return out
         hits += 1
         if strides != record.strides:
             return record.rebuild(relaid(record, values))
+        if record.donation:
+            values = record.donation.given(values)
         return record.rebuild(record.run(*values))
 
     def clear_cache() -> None:

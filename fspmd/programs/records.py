@@ -13,6 +13,7 @@ from torch import Tensor
 from fspmd.errors import RecordError
 from fspmd.programs.backward import followed, halves_of, replay
 from fspmd.programs.capture import capture
+from fspmd.programs.donation import Donation
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.record import is_as, memory_of
@@ -34,20 +35,27 @@ class Record:
     frozen: tuple[Tensor, ...]  # tensors closed over that had no gradient
     modules: tuple[Any, ...]  # modules that ran, and how they were
     facts: Facts  # what its key is made of
+    donation: Donation  # the tensors among the leaves that ``run`` takes out of lists
 
 
 def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
     """Replay on tensors that lie in memory as they did when they were recorded."""
-    laid = [x if strides_of(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
+    laid: list[Any] = [x if strides_of(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
     if record.written and len(set(map(memory_of, values))) < len(values):
         raise RecordError(
             "jit cannot replay a function that writes into an argument which shares memory with another, where they "
             "lie in memory otherwise than when it was recorded; pass x.clone()"
         )
+    donated = record.donation.places
+    if donated:
+        given = record.donation.given(values)
+        for i in donated:
+            laid[i] = given[i] if laid[i] is values[i] else [laid[i]]
+        del given
     out = record.run(*laid)
     with torch.no_grad():
         for i in record.written:
-            if laid[i] is not values[i]:
+            if i not in donated and laid[i] is not values[i]:
                 values[i].copy_(laid[i])
     return out
 
@@ -91,25 +99,35 @@ def stale(record: Record) -> tuple[str, ...]:
 
 
 def recorded(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, donation: Donation
 ) -> tuple[Record, Any]:
     """Run a function and record it; the record, and the result."""
     found = capture(function, args, kwargs)
     program, halves = found.program, None
     if found.followed is None:
-        run = below_autograd(compiled(program.steps, program.inputs, program.results, program.constants))
+        inputs = program.inputs
+        donated = [inputs[i] for i in donation.places]
+        run = below_autograd(compiled(program.steps, inputs, program.results, program.constants, donated))
     else:
         halves = halves_of(program, found.followed, found.again)
         run = replay(halves)
+        if donation:
+            run = _taken(run)  # autograd keeps them
     if autocasts():
         run = _as_recorded(run)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
     strides = list(map(strides_of, found.leaves))
-    record = Record(run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts)
+    record = Record(run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts, donation)
+    given = [x[0] if type(x) is list else x for x in donation.given(found.given)]
     if halves is None:
         return record, found.out
-    results = followed(halves, found.drawn, found.given, found.leaves, found.results)
+    results = followed(halves, found.drawn, given, found.leaves, found.results)
     return record, record.rebuild(tuple(results))
+
+
+def _taken(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of lists of donated tensors."""
+    return lambda *values: run(*(x.pop() if type(x) is list else x for x in values))
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,14 +40,19 @@ def callable_of(overload: Any) -> Callable[..., Any]:
 
 
 def compiled(
-    nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any], constants: dict[fx.Node, Any]
+    nodes: Iterable[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    constants: dict[fx.Node, Any],
+    donated: Sequence[fx.Node] = (),
 ) -> Callable[..., Any]:
     """A function of the values of ``inputs`` that runs ``nodes`` and gives a tuple of the values of ``outputs``.
 
-    ``constants``: the values of nodes that are none of both. Steps that nothing needs are left out.
+    ``constants``: the values of nodes that are none of both. ``donated`` inputs come in lists, from which they are
+    taken, so that they are freed after their last use. Steps that nothing needs are left out.
     """
     steps = _needed(list(nodes), [node for node in outputs if isinstance(node, fx.Node)])
-    return _Writer(inputs, constants).function(steps, outputs)
+    return _Writer(inputs, constants).function(steps, outputs, donated)
 
 
 def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,9 +106,9 @@ class _Writer:
         self.constants = constants
         self.count = len(self.names)
 
-    def function(self, steps: list[fx.Node], outputs: Sequence[Any]) -> Callable[..., Any]:
+    def function(self, steps: list[fx.Node], outputs: Sequence[Any], donated: Sequence[fx.Node]) -> Callable[..., Any]:
         """The function of the steps."""
-        last: dict[fx.Node, int] = {}
+        last = dict.fromkeys(donated, -1)
         for i, node in enumerate(steps):
             for used in (*node.all_input_nodes, node):
                 last[used] = i
@@ -113,6 +118,8 @@ class _Writer:
             if node not in kept and node not in self.constants:
                 done.setdefault(i, []).append(node)
         lines = [f"def replay({self.arguments}):"]
+        lines += [f"    {self.names[node]} = {self.names[node]}.pop()" for node in donated]
+        lines += [f"    del {self.names[node]}" for node in done.get(-1, ())]
         for i, node in enumerate(steps):
             call = self.call(node)
             name = self.names[node] = f"v{self.count}"
