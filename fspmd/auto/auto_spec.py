@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import optree
 
 from fspmd.auto.model import Builder
 from fspmd.auto.record import is_value, record
-from fspmd.auto.solve import Found, Solver
+from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
@@ -28,6 +29,8 @@ class Layouts:
     """A tree like the arguments, with the `P` of each tensor, for ``device_put(args, layouts.specs, mesh=mesh)``."""
     time: float
     """µs of one call: computing, and collectives forward and backward."""
+    bound: float
+    """µs that no plan can beat: `time`, but where a search under a limit of memory ended before all was seen."""
     memory: int
     """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps."""
     leaves: tuple[tuple[str, TensorSpec], ...]
@@ -52,6 +55,8 @@ def auto_spec(
     mesh: Mesh,
     *args: Any,
     fixed: Mapping[str, P] | None = None,
+    memory_limit: float | None = None,
+    alternatives: int = 3,
 ) -> Layouts:
     """Find the cheapest layout of the arguments of ``f``, and with it of all that it computes.
 
@@ -69,10 +74,15 @@ def auto_spec(
         args: Its arguments: pytrees of tensors (on any device, "meta" too), `Sharded` or `TensorSpec`, of which only
             shape, dtype and ``requires_grad`` count.
         fixed: Layouts that are given, by glob on key paths: ``{"params.*.w": P("x"), "x": P("x")}``.
+        memory_limit: Bytes that a rank may hold; what would not fit is sharded though that takes longer. Counted are
+            arguments (states of an optimizer among them), their gradients, what ``f`` returns, and what backward
+            keeps: operands of products and of functions that are not linear, where they were moved as copies, too.
+        alternatives: How many runners-up are wanted.
 
     Raises:
         RecordError: ``f`` looks at values, or uses `shard_map`, vmap or jvp.
-        ArgumentError, SpecError: a pattern that matches nothing, or a layout that does not fit.
+        ArgumentError, SpecError: a pattern that matches nothing, a layout that does not fit, or a limit under which
+            nothing does.
 
     >>> import torch
     >>> from fspmd import make_mesh, value_and_grad
@@ -95,8 +105,34 @@ def auto_spec(
     of_leaves = [name for name, x in zip(names, leaves, strict=True) if is_value(x)]
     numbers = dict(zip(of_leaves, program.leaves, strict=True))
     builder = Builder(program, topology(), {numbers[name]: spec for name, spec in given.items()})
-    best, _ = Solver(builder).cheapest()
-    return _layouts(builder, best, leaves, treedef, of_leaves)
+    solver = Solver(builder)
+    try:
+        best = solver.best(memory_limit)
+    except DoesNotFit as error:
+        raise ArgumentError(
+            f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that a rank can hold is "
+            f"{error.least:,.0f}"
+        ) from None
+
+    def laid(found: Found) -> Layouts:
+        return _layouts(builder, found, leaves, treedef, of_leaves)
+
+    others = _others(solver, best, memory_limit) if alternatives else []
+    return replace(laid(best), alternatives=tuple(map(laid, others[:alternatives])))
+
+
+def _others(solver: Solver, best: Found, limit: float | None) -> list[Found]:
+    """For each argument the quickest plan in which it lies otherwise; each once, the quickest first."""
+    found: dict[tuple[int, ...], Found] = {}
+    of_value = solver.builder.of_value
+    variables = list(dict.fromkeys(of_value[number] for number in solver.builder.program.leaves))
+    for variable in variables:
+        if len(solver.model.choices[variable]) == 1:
+            continue
+        other = solver.next_best(best, variable)
+        if other.time < inf and (limit is None or other.memory <= limit):
+            found.setdefault(tuple(other.chosen[v] for v in variables), other)
+    return sorted(found.values(), key=lambda one: one.time)
 
 
 def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:
@@ -105,7 +141,7 @@ def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any
     own = iter(specs)
     tree = treedef.unflatten([next(own).partition if is_value(x) else None for x in leaves])
     moved = tuple(_moves(builder, found))
-    return Layouts(tree, found.time, round(found.memory), tuple(zip(names, specs, strict=True)), moved)
+    return Layouts(tree, found.time, found.bound, round(found.memory), tuple(zip(names, specs, strict=True)), moved)
 
 
 def _moves(builder: Builder, found: Found) -> Sequence[str]:

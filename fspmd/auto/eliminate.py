@@ -33,7 +33,7 @@ class Bucket:
     def regrets(self, chosen: list[int]) -> Tensor:
         """What each choice costs more than the best."""
         costs = self.costs[tuple(chosen[other] for other in self.others)]
-        return costs - costs.min()
+        return costs - costs.amin()
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ def order(model: Model) -> list[int]:
     return found
 
 
-def eliminate(model: Model, sequence: list[int], price: float = 0.0, own: list[Tensor] | None = None) -> Solved:
-    """Solve; ``price``: µs for each byte. ``own``: what choices cost by themselves, in place of the model's."""
+def eliminate(model: Model, sequence: list[int], price: float | None) -> Solved:
+    """Solve; ``price``: µs for each byte, or None: bytes alone."""
     tables: dict[int, dict[tuple[int, ...], Tensor]] = {v: {} for v in sequence}
     place = {v: i for i, v in enumerate(sequence)}
 
@@ -98,7 +98,7 @@ def eliminate(model: Model, sequence: list[int], price: float = 0.0, own: list[T
         at[scope] = at[scope] + table if scope in at else table
 
     for v, cost in enumerate(model.own):
-        put((v,), cost.weighed(price) if own is None else own[v])
+        put((v,), cost.weighed(price))
     for pair, cost in model.pairs.items():
         put(pair, cost.weighed(price))
     total, buckets = 0.0, []

@@ -44,15 +44,14 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.time + other.time, self.memory + other.memory)
 
-    def __mul__(self, times: int) -> Cost:
-        return self if times == 1 else Cost(self.time * times, self.memory * times)
-
     @property
     def mT(self) -> Cost:
         return Cost(self.time.mT, self.memory.mT)
 
-    def weighed(self, price: float) -> Tensor:
-        """Time, with µs for each byte."""
+    def weighed(self, price: float | None) -> Tensor:
+        """Time, with µs for each byte; None: bytes alone, of what is possible."""
+        if price is None:
+            return torch.where(self.time == inf, inf, self.memory)
         return self.time + price * self.memory if price else self.time
 
 
@@ -85,7 +84,7 @@ class Model:
         self.own.append(cost)
         return len(self.choices) - 1
 
-    def cost(self, chosen: tuple[int, ...]) -> tuple[float, float]:
+    def cost(self, chosen: Sequence[int]) -> tuple[float, float]:
         """Time and memory of one choice for each variable."""
         time = sum(float(own.time[i]) for own, i in zip(self.own, chosen, strict=True))
         memory = sum(float(own.memory[i]) for own, i in zip(self.own, chosen, strict=True))

@@ -1,40 +1,145 @@
-"""From a program to its cheapest layouts: solve, price the moves that were chosen, and again until none is new."""
+"""The cheapest choice of a model, and the cheapest that fits in memory.
+
+Moves are priced when a solution first has them, and it is solved again until none is new. Under a limit of memory bytes
+get a price, at which the quickest plan that fits and what no plan can beat come close; what is between is searched.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
 
-from fspmd.auto.eliminate import Solved, eliminate, order
-from fspmd.auto.model import Builder
+import torch
+from torch import Tensor
+
+from fspmd.auto.eliminate import Bucket, eliminate, order
+from fspmd.auto.model import Builder, Cost
 
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
+_ROUNDING = 1e-9
+_SEARCHED = 20_000  # choices that are looked at, before what is known is good enough
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One choice for each variable, its µs, and its bytes on each rank."""
+    """One choice for each variable, its µs, its bytes on each rank, and the µs that no choice can beat."""
 
     chosen: tuple[int, ...]
     time: float
     memory: float
+    bound: float
+
+
+class DoesNotFit(Exception):
+    """No choice fits in memory; ``least``: bytes that some choice needs."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.least = least
 
 
 class Solver:
-    """The cheapest choice of a model, under a limit of memory or none."""
+    """Of one model; ``price`` is that of a byte, in µs, at which the last plan was found."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder, self.model = builder, builder.model
         self.order = order(builder.model)
+        self.price = _TIE
 
-    def cheapest(self, price: float = _TIE) -> tuple[Found, Solved]:
+    def best(self, limit: float | None) -> Found:
+        """The quickest choice of at most so many bytes.
+
+        Raises:
+            DoesNotFit: there is none.
+        """
+        quickest, _ = self._cheapest(_TIE)
+        if limit is None or quickest.memory <= limit:
+            return quickest
+        smallest = self._smallest()
+        if smallest.memory > limit:
+            raise DoesNotFit(smallest.memory)
+        return self._within(limit, quickest, smallest)
+
+    def next_best(self, found: Found, variable: int) -> Found:
+        """The cheapest choice in which a value lies otherwise, at the price of a byte that was found last."""
+        own, laid = self.model.own[variable], self.model.choices[variable]
+        same = torch.tensor([one.spec is laid[found.chosen[variable]].spec for one in laid])
+        self.model.own[variable] = Cost(torch.where(same, inf, own.time), own.memory)
+        try:
+            return self._cheapest(self.price)[0]
+        finally:
+            self.model.own[variable] = own
+
+    def _cheapest(self, price: float) -> tuple[Found, list[Bucket]]:
         """The least time, with µs for each byte."""
         while True:
             solved = eliminate(self.model, self.order, price)
             chosen = solved.best()
-            if not self.builder.price(chosen):
-                return self.found(chosen), solved
+            if solved.cost == inf or not self.builder.price(chosen):
+                time, memory = self.model.cost(chosen)
+                return Found(tuple(chosen), time, memory, time), solved.buckets
 
-    def found(self, chosen: Any) -> Found:
-        """What a choice takes."""
-        return Found(tuple(chosen), *self.model.cost(tuple(chosen)))
+    def _smallest(self) -> Found:
+        """The least memory; of equals not the quickest."""
+        solved = eliminate(self.model, self.order, None)
+        chosen = solved.best()
+        self.builder.price(chosen)
+        time, memory = self.model.cost(chosen)
+        return Found(tuple(chosen), time, memory, 0.0)
+
+    def _within(self, limit: float, over: Found, fits: Found) -> Found:
+        """Between a quicker plan that does not fit, and one that does: the price of a byte at which both cost alike.
+
+        Whatever costs less there replaces one of them, until nothing does: no plan that fits is quicker than what the
+        price makes of the limit.
+        """
+        while True:
+            price = max((fits.time - over.time) / (over.memory - fits.memory), 0.0)
+            found, buckets = self._cheapest(price)
+            cost = found.time + price * found.memory
+            bound = cost - price * limit
+            if cost > over.time + price * over.memory - _ROUNDING * max(1.0, abs(cost)):
+                break
+            if found.memory > limit:
+                over = found
+            else:
+                fits = found
+        self.price = price
+        if found.memory <= limit and found.time < fits.time:
+            fits = found
+        return self._search(limit, bound, fits, buckets)
+
+    def _search(self, limit: float, bound: float, fits: Found, buckets: list[Bucket]) -> Found:
+        """All choices that may be quicker than what is known to fit, by what they cost more than the bound."""
+        sizes = eliminate(self.model, self.order, None)
+        times = eliminate(self.model, self.order, 0.0)
+        best, looked = fits, 0
+        chosen = [0] * len(buckets)
+        stack = [(len(buckets), 0, bound, sizes.cost, times.cost)]
+        done = True
+        while stack:
+            at, choice, cost, size, time = stack.pop()
+            if at < len(buckets):
+                chosen[buckets[at].variable] = choice
+            looked += 1
+            if looked > _SEARCHED:
+                done = False
+                break
+            if max(cost, time) >= best.time - _ROUNDING * best.time or size > limit:
+                continue
+            if at == 0:
+                self.builder.price(chosen)
+                exact, memory = self.model.cost(chosen)
+                if memory <= limit and exact < best.time:
+                    best = Found(tuple(chosen), exact, memory, bound)
+                continue
+            rows = [one[at - 1].regrets(chosen) for one in (buckets, sizes.buckets, times.buckets)]
+            stack += [(at - 1, i, cost + a, size + b, time + c) for i, (a, b, c) in _ordered(rows)]
+        return Found(best.chosen, best.time, best.memory, best.time if done else min(bound, best.time))
+
+
+def _ordered(rows: Sequence[Tensor]) -> list[tuple[int, tuple[float, float, float]]]:
+    """The choices with what they cost more, the best last."""
+    found = [(i, (a, b, c)) for i, (a, b, c) in enumerate(zip(*(row.tolist() for row in rows), strict=True)) if a < inf]
+    return sorted(found, key=lambda one: one[1], reverse=True)
