@@ -249,6 +249,8 @@ class TensorSpec:
 
     def with_partition(self, partition: P) -> TensorSpec:
         """The same tensor under another partition of the same mesh."""
+        if partition is self.partition:
+            return self
         return TensorSpec(self.mesh, partition, self.shape, self.dtype)
 
 

@@ -148,8 +148,19 @@ def _plain(tree: Any) -> Any:
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors and `Sharded` values of a call, in the order of a graph's operands."""
-    leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    return [x for x in leaves if isinstance(x, (Tensor, Sharded))]
+    leaves: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is list or type(arg) is tuple:
+            leaves += arg
+        else:
+            leaves.append(arg)
+    if not _LEAVES.issuperset(map(type, leaves)):
+        leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    return [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+
+
+#: types of most arguments, in which nothing is nested
+_LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
 
 
 def written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

@@ -75,7 +75,8 @@ class _Cache:
         self.misses += 1
         if not _by_default_dtype(plan, key):
             _plans[key] = plan
-            self.shrink()
+            if len(_plans) > self.maxsize:
+                self.shrink()
         return plan
 
     def shrink(self) -> None:
@@ -130,13 +131,14 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     """
     if RUNNING and state.body is not None:
         _refuse_in_body(func, args, kwargs or {})
-    key: list[Any] = [func]
-    blocks: list[Any] = []
-    rest = args
+    key: Any
+    blocks: Any
+    rest: tuple[Any, ...]
     if kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
         x, func, kwargs = args[0], IN_C[func], None
-        args, rest = (x, dim), ()
-        key, blocks = [func, x.spec, dim], [x.local, dim]
+        key, blocks, args, rest = (func, x.spec, dim), (x.local, dim), (x, dim), ()
+    else:
+        key, blocks, rest = [func], [], args
     for arg in rest:
         kind = type(arg)
         if kind is Sharded:
@@ -186,6 +188,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     if not plan.at_once:
         if plan.whole is not None:
             return plan.whole(args, kwargs or {})
+        blocks = list(blocks)
         if plan.choose is not None:
             plan = plan.choose(blocks)
         if plan.writes:
@@ -195,7 +198,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             casts += _cast_operands(plan, blocks)
     try:
         if plan.in_order:
-            out = plan.local(*blocks)
+            out = plan.local(*tuple(blocks))  # quicker than of a list
         elif plan.by_name:
             out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
         else:
@@ -268,8 +271,10 @@ def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
 
 def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
     """Whether the dtype of the result is torch's default one, which may change: integers divided, for example."""
+    if any(map(_has_float, key)):
+        return False
     results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
-    return any(map(_is_float, results)) and not any(map(_has_float, key))
+    return any(map(_is_float, results))
 
 
 def _is_float(spec: TensorSpec) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from math import inf, lcm, prod
+from typing import NamedTuple
 
 from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.redistribution.cost import Topology, work
@@ -16,8 +16,7 @@ from fspmd.spec import P, TensorSpec
 Choice = int | str
 
 
-@dataclass(frozen=True, slots=True)
-class Layouts:
+class Layouts(NamedTuple):
     """How all of a call lies in one combination; µs of its computation, and of the collectives in a body."""
 
     operands: tuple[TensorSpec, ...]
@@ -89,24 +88,20 @@ def aligned(
     axes_of: dict[int, tuple[str, ...]],
     specs: Sequence[TensorSpec],
     empty: bool,
-    by_body: set[int],
+    by_body: Set[int],
 ) -> bool:
     """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
 
     Not ``empty``: none of them may be. A body sees to both itself.
     """
+    rows = (*factors.operands, *factors.results)
     for factor, axes in axes_of.items():
-        sizes = {
-            spec.shape[d]
-            for dims, spec in zip((*factors.operands, *factors.results), specs, strict=True)
-            for d, own in enumerate(dims)
-            if own == factor
-        }
+        sizes = {spec.shape[d] for i, spec in enumerate(specs) for d, own in enumerate(rows[i]) if own == factor}
         if factor in factors.pieces:
             sizes.add(factors.pieces[factor])
-        parts = tuple(specs[0].mesh.shape[axis] for axis in axes)
         if factor in by_body or (empty and len(sizes) == 1):
             continue
+        parts = tuple([specs[0].mesh.shape[axis] for axis in axes])
         if not empty and any(length == 0 for size in sizes if size for _, length in blocks(size, parts)):
             return False
         unit = lcm(*(size or 1 for size in sizes))  # blocks as shares of the dim, in this unit

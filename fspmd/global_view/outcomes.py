@@ -50,8 +50,9 @@ def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Te
     """The result of a function that keeps shape and dtype, or None where its arguments may say otherwise."""
     if not _of_one_float(specs):
         return None
-    if any(isinstance(arg, torch.dtype) or arg is True for arg in (*args, *kwargs.values())):
-        return None
+    for arg in (*args, *kwargs.values()):
+        if arg is True or type(arg) is torch.dtype:
+            return None
     return Outcome([(specs[0].shape, specs[0].dtype)])
 
 
@@ -78,7 +79,7 @@ def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> Outcome
 def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
     """Whether all operands have one floating dtype, which autocast leaves alone."""
     first = specs[0].dtype
-    alike = first.is_floating_point and all(spec.dtype is first for spec in specs)
+    alike = first.is_floating_point and {spec.dtype for spec in specs} == {first}
     return alike and not torch._C._is_any_autocast_enabled()
 
 

@@ -27,7 +27,7 @@ from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import composite_of, handler_of, is_ragged, writes
+from fspmd.rules import composite_of, handler_of, is_ragged, may_be_composite, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -44,10 +44,11 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         ArgumentError: there is no way to run it, or it fails on the global tensors too.
         MeshError: the values lie on several meshes.
     """
-    if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _numbers_of(func)):
-        return as_whole(functools.partial(_with_numbers, func))
-    if kwargs and not isinstance(func, FunctionType) and _by_own_names(func, args, kwargs) != (args, kwargs):
-        return as_whole(lambda args, kwargs: above.dispatch(func, (), *_by_own_names(func, args, kwargs)))
+    if kwargs:
+        if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _numbers_of(func)):
+            return as_whole(functools.partial(_with_numbers, func))
+        if not isinstance(func, FunctionType) and _by_own_names(func, args, kwargs) != (args, kwargs):
+            return as_whole(lambda args, kwargs: above.dispatch(func, (), *_by_own_names(func, args, kwargs)))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
@@ -62,42 +63,63 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
 
 def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     tensors = tensors_of(args, kwargs)
-    specs = [x.spec for x in tensors if isinstance(x, Sharded)]
+    specs = [x.spec for x in tensors if type(x) is Sharded]
     mesh = specs[0].mesh
     for spec in specs:
-        if spec.mesh != mesh:
+        if spec.mesh is not mesh and spec.mesh != mesh:
             raise MeshError(
                 f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
-    if any(type(one) is LocalTensor for one in tensors):
+    if len(specs) < len(tensors) and any(type(one) is LocalTensor for one in tensors):
         raise ArgumentError(
             f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
             "computed); pass the Sharded itself, or a global tensor"
         )
-    if kwargs.get("out") is not None and func is not F.normalize:
+    if kwargs and kwargs.get("out") is not None and func is not F.normalize:
         raise ArgumentError(
             f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
             "y.copy_(result)"
         )
+    if kwargs or not _is_ruled(func):
+        aside = _aside(func, args, kwargs, len(tensors))
+        if aside is not None:
+            return aside
+    operands = places_of(args, kwargs, mesh)
+    plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+    return _unruled(func, args, kwargs, specs) if plan is None else plan
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_ruled(func: Any) -> bool:
+    """Whether its rule decides about every call of a function without keywords."""
+    name = name_of(func)
+    in_parts = handler_of(func) is not None or is_ragged(func, 2) or may_be_composite(func)
+    by_argument = isinstance(func, FunctionType) or name.startswith("__") or name in ("to", "type_as", "cpu", "cuda")
+    return not in_parts and not by_argument
+
+
+def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: int) -> OpPlan | None:
+    """The plan of a call, with so many tensors, that comes before any rule."""
     _check_device(func, args, kwargs)
     if _is_not_defined(func, args):
         return as_whole(lambda args, kwargs: NotImplemented)
     if (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
-    if args and isinstance(args[0], Sharded) and _says_inplace(func, args, kwargs):
+    if args and type(args[0]) is Sharded and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
         return as_whole(_to_dtype_of)
-    if is_ragged(func, len(tensors)):
+    if is_ragged(func, tensors):
         return as_whole(functools.partial(gathered, func))
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
             return as_whole(functools.partial(_by_place, composite, inspect.signature(func)))
         return as_whole(lambda args, kwargs: composite(*args, **kwargs))
-    operands = places_of(args, kwargs, mesh)
-    plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
-    if plan is not None:
-        return plan
+    return None
+
+
+def _unruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[TensorSpec]) -> OpPlan:
+    """The plan of a function without a rule for its call: what it is made of."""
     try:
         if writes(func):
             return as_whole(functools.partial(_write, func, written(func, args, kwargs)))
@@ -163,12 +185,15 @@ def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list
     """The tensors among the arguments and in lists there."""
     found: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
-        listed = isinstance(arg, (list, tuple))
-        for k, one in enumerate(arg if listed else (arg,)):
-            if isinstance(one, (Tensor, Sharded)):
-                spec = one.spec if isinstance(one, Sharded) else TensorSpec(mesh, P(), one.shape, one.dtype)
-                found.append(((i, k) if listed else i, spec))
+        if isinstance(arg, (Sharded, Tensor)):
+            found.append((i, _spec_of(arg, mesh)))
+        elif isinstance(arg, (list, tuple)):
+            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, (Sharded, Tensor))]
     return found
+
+
+def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 
 def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fspmd.entries import Axes, Entry, Flat, axes_within, entry_of, joined, refined, runs
 from fspmd.rules import Row
@@ -21,8 +21,7 @@ from fspmd.spec import P, TensorSpec
 Sizes = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
+class Products(NamedTuple):
     """A call whose dims are taken apart: of which sizes each dim of the operands and of the results is a product."""
 
     factors: Factors  # of the views
@@ -70,7 +69,7 @@ def products_of(
         found = regrouped(operands[0], results[0])
         if found is not None:
             return found
-    if not any(spec.flat for spec in operands):
+    if True not in [spec.flat for spec in operands]:
         return None
     return apart(factors, operands, results, row.body is not None)
 
@@ -150,7 +149,7 @@ def apart(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[Te
     named = (f for one in readings for dims in (*one.operands, *one.results) for f in dims if f is not None)
     first = 1 + max(named, default=0)
     ways = [one for reading in readings if (one := _split(reading, before, after, first)) is not None]
-    return Products(replace(ways[0], others=tuple(ways[1:])), specs, results, before, after)
+    return Products(ways[0]._replace(others=tuple(ways[1:])), specs, results, before, after)
 
 
 def _flat(dims: Dims, spec: TensorSpec) -> list[int | None]:
@@ -232,8 +231,7 @@ def _split(
     def each(some: frozenset[int]) -> frozenset[int]:
         return frozenset(new for old in some for new in known.get(old, ((), (old,)))[1] if new is not None)
 
-    return replace(
-        factors,
+    return factors._replace(
         operands=tuple(map(_flattened, operands)),
         results=tuple(map(_flattened, results)),
         summed=each(factors.summed),

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_
 from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_write, shown
 from fspmd.global_view.signatures import by_signature, stand_in_order
-from fspmd.global_view.strategies import Strategy, best_strategy
+from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.connected import connected
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import moves as kernel_moves
@@ -41,9 +41,9 @@ T = TypeVar("T")
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpPlan:
-    """One call, decided; immutable. ``needs_redistribute`` is False where the operands lie right."""
+    """One call, decided, and never changed. ``needs_redistribute`` is False where the operands lie right."""
 
     results: TensorSpec | tuple[TensorSpec, ...]
     needs_redistribute: bool
@@ -59,11 +59,10 @@ class OpPlan:
     at_once: bool = field(init=False)  # nothing is moved, cast or written
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "at_once", not (self.needs_redistribute or self.casts or self.writes))
+        self.at_once = not (self.needs_redistribute or self.casts or self.writes)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """What is known of a call before a strategy is chosen: operands in order, results, and what its rule says."""
 
     row: Row
@@ -89,30 +88,38 @@ class Question:
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """The same of other layouts of the operands."""
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
-        return replace(self, operands=operands, products=products_of(self.row, self.factors, specs, self.results))
+        return self._replace(operands=operands, products=products_of(self.row, self.factors, specs, self.results))
 
     def solve(self, choose: Callable[..., T], **options: Any) -> T:
         """The strategy, or strategies, that ``choose`` takes; where dims are `Flat` of views."""
-        factors, specs, results = self.factors, [spec for _, spec in self.operands], self.results
-        if self.products is not None:
-            factors, (specs, results) = self.products.factors, self.products.views
+        factors, specs, results = self._viewed()
         options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
         options["weighs"] = self.weighs
         return choose(factors, self.linear, specs, results, topology(), **options)
+
+    def _viewed(self) -> tuple[Factors, list[TensorSpec], list[TensorSpec]]:
+        """Factors, operands and results; where dims are `Flat` of views."""
+        if self.products is None:
+            return self.factors, [spec for _, spec in self.operands], self.results
+        return self.products.factors, *self.products.views
 
     def together(self, strategy: Strategy) -> Strategy:
         """A strategy that was found for views, of the operands and results themselves."""
         if self.products is None:
             return strategy
         operands, results = self.products.together(strategy.operands, strategy.results)
-        return replace(strategy, operands=operands, results=results)
+        return strategy._replace(operands=operands, results=results)
 
     def best(self, known: list[Any] | None = None) -> Strategy | None:
         """The cheapest strategy; ``known``: as `best_strategy` has it."""
         if self.products is not None and self.products.regrouped is not None:
             stays = tuple(spec for _, spec in self.operands)
             return Strategy(stays, ((),), (self.products.regrouped,), (0.0, 0.0), False, {}, 0.0)
-        best = self.solve(best_strategy, known=known)
+        best = None
+        if not self.gradients:
+            best = as_they_lie(*self._viewed(), fixed=self.fixed, empty=self.row.empty)
+        if best is None:
+            best = self.solve(best_strategy, known=known)
         return None if best is None else self.together(best)
 
 
@@ -131,7 +138,7 @@ def ask(
         return None
     specs = [spec for _, spec in ordered]
     shapes = [spec.shape for spec in specs]
-    plain = [None if isinstance(a, (Sharded, Tensor)) else a for a in args]
+    plain = [None if isinstance(arg, (Sharded, Tensor)) else arg for arg in args]
     outcome = None
     if row.kept:
         outcome = like_first(args, kwargs, specs)
@@ -186,13 +193,13 @@ def propagate(
     if best is None:
         refuse_write(func, [spec for _, spec in question.operands])
     plan = _plan(func, len(args), question, best)
-    empty = any(0 in spec.shape for _, spec in question.operands)
-    if not (plan.needs_redistribute or best.by_body or empty or (question.weighs and plan.casts)):
+    empty = True in [0 in spec.shape for _, spec in question.operands]
+    if not (plan.needs_redistribute or best.by_body or empty or (plan.casts and question.weighs)):
         return plan
     floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
     if not floating:
         return plan
-    if _same(best, replace(question, gradients=floating).best(known)):
+    if _same(best, question._replace(gradients=floating).best(known)):
         return plan
     return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
 
@@ -222,7 +229,7 @@ class _ByGradients:
         )
         plan = self.plans.get(followed)
         if plan is None:
-            question = replace(self.question, gradients=followed)
+            question = self.question._replace(gradients=followed)
             best = question.best()
             if best is None:
                 refuse_write(self.func, [spec for _, spec in question.operands])
@@ -237,12 +244,14 @@ def _at(blocks: list[Any], place: Place) -> Any:
 def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
     """What a strategy comes to; so many arguments of the call are positional."""
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
-    by_name = any((place[0] if isinstance(place, tuple) else place) >= positional for place, _ in operands)
-    specs, mesh, written = [spec for _, spec in operands], results[0].mesh, writes(func)
-    final = tuple(spec.with_partition(partition) for spec, partition in zip(results, best.results, strict=True))
+    by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)
+    first, mesh, written = operands[0][1], results[0].mesh, writes(func)
+    final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
     moves: list[tuple[Place, tuple[Call, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
     for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
+        if spec is need and not axes:
+            continue
         way = moves_of(spec, need, axes, topology()) if spec is not need else None
         if way is not None:
             moves.append((place, way.calls))
@@ -259,19 +268,19 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
         return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
     local: Callable[..., Any] = func
     if row.local is not None:
-        local = functools.partial(row.local, specs[0].shape)
+        local = functools.partial(row.local, first.shape)
     elif row.blocks is not None:
-        whole = functools.partial(row.blocks, factors, specs[0].shape, results[0].shape)
+        whole = functools.partial(row.blocks, factors, first.shape, results[0].shape)
         local = functools.partial(of_first, whole)
     if question.products is not None and question.products.regrouped is not None:
-        thin = question.views and has_thin_blocks(specs[0].unflattened)
-        flat = question.views and (specs[0].flat or final[0].flat)
+        thin = question.views and has_thin_blocks(first.unflattened)
+        flat = question.views and (first.flat or final[0].flat)
         local = functools.partial(as_even_block, final[0].block_shape)
         if not final[0].even:
             local = functools.partial(as_block, final[0], question.views)
         if flat or thin:
             local = functools.partial(view_or_copy, local, shown(func), thin)
-    elif not all(spec.even for spec in (*final, *best.operands)):
+    elif False in [spec.even for spec in (*final, *best.operands)]:
         if mesh.transport == "simulation":
             local = functools.partial(rank_by_rank, local, not written, question.views)
         elif not written and not question.views:
@@ -283,6 +292,10 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
     in_order = stand_in_order(local, positional, question.names)
     name = shown(func) if written else ""
     return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies)
+
+
+def _argument(place: Place) -> int:
+    return place[0] if isinstance(place, tuple) else place
 
 
 def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:
@@ -313,10 +326,14 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: froze
     ``free``: factors of which that is not so. ``resized``: a dim of the result may be another size, of which the
     strategy sees that the blocks are the same.
     """
-    rows = (*factors.operands, *factors.results)
-    if [*map(len, rows)] != [*map(len, (*before, *after))]:
+    rows, shapes = (*factors.operands, *factors.results), (*before, *after)
+    if [*map(len, rows)] != [*map(len, shapes)]:
         return False
-    sizes: dict[int, int] = {}
-    known = zip(factors.operands, before, strict=True) if resized else zip(rows, (*before, *after), strict=True)
-    pairs = [pair for dims, shape in known for pair in zip(dims, shape, strict=True)]
-    return all(factor is None or factor in free or sizes.setdefault(factor, size) == size for factor, size in pairs)
+    sizes: dict[int | None, int] = {}
+    known = zip(factors.operands, before, strict=True) if resized else zip(rows, shapes, strict=True)
+    for dims, shape in {*known}:
+        if tuple(map(sizes.setdefault, dims, shape)) != shape and any(
+            sizes[f] != size and f is not None and f not in free for f, size in zip(dims, shape, strict=True)
+        ):
+            return False
+    return True

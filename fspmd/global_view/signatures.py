@@ -19,6 +19,8 @@ def by_signature(
     func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Sequence[tuple[Place, TensorSpec]] | None:
     """The operands in the order of the parameters, however they were named; None where that is not known."""
+    if not names:
+        return operands
 
     def place_of(operand: tuple[Place, TensorSpec]) -> int:
         place = operand[0]

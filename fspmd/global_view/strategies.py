@@ -16,10 +16,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, entry_axes
-from fspmd.global_view.layouts import Choice, Layouts, aligned, entries_of, layouts_of, state_of
+from fspmd.global_view.layouts import Choice, Layouts, aligned, layouts_of, state_of
 from fspmd.redistribution.bounds import at_least
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
@@ -33,8 +33,7 @@ _PASSES = 3  # of a computation whose operands have gradients: forward, and one 
 _NONE: Final = frozenset[int]()
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
+class Strategy(NamedTuple):
     """Layouts of the operands and results of one call; ``casts``: axes over which an operand is cast to varying."""
 
     operands: tuple[TensorSpec, ...]
@@ -77,9 +76,6 @@ def best_strategy(
     Those that take the least at best are priced first, and none that takes more at best than another does. ``known``:
     those of the same call, made before for other ``gradients``; if it is empty it is filled.
     """
-    still = _as_they_lie(factors, operands, results, empty) if not gradients else None
-    if still is not None and _may(still, operands[0], fixed):
-        return still
     known = [] if known is None else known
     if not known:
         known += sorted(
@@ -101,31 +97,34 @@ def best_strategy(
     return None if best is None else best[2]
 
 
-def _as_they_lie(
-    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], empty: bool
+def as_they_lie(
+    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], *, fixed: bool, empty: bool
 ) -> Strategy | None:
-    """The strategy that is plain to see where all operands lie alike: nothing moves, and nothing is pending."""
-    lies: dict[int, Entry] = {}
+    """The strategy that is plain to see where all operands lie alike: nothing moves, and nothing is pending.
+
+    It is the cheapest where no operand has a gradient. Arguments are those of `strategies`.
+    """
+    lies: dict[int | None, Entry] = {}
     for dims, spec in zip(factors.operands, operands, strict=True):
-        partition = spec.partition
-        if partition.unreduced or partition.reduced or 0 in spec.shape:
+        lie = spec.partition
+        if lie.unreduced or lie.reduced or 0 in spec.shape or tuple(map(lies.setdefault, dims, lie)) != lie.entries:
             return None
-        for factor, entry in zip(dims, partition.entries, strict=True):
-            if entry is not None:
-                if factor is None or factor in factors.whole or factor in factors.summed:
-                    return None
-                lies[factor] = entry
-    axes_of = {factor: entry_axes(entry) for factor, entry in lies.items()}
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        if any(lies.get(f) != entry for f, entry in zip(dims, spec.partition.entries, strict=True) if f is not None):
-            return None
-    used = [axis for axes in axes_of.values() for axis in axes]
-    if len(set(used)) < len(used) or not aligned(factors, axes_of, [*operands, *results], empty, set()):
+    if lies.get(None) is not None:
         return None
-    choices = {axis: factor for axis in operands[0].mesh.axis_names for factor, axes in axes_of.items() if axis in axes}
-    casts = tuple(tuple([axis for axis, factor in choices.items() if factor not in dims]) for dims in factors.operands)
-    outs = tuple(P(*entries_of(dims, lies)) for dims in factors.results)
-    return Strategy(tuple(operands), casts, outs, (0.0, 0.0), False, axes_of, 0.0)
+    axes_of = {f: entry_axes(entry) for f, entry in lies.items() if f is not None and entry is not None}
+    if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
+        return None
+    used = [axis for axes in axes_of.values() for axis in axes]
+    if len(set(used)) < len(used) or not aligned(factors, axes_of, [*operands, *results], empty, _NONE):
+        return None
+    casts: list[tuple[str, ...]] = []
+    for dims in factors.operands:
+        over = [axis for factor, axes in axes_of.items() if factor not in dims for axis in axes]
+        casts.append(operands[0].mesh.ordered(over) if over else ())
+    first, lead = factors.operands[0], operands[0].partition
+    outs = tuple([lead if dims == first else P(*map(lies.get, dims)) for dims in factors.results])
+    found = Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
+    return found if not fixed or _may(found, operands[0], fixed) else None
 
 
 def strategies(

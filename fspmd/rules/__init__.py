@@ -6,7 +6,7 @@ from fspmd.rules.bodies import Bodied, Site, reducing
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.registry import IN_C, register, row_of
-from fspmd.rules.table import Row, composite_of, is_ragged, writes
+from fspmd.rules.table import Row, composite_of, is_ragged, may_be_composite, writes
 from fspmd.rules.whole import Rule, Whole
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "handler_of",
     "is_ragged",
     "match",
+    "may_be_composite",
     "parse",
     "reducing",
     "register",

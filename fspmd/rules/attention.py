@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ def attention(whole: Whole) -> Factors:
     masks = tuple(_mask(found.results[0], shape, whole, s) for shape in whole.shapes[3:])
     own = frozenset({s, rows} if whole.argument(5, "is_causal", False) else {s})
     scaled = frozenset({found.names["h"]} if grouped else ())
-    found = replace(
-        found, operands=(*found.operands, *masks), summed=frozenset(), whole=own, scaled=scaled, names=names
+    found = found._replace(
+        operands=(*found.operands, *masks), summed=frozenset(), whole=own, scaled=scaled, names=names
     )
     if query[-2] != key[-2]:
         return found
@@ -56,8 +55,8 @@ def attention(whole: Whole) -> Factors:
     joint = tuple(tuple(ring.get(f, f) if f is not None else None for f in dims) for dims in found.operands[:3])
     beside = tuple(tuple(t if f == rows else None if f == s else f for f in dims) for dims in masks)
     results = (tuple(ring.get(f, f) if f is not None else None for f in found.results[0]),)
-    together = replace(found, operands=(*joint, *beside), results=results, whole=frozenset({t}))
-    return replace(found, others=(together,))
+    together = found._replace(operands=(*joint, *beside), results=results, whole=frozenset({t}))
+    return found._replace(others=(together,))
 
 
 def _mask(result: Dims, shape: Sequence[int], whole: Whole, s: int) -> Dims:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fspmd.rules.factors import Dims, Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Rule, Whole
 
@@ -17,7 +15,7 @@ def batched(*trailing: int) -> Rule:
             return NO_RULE
         text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
         batch = match(parse(f"{text} -> ..."), whole.shapes)
-        return replace(batch, results=tuple((*batch.results[0], *_whole(whole, i, batch)) for i in _each(whole)))
+        return batch._replace(results=tuple((*batch.results[0], *_whole(whole, i, batch)) for i in _each(whole)))
 
     return rule
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from typing import Any, Final
 
@@ -57,8 +56,8 @@ def convolution(whole: Whole) -> Factors:
     else:
         found = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), whole.shapes)
         channels = found.names["c"]
-        found = replace(found, scaled=frozenset({channels}), pieces={channels: groups})
-    return replace(found, added=frozenset({2}))
+        found = found._replace(scaled=frozenset({channels}), pieces={channels: groups})
+    return found._replace(added=frozenset({2}))
 
 
 def convolution_of_blocks(shape: Shape, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
@@ -85,6 +84,6 @@ def with_added(text: str, place: int) -> Rule:
         own = result[len(result) - len(bias) :]
         added = tuple(f if size == n else None for f, size, n in zip(own, bias, sizes, strict=True))
         operands = (*found.operands[:place], added, *found.operands[place:])
-        return replace(found, operands=operands, added=frozenset({place}))
+        return found._replace(operands=operands, added=frozenset({place}))
 
     return rule

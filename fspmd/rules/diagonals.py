@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ def diagonal(whole: Whole) -> Factors:
     rest = tuple(d for d in every if d not in (rows, columns))
     both = frozenset({rows, columns})
     found = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
-    return replace(found, others=(replace(found, results=((*rest, columns),), summed=frozenset({rows})),))
+    return found._replace(others=(found._replace(results=((*rest, columns),), summed=frozenset({rows})),))
 
 
 def diagonal_scattered(whole: Whole) -> Factors:

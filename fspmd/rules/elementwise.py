@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from fspmd.rules.factors import Factors, match, parse
@@ -29,6 +28,6 @@ def elementwise_over(place: int, name: str, default: int) -> Rule:
     def rule(whole: Whole) -> Factors:
         found = elementwise(whole)
         factor = found.results[0][whole.argument(place, name, default)]
-        return replace(found, whole=frozenset(() if factor is None else (factor,)))
+        return found._replace(whole=frozenset(() if factor is None else (factor,)))
 
     return rule

@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from fspmd.errors import ArgumentError
 
 Shape = tuple[int, ...]
 Dims = tuple[int | None, ...]  # the factor of each dim; None for a dim of size 1 that broadcasts
+_NO: Final[Mapping[Any, int]] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
+class Factors(NamedTuple):
     """What the dims of one call are, once its shapes are known."""
 
     operands: tuple[Dims, ...]
@@ -28,10 +29,8 @@ class Factors:
     whole: frozenset[int] = frozenset()  # must not be sharded
     added: frozenset[int] = frozenset()  # operands that are added to the sum, not part of it
     scaled: frozenset[int] = frozenset()  # may have another size in each place, where blocks are the same shares
-    pieces: Mapping[int, int] = field(
-        default_factory=dict
-    )  # how many equal ones, none of them cut, a factor consists of
-    names: Mapping[Any, int] = field(default_factory=dict)  # how a sharded body calls them; dims by number have none
+    pieces: Mapping[int, int] = _NO  # how many equal ones, none of them cut, a factor consists of
+    names: Mapping[Any, int] = _NO  # how a sharded body calls them; dims by number have none
     others: tuple[Factors, ...] = ()  # other readings of the same dims, of which one may be cheaper
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ def folded(whole: Whole) -> Factors:
     found = match(parse("... c [l] -> ... c 1 1"), whole.shapes)
     channels, windows = found.names["c"], found.names["l"]
     pieces = {channels: whole.results[0][-3]}
-    return replace(found, summed=frozenset({windows}), scaled=frozenset({channels}), pieces=pieces)
+    return found._replace(summed=frozenset({windows}), scaled=frozenset({channels}), pieces=pieces)
 
 
 @still

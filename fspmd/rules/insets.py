@@ -7,7 +7,6 @@ and nothing moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ def slice_scattered(whole: Whole) -> Factors:
     every: Dims = tuple(range(whole.ndim))
     beside: Dims = tuple(None if d == dim else d for d in every)
     found = Factors((every, beside), (every,), whole=frozenset({dim}))
-    return replace(found, others=(replace(found, operands=(every, every)),))
+    return found._replace(others=(found._replace(operands=(every, every)),))
 
 
 def select_scattered(whole: Whole) -> Factors:

@@ -7,7 +7,6 @@ sum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ def _table(text: str, whole: Whole, others: Iterable[tuple[int, str]]) -> Factor
     if any(whole.argument(place, name) for place, name in others):
         return NO_RULE
     found = match(parse(text), whole.shapes)
-    return replace(found, whole=frozenset({found.names["v"]}))
+    return found._replace(whole=frozenset({found.names["v"]}))
 
 
 def gather(whole: Whole) -> Factors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def pooled(count: int, *, added: bool = False) -> Rule:
         after = "... " + " ".join("1" if one[k] else f"[{k}]" for k in range(count))
         before = "... " + " ".join(f"[{k}]" for k in range(count))
         found = match(parse(f"{before} -> {', '.join([after] * len(whole.results))}"), whole.shapes)
-        return replace(found, summed=frozenset(found.names[str(k)] for k in range(count) if one[k]))
+        return found._replace(summed=frozenset(found.names[str(k)] for k in range(count) if one[k]))
 
     return rule
 

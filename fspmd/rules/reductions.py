@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -33,7 +32,7 @@ def histogram(whole: Whole) -> Factors:
     dims = frozenset(range(whole.ndim))
     low, high = whole.argument(2, "min", 0), whole.argument(3, "max", 0)
     found = Factors((tuple(range(whole.ndim)),), ((None,),), summed=dims)
-    return found if low != high else replace(found, whole=dims)
+    return found if low != high else found._replace(whole=dims)
 
 
 def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept: bool = False) -> Rule:
@@ -47,9 +46,10 @@ def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept:
 def along(whole: Whole, dims: Sequence[int], *, kept: bool = False) -> Factors:
     """The dims that must be whole, as `over` says."""
     every: Dims = tuple(range(whole.ndim))
-    operands = tuple(every if shape == whole.shapes[0] else (None,) * len(shape) for shape in whole.shapes)
-    results = (every if kept and shape == whole.shapes[0] else _without(whole, dims, shape) for shape in whole.results)
-    return Factors(operands, tuple(results), whole=frozenset(dims))
+    first = whole.shapes[0]
+    operands = [every if shape == first else (None,) * len(shape) for shape in whole.shapes]
+    results = [every if kept and shape == first else _without(whole, dims, shape) for shape in whole.results]
+    return Factors(tuple(operands), tuple(results), whole=frozenset(dims))
 
 
 def all_but(place: int, name: str) -> Rule:

@@ -277,6 +277,7 @@ _OWN: Final[dict[Any, Row]] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def row_of(func: Any) -> Row | None:
     """The row of a torch function, a method or a property; None where there is none, and for what is not torch's."""
     if not _is_torch(func):
@@ -301,7 +302,7 @@ def _is_torch(func: Any) -> bool:
 
 def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """The function in terms of others, where it has no row: of torch's Python functions, not of ops of a graph."""
-    if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
+    if not may_be_composite(func):
         return None
     name = name_of(func)
     given = (*args[1:2], *kwargs.values())
@@ -320,6 +321,16 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if name in ELEMENTWISE and kwargs.get("reduction") == "none":
         return None if kwargs.get("size_average") is kwargs.get("reduce") is None else COMPOSITES.get(func)
     return COMPOSITES.get(func) or COMPOSITES.get(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def may_be_composite(func: Any) -> bool:
+    """Whether `composite_of` may give something for a call of a function."""
+    if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
+        return False
+    name = name_of(func)
+    by_argument = func is F.embedding or name in ("view", "scaled_dot_product_attention")
+    return by_argument or func in COMPOSITES or name in COMPOSITES
 
 
 def is_ragged(func: Any, tensors: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -75,7 +74,7 @@ def reshaped(whole: Whole) -> Factors:
                 ways.append(pair)
     found = Factors((tuple(operand),), (tuple(result),))
     others = tuple(_one_way(found, pair, s, t) for pair in ways for s in pair[0] for t in _roomy_first(pair[1], after))
-    return replace(found, others=others)
+    return found._replace(others=others)
 
 
 def bits(whole: Whole) -> Factors:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fspmd.rules.factors import Factors, Shape, match, parse
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """One call: shapes of its tensors in the order given, its arguments with None for each tensor, its results."""
 
     shapes: Sequence[Shape]
@@ -37,10 +35,11 @@ class Whole:
             given = [d for d in self.args[place:] if type(d) is int] if one_by_one else [given]
         if not given:
             return tuple(range(self.ndim))
-        n = max(1, self.ndim)
-        if wrong := [d for d in given if not -n <= d < n]:
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {wrong[0]})")
-        return tuple(d % n for d in given)
+        n = len(self.shapes[0]) or 1
+        for d in given:
+            if not -n <= d < n:
+                raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
+        return tuple([d % n for d in given])
 
 
 Rule = Callable[[Whole], Factors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -122,7 +122,7 @@ def _solved(
         gathered = [f"{one.name}: {_route(one.spec, need)}" for one, need in needs]
         return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
     ordered = [operands[place] for place, _ in question.operands]
-    question = replace(question, gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
+    question = question._replace(gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
     ways = sorted(map(question.together, question.solve(strategies)), key=lambda way: way.time)
     needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
     rows = list(_rows(ordered, ways[0]))
