@@ -20,12 +20,15 @@ def imagined(call: Call, x: Tensor) -> Tensor:
     """A tensor such as ``call`` gives on the block ``x``; its elements mean nothing."""
     if call.pair.kernel in _LOCAL:
         return call.run(x)
-    place = _SHAPES.get(call.pair.kernel)
-    if place is None:
-        return x.new_zeros(x.shape)
-    shape = list(x.shape)
-    place(shape, call, call.options)
-    return x.new_zeros(shape)
+    return x.new_zeros(shape_after(call, tuple(x.shape)))
+
+
+def shape_after(call: Call, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the block that ``call`` gives this process, or the first simulated rank, on one of ``shape``; not of views."""
+    after = list(shape)
+    if place := _SHAPES.get(call.pair.kernel):
+        place(after, call, call.options)
+    return tuple(after)
 
 
 def _ranks(call: Call) -> tuple[int, int]:
@@ -74,6 +77,7 @@ def _reblock(shape: Shape, call: Call, o: Options) -> None:
 _SHAPES: Final[dict[str, Callable[[Shape, Call, Options], None]]] = {
     "gather": _gather,
     "gather_once": _gather,
+    "slice": _scatter,
     "reduce_scatter": _scatter,
     "exchange": _exchange,
     "ragged": _ragged,

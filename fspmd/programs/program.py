@@ -3,7 +3,7 @@
 Its nodes say in ``meta`` what passes, prices and readers ask for:
 
 ``value``     `Value` of the result; absent where that is no tensor
-``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own
+``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own (`owner`)
 ``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes
 ``backward``  it computes gradients: within the recorded function, or of its results
 ``deferred``  it runs when somebody asks for gradients of the results
@@ -42,6 +42,13 @@ def value_of(x: Tensor) -> Value:
     """What is known of a tensor when it is recorded."""
     block = x.shards[0] if type(x) is LocalTensor else x
     return Value(tuple(block.shape), block.dtype)
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The step in whose memory a result lies: ``meta["memory"]``, or what a pass has put in its place."""
+    while (above := node.meta.get("memory", node)) is not node:
+        node = above
+    return node
 
 
 @dataclass(slots=True)

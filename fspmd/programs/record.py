@@ -7,7 +7,6 @@ collectives of the pair table, and a few functions of ours (`fspmd.tracing.step`
 
 from __future__ import annotations
 
-import functools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from fspmd import tracing
 from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, watch_with
+from fspmd.programs.calls import runner
 from fspmd.programs.dry import imagined
 from fspmd.programs.escapes import Escapes, Generators, generators_of
 from fspmd.programs.program import value_of
@@ -157,7 +157,7 @@ class Recorder(RecordingMode):
             node.meta["value"] = value_of(x)
             node.meta["storage"] = storage = memory_of(x)
             before = node.all_input_nodes  # which are alive
-            if node.target is operator.getitem:
+            if node.target in (operator.getitem, Pending.wait):
                 before = before[0].all_input_nodes
             owner = next((one for one in before if one.meta.get("storage") == storage), None)
             node.meta["memory"] = node if owner is None else owner.meta["memory"]
@@ -258,11 +258,11 @@ class Recorder(RecordingMode):
                 out: Any = imagined(call, x)
                 out = out if waits else Pending(out)
             else:
-                out = _compactly(call, waits)(x)
+                out = runner(call, waits)(x)
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
             self._know(out, placed)
             return out
-        node = self._put(_compactly(call, waits), (placed,), {}, call.pair.name)
+        node = self._put(runner(call, waits), (placed,), {}, call.pair.name)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
 
@@ -345,16 +345,6 @@ def memory_of(x: Tensor) -> int:
 def shard_of(x: LocalTensor, i: int) -> Tensor:
     """The block of one simulated rank."""
     return x.shards[i]
-
-
-@functools.lru_cache(maxsize=4096)
-def _compactly(call: Call, waits: bool) -> Callable[[Tensor], Any]:
-    """What runs a call, so that its result lies in memory without gaps, as it is imagined."""
-    if not waits:
-        return call.start
-    if call.mesh.transport == "simulation" or call.pair.kernel not in ("exchange", "reduce_scatter"):
-        return call.run
-    return lambda x: call.run(x).contiguous()
 
 
 class _Recorded(StandIn):

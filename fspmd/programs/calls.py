@@ -1,0 +1,100 @@
+"""Collectives as steps of a program: what runs them, and how one is added to a graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.pairs import Call
+from fspmd.programs.dry import shape_after
+from fspmd.programs.program import Value, owner
+from fspmd.transport import Pending
+
+#: what a step is told by the step in whose place, or for whose sake, it is made
+_INHERITED = ("cause", "backward", "deferred")
+
+
+@functools.lru_cache(maxsize=4096)
+def runner(call: Call, waits: bool) -> Callable[[Tensor], Any]:
+    """What runs a call, so that its result lies in memory without gaps, as it is imagined."""
+    if not waits:
+        return call.start
+    return (lambda x: call.run(x).contiguous()) if _has_gaps(call) else call.run
+
+
+def _has_gaps(call: Call) -> bool:
+    return call.mesh.transport != "simulation" and call.pair.kernel in ("exchange", "reduce_scatter")
+
+
+def landed(pending: Pending) -> Tensor:
+    """Wait for a result, and have it without gaps in memory."""
+    return pending.wait().contiguous()
+
+
+def waiter(call: Call) -> Callable[[Pending], Tensor]:
+    """What waits for a call that was begun."""
+    return landed if _has_gaps(call) else Pending.wait
+
+
+def compact(x: Tensor) -> Tensor:
+    """The same value, copied where it lies in memory with gaps."""
+    return x.contiguous()
+
+
+def is_collective(node: fx.Node, *kernels: str) -> bool:
+    """Whether a step runs a call of the pair table; of one of these kernels, if some are named."""
+    call = node.meta.get("call")
+    return call is not None and (not kernels or call.pair.kernel in kernels)
+
+
+def add_collective(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node) -> fx.Node:
+    """A step that begins a call and waits for it, where the graph is being added to, in the name of ``like``."""
+    node = graph.create_node("call_function", runner(call, True), (operand,), {}, call.pair.name)
+    _inherit(node, like)
+    before: Value = operand.meta["value"]
+    node.meta.update(call=call, waits=True, value=Value(shape_after(call, before.shape), before.dtype), memory=node)
+    return node
+
+
+def add_step(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    like: fx.Node,
+    value: Value | None = None,
+    **kwargs: Any,
+) -> fx.Node:
+    """A step of another kind; ``value``: of its result, which has a memory of its own."""
+    node = graph.create_node("call_function", target, args, kwargs)
+    _inherit(node, like)
+    if value is not None:
+        node.meta.update(value=value, memory=node)
+    return node
+
+
+def add_view(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, shape: Any) -> fx.Node:
+    """A step whose result lies in the memory of its first argument."""
+    node = add_step(graph, target, args, like)
+    node.meta.update(value=Value(tuple(shape), args[0].meta["value"].dtype), memory=owner(args[0]))
+    return node
+
+
+def _inherit(node: fx.Node, like: fx.Node) -> None:
+    node.meta.update({key: like.meta[key] for key in _INHERITED})
+    node.meta["constant"] = False
+
+
+def replace(node: fx.Node, other: fx.Node) -> None:
+    """Whoever used a step uses another one; the step goes, and its views are views of the other."""
+    node.meta["memory"] = owner(other)
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+
+
+def is_aten(node: fx.Node) -> bool:
+    """Whether a step is a function of torch whose schema says what it does."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"

@@ -1,0 +1,40 @@
+"""Steps whose results nothing needs, collectives among them, and writes into memory that nobody reads."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch._ops import OpOverload
+
+from fspmd.programs.passes.memory import Memory, written
+from fspmd.programs.program import Program
+from fspmd.programs.record import draws, is_pure
+
+
+def dead_code(program: Program) -> int:
+    """Leave them out; how many. Draws of random numbers stay: those that follow depend on them."""
+    memory = Memory(program)
+    ends = [*program.results, *(g for g in program.gradients if g is not None)]
+    wanted = set(ends)
+    read = {*memory.outside, *map(memory.of, ends)}
+    gone = 0
+    for node in reversed(program.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            program.constants.pop(node, None)
+            program.graph.erase_node(node)
+        if node.op != "call_function":
+            continue
+        if node in wanted or has_effect(node) or any(memory.of(x) in read for x in written(node)):
+            wanted.update(node.all_input_nodes)
+            read.update(map(memory.of, node.all_input_nodes))
+        else:
+            program.graph.erase_node(node)
+            gone += 1
+    return gone
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a step does more than give its result and write into what it is given."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return bool(node.meta.get("effect"))
+    return draws(target) or (target.namespace != "aten" and not is_pure(target))

@@ -1,0 +1,79 @@
+"""One step for several that give the same: collectives of equal inputs, and functions of torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+from torch import fx
+
+from fspmd.programs.calls import is_aten, is_collective, replace
+from fspmd.programs.passes.memory import Memory, is_view
+from fspmd.programs.program import Program
+from fspmd.programs.record import is_pure, shard_of
+
+
+def equal_steps(program: Program) -> int:
+    """Let the first of equal steps stand for the others; how many go.
+
+    Steps of forward and of backward stay apart: what `checkpoint` computes again is computed again.
+    """
+    memory = Memory(program)
+    known: dict[Hashable, fx.Node] = {}
+    ends = {*program.results, *program.gradients}
+    gone = 0
+    for node in list(program.graph.nodes):
+        if not _may_stand_for_others(node):
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        first = known.setdefault(key, node)
+        if first is node:
+            continue
+        if node not in ends and not _is_changed(memory, first, node) and memory.may_be(node, first):
+            memory.merge(node, first)
+            replace(node, first)
+            gone += 1
+        else:
+            known[key] = node
+    return gone
+
+
+def _may_stand_for_others(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if is_collective(node):
+        return bool(node.meta["waits"])
+    return node.target in (shard_of, operator.getitem) or (is_aten(node) and is_pure(node.target))
+
+
+def _is_changed(memory: Memory, first: fx.Node, node: fx.Node) -> bool:
+    """Whether what both are made of may be written into between them; a view sees that."""
+    if is_view(node) and is_view(first):
+        return False
+    return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    target: Any = node.meta.get("call", node.target)
+    key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], node.meta["backward"]
+    try:
+        hash(key)
+    except TypeError:  # an argument that is no literal
+        return None
+    return key
+
+
+def _frozen(value: Any) -> Any:
+    """An argument by value; numbers with their types, and zeros with their signs."""
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_frozen, value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(one)) for name, one in value.items())
+    if isinstance(value, slice):
+        return slice, _frozen(value.start), _frozen(value.stop), _frozen(value.step)
+    return (type(value), repr(value)) if isinstance(value, (float, complex)) else (type(value), value)
+
+

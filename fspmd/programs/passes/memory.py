@@ -1,0 +1,159 @@
+"""Which values of a program share memory, which steps write into it, and what is seen from outside.
+
+Steps that no schema describes are taken to write into all that they are given, and to give parts of it. All that was
+there before, arguments and tensors closed over, may be views of each other.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fspmd.programs.calls import is_aten, is_collective
+from fspmd.programs.program import Program, owner
+from fspmd.programs.record import shard_of
+from fspmd.transport.local_tensor import LocalTensor
+
+
+class Memory:
+    """Of a program as it is now; of what passes change, `merge` must be told."""
+
+    def __init__(self, program: Program) -> None:
+        nodes = list(program.graph.nodes)
+        self.place = {node: i for i, node in enumerate(nodes)}
+        self._above: dict[fx.Node, fx.Node] = {}
+        before = [node for node in nodes if node.op in ("placeholder", "get_attr")]
+        for node in before:
+            self._join(before[0], node)
+        for node in nodes:
+            for other in _shares(node):
+                self._join(node, other)
+        self._writes: dict[fx.Node, list[int]] = {}
+        self._reshaped: set[fx.Node] = set()
+        for i, node in enumerate(nodes):
+            for x in written(node):
+                self._writes.setdefault(self.of(x), []).append(i)
+                if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+                    self._reshaped.add(self.of(x))
+        ends = [*program.results, *(g for g in program.gradients if g is not None)]
+        self.outside = frozenset(self.of(node) for node in before[:1])
+        self.escaping = set(map(self.of, ends))
+        self.kept = set(map(self.of, program.kept))
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """What stands for the memory of a value: the same for all values that may share it."""
+        root = node
+        while (above := self._above.get(root)) is not None:
+            root = above
+        while node is not root:
+            self._above[node], node = root, self._above[node]
+        return root
+
+    def _join(self, a: fx.Node, b: fx.Node) -> None:
+        a, b = self.of(a), self.of(b)
+        if a is not b:
+            self._above[b] = a
+
+    def merge(self, node: fx.Node, other: fx.Node) -> None:
+        """From here on values in the memory of one lie in that of the other."""
+        before = {self.of(node), self.of(other)}
+        self._join(other, node)
+        root = self.of(other)
+        self._writes[root] = sorted(i for one in before for i in self._writes.get(one, ()))
+        for marked in (self._reshaped, self.escaping, self.kept):
+            if marked & before:
+                marked.add(root)
+
+    def stands_for(self, new: fx.Node, node: fx.Node) -> None:
+        """A step was added, beside one whose result it takes the place of, or shares memory with."""
+        self.place[new] = self.place[node]
+        self.merge(new, node)
+
+    def is_written(self, node: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
+        """Whether something may be written into the memory of a value between two steps, or ever after the first."""
+        places = self._writes.get(self.of(node), ())
+        first = bisect_right(places, self.place[after])
+        return first < len(places) and (before is None or places[first] < self.place[before])
+
+    def escapes(self, node: fx.Node) -> bool:
+        """Whether results of the program lie in the memory of a value."""
+        return self.of(node) in self.escaping
+
+    def is_outside(self, node: fx.Node) -> bool:
+        """Whether a value lies in memory that was there before."""
+        return self.of(node) in self.outside
+
+    def may_be(self, node: fx.Node, other: fx.Node) -> bool:
+        """Whether one value may take the place of an equal one.
+
+        Of views of the same: unless their shape is changed in place. Else not where something is written into either
+        later on; nor both, where users may write into them; nor where users may write into what deferred steps need.
+        """
+        if is_view(node) and is_view(other) and self.of(node) is self.of(other):
+            return self.of(node) not in self._reshaped
+        first = min(node, other, key=self.place.__getitem__)
+        if self.is_written(node, first) or self.is_written(other, first):
+            return False
+        seen = [self.escapes(one) or self.is_outside(one) for one in (node, other)]
+        kept = any(self.of(one) in self.kept for one in (node, other))
+        return not all(seen) and not (kept and (self.escapes(node) or self.escapes(other)))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a step gives a part of what it is given."""
+    return owner(node) is not node or node.target in (shard_of, operator.getitem)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The values that a step may write into."""
+    if node.op != "call_function":
+        return []
+    if is_aten(node):
+        schema: Any = node.target
+        arguments = schema._schema.arguments
+        given = [(a, x) for a, x in zip(arguments, node.args, strict=False)]
+        given += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
+        return [
+            x for a, value in given if a.alias_info is not None and a.alias_info.is_write for x in _nodes_in(value)
+        ]
+    return list(node.all_input_nodes) if _is_unknown(node) else []
+
+
+def _shares(node: fx.Node) -> Iterable[fx.Node]:
+    """Other values in whose memory the result of a step may lie."""
+    found = [owner(node)]
+    if _is_unknown(node) or node.target in (LocalTensor, shard_of, operator.getitem):  # several tensors
+        found += node.all_input_nodes
+    return found
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_aten(node) or is_collective(node):
+        return False
+    return bool(node.meta.get("effect")) or hasattr(node.target, "_schema")
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        return [value]
+    return [x for one in value for x in _nodes_in(one)] if isinstance(value, (list, tuple)) else []
+
+
+def in_flight(node: fx.Node) -> bool:
+    """Whether a step begins a collective that another one waits for."""
+    return is_collective(node) and not node.meta["waits"]
+
+
+def wait_of(node: fx.Node) -> fx.Node | None:
+    """Of a collective that was begun, the step that waits for it."""
+    return next((user for user in node.users if is_wait(user)), None)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a step waits for a collective."""
+    return node.op == "call_function" and bool(node.all_input_nodes) and in_flight(node.all_input_nodes[0])

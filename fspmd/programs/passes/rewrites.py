@@ -1,0 +1,186 @@
+"""Two collectives in a row that are one, or none: a table of rows, each with its condition.
+
+What a row names are kernels; types have done their part when a program is recorded. Only the last step may use what
+the first one gives, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import fx
+
+from fspmd.pairs import Call, call
+from fspmd.programs.calls import add_collective, add_step, add_view, compact, is_collective, replace
+from fspmd.programs.passes.memory import Memory
+from fspmd.programs.program import Program, owner
+from fspmd.programs.record import aten
+from fspmd.redistribution.cost import price
+
+SUMS: Final = ("reduce", "reduce_once")
+GATHERS: Final = ("gather", "gather_once")
+NAMES: Final = ("alias", "apart", "pick")  # other types of the same value; simulations have steps for them
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``second(first(x))`` is what ``result`` says, where it says something: one call, or ``x`` itself."""
+
+    picture: str
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    result: Callable[[Call, Call], Call | None]
+    must_pay: bool = False  # one call may take longer than two
+
+
+def _scattered(first: Call, second: Call) -> Call | None:
+    if first.axes != second.axes or first.options.op != "sum":
+        return None
+    return call("psum_scatter", first.mesh, first.axes, second.options)
+
+
+def _undone(first: Call, second: Call) -> Call | None:
+    """The value of each rank, as it was."""
+    same = first.options.dim == second.options.dim and first.options.sizes == second.options.sizes
+    if first.axes != second.axes or not same:
+        return None
+    return call("invariant_to_varying" if second.pair.kernel != "gather_once" else "held_once", first.mesh, first.axes)
+
+
+def _exchanged_back(first: Call, second: Call) -> Call | None:
+    if second is not first.transposed:
+        return None
+    return call("invariant_to_varying", first.mesh, first.axes)
+
+
+def _over_other_axes(first: Call, second: Call) -> bool:
+    alike = first.options == second.options and first.pair.kernel == second.pair.kernel
+    return alike and set(first.axes).isdisjoint(second.axes)
+
+
+def _over_all_axes(first: Call, second: Call) -> Call | None:
+    """Sums, or extrema, over some axes and then over others."""
+    if not _over_other_axes(first, second):
+        return None
+    return call(second.pair.name, first.mesh, first.mesh.ordered(frozenset(first.axes + second.axes)), second.options)
+
+
+def _gathered_over_all_axes(first: Call, second: Call) -> Call | None:
+    """The later gather is over the major axes, whose blocks are those that the first one has joined."""
+    if not _over_other_axes(first, second) or first.options.sizes is not None:
+        return None
+    return call(second.pair.name, first.mesh, second.axes + first.axes, second.options)
+
+
+def _scattered_over_all_axes(first: Call, second: Call) -> Call | None:
+    if not _over_other_axes(first, second) or first.options.sizes is not None:
+        return None
+    return call(second.pair.name, first.mesh, first.axes + second.axes, second.options)
+
+
+ROWS: Final = (
+    Row("all-reduce, slice: reduce-scatter", SUMS, ("slice",), _scattered),
+    Row("slice, gather: nothing", ("slice",), GATHERS, _undone),
+    Row("gather, slice: nothing", GATHERS, ("slice",), _undone),
+    Row("all-to-all, and back: nothing", ("exchange",), ("exchange",), _exchanged_back),
+    Row("all-reduces over x and y: one over both", SUMS, SUMS, _over_all_axes, True),
+    Row("gathers over y and x: one over both", GATHERS, GATHERS, _gathered_over_all_axes, True),
+    Row(
+        "reduce-scatters over x and y: one over both",
+        ("reduce_scatter",),
+        ("reduce_scatter",),
+        _scattered_over_all_axes,
+        True,
+    ),
+)
+
+
+def rewrites(program: Program) -> int:
+    """Rewrite as long as a row applies; how many times."""
+    memory = Memory(program)
+    count = 0
+    for node in list(program.graph.nodes):
+        here: fx.Node | None = node
+        while here is not None and (here := _rewritten(memory, here)) is not None:
+            count += 1
+    return count
+
+
+def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
+    """What now stands in the place of a step, if some row applies to it."""
+    if not is_collective(node) or not node.meta["waits"]:
+        return None
+    first, between = _before(node)
+    if first is None:
+        return None
+    one, two = first.meta["call"], node.meta["call"]
+    if one.mesh != two.mesh or one.options.index_groups or two.options.index_groups:
+        return None
+    (x,) = first.all_input_nodes
+    if first.meta["deferred"] != node.meta["deferred"]:
+        return None
+    if memory.is_written(x, first, node) or memory.is_written(first, first, node):
+        return None
+    axes = {*one.axes, *two.axes}
+    if any(not axes.issuperset(step.meta["call"].axes) for step in between):
+        return None
+    for row in ROWS:
+        if one.pair.kernel not in row.first or two.pair.kernel not in row.second:
+            continue
+        found = row.result(one, two)
+        if found is None:
+            continue
+        if found.pair.kernel in NAMES:
+            new = _as_it_was(memory, node, x, found)
+        elif all(len(step.users) == 1 for step in (first, *between)) and (not row.must_pay or _pays(first, node, found)):
+            with node.graph.inserting_before(node):
+                new = add_collective(node.graph, found, x, node)
+        else:
+            continue
+        if new is not None:
+            memory.stands_for(new, node)
+            replace(node, new)
+            for step in (*between, first):
+                if not step.users:
+                    step.graph.erase_node(step)
+            return new
+    return None
+
+
+def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The collective whose result another one takes, and the steps between that only change its type."""
+    between = []
+    (before,) = node.all_input_nodes
+    while is_collective(before, *NAMES):
+        between.append(before)
+        (before,) = before.all_input_nodes
+    return (before if is_collective(before) and before.meta["waits"] else None), between
+
+
+def _as_it_was(memory: Memory, node: fx.Node, x: fx.Node, names: Call) -> fx.Node | None:
+    """The operand in the place of a result that is equal to it: itself, or a copy where both may be written into."""
+    if memory.is_written(node, node) or memory.is_written(x, node):
+        return None
+    graph, value = node.graph, node.meta["value"]
+    with graph.inserting_before(node):
+        if names.mesh.transport == "simulation":
+            x = add_collective(graph, names, x, node)
+            x.meta["memory"] = owner(x.all_input_nodes[0])
+            memory.stands_for(x, x.all_input_nodes[0])
+        if memory.may_be(node, x):
+            return add_view(graph, compact, (x,), node, value.shape)
+        return add_step(graph, aten.clone.default, (x,), node, value, memory_format=torch.contiguous_format)
+
+
+def _pays(first: fx.Node, second: fx.Node, both: Call) -> bool:
+    """Whether one call takes less time than two; all ranks that take part know the sizes."""
+    (x,) = first.all_input_nodes
+    before, between, after = (step.meta["value"].nbytes for step in (x, first, second))
+    one, two = first.meta["call"], second.meta["call"]
+    apart = price(one.pair.kernel, one.mesh, one.axes, before, between) + price(
+        two.pair.kernel, two.mesh, two.axes, between, after
+    )
+    return price(both.pair.kernel, both.mesh, both.axes, before, after).time <= apart.time

@@ -1,0 +1,44 @@
+"""The passes by name, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
+from fspmd.programs.passes.dead_code import dead_code
+from fspmd.programs.passes.equal_steps import equal_steps
+from fspmd.programs.passes.rewrites import rewrites
+from fspmd.programs.program import Program
+
+Pass = Callable[[Program], Any]
+
+#: every pass with its options as they are by default
+PASSES: Final[dict[str, Pass]] = {
+    "equal_steps": equal_steps,
+    "rewrites": rewrites,
+    "dead_code": dead_code,
+}
+#: those that always gain, and change no numbers but by the order of sums
+DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")
+
+
+def passes_of(given: Any) -> tuple[Pass, ...]:
+    """Names of passes, or passes with options of one's own, as functions; None: the `DEFAULT` ones."""
+    given = DEFAULT if given is None else given
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ArgumentError(f"jit got passes={described(given)}; expected a tuple such as passes=(\"dead_code\",)")
+    found = []
+    for one in given:
+        known = PASSES.get(one) if isinstance(one, str) else one
+        if not callable(known):
+            raise ArgumentError(f"jit got {described(one)} for a pass; expected one of {', '.join(PASSES)}, or a function")
+        found.append(known)
+    return tuple(found)
+
+
+def transform(program: Program, passes: Iterable[Pass]) -> None:
+    """Run passes, in the order given."""
+    for run in passes:
+        run(program)
