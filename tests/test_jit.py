@@ -19,6 +19,7 @@ import optree
 import pytest
 import test_global_programs as chains
 import test_jax_oracle as oracle
+import test_passes as passes
 import test_random_programs as bodies
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,7 @@ def _on_processes(seeds: range) -> None:
 
 def test_on_processes() -> None:
     with Processes(4) as pool:
+        pool.run(passes.on_processes, range(4), seconds=120)
         pool.run(_on_processes, range(400 if FULL else 16), seconds=300)
 
 

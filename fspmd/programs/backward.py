@@ -14,6 +14,7 @@ from fspmd.errors import RecordError
 from fspmd.programs.program import Program
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import compiled, has_randomness
+from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
 from fspmd.transport.randomness import go_on, kept_states
 
@@ -46,8 +47,12 @@ def differentiated(
     inputs: list[fx.Node],
     results: list[Tensor],
     outputs: list[fx.Node],
+    reduced: Sequence[Frame | None],
 ) -> tuple[Program, Followed]:
-    """Record the backward pass of a recorded forward pass, of leaves that no graph of the caller reaches."""
+    """Record the backward pass of a recorded forward pass, of leaves that no graph of the caller reaches.
+
+    ``reduced``: of each result the simulated axes over which it is.
+    """
     closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
     for node, x in closed.items():
         if x.grad_fn is not None and _reached([x], [y for other, y in closed.items() if other is not node]):
@@ -59,7 +64,7 @@ def differentiated(
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
     followed = [i for i, x in enumerate(results) if x.requires_grad]
     with recorder.pause(), torch.no_grad():
-        cotangents = [torch.zeros_like(results[i], memory_format=torch.contiguous_format) for i in followed]
+        cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
         zeros = tuple(map(_zeros_like, cotangents))
     given = [recorder.argument(x) for x in cotangents]
     recorder.deferred = True  # all processes record alike, or some replay: none may wait for the others
@@ -121,6 +126,12 @@ def followed(
     with torch.enable_grad():
         outs: Any = _Recorded.apply(halves, drawn, leaves, results, *given, *halves.closed)
     return [x if i in halves.constants else out for i, (x, out) in enumerate(zip(results, outs, strict=True))]
+
+
+def _cotangent(x: Tensor, apart: Frame | None) -> Tensor:
+    """Zeros for a result; of one that is reduced over simulated axes, whose cotangent is pending, for each rank."""
+    zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return zeros if apart is None else expand(zeros, apart).clone()
 
 
 def _zeros_like(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated
 from fspmd.programs.program import Program
 from fspmd.programs.record import Recorder, state_of
+from fspmd.sharded import Sharded
+from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states
 from fspmd.trees import flatten
 
@@ -79,7 +82,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         outputs = [recorder.node_of(x) for x in results]
         facts = None
         if any(x.requires_grad for x in results):
-            program, facts = differentiated(recorder, tensors, inputs, results, outputs)
+            program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
     return Capture(
@@ -124,6 +127,18 @@ def _apart(x: Tensor) -> Tensor:
     if isinstance(x, torch.nn.Parameter):
         return torch.nn.Parameter(apart, x.requires_grad)
     return apart.requires_grad_(x.requires_grad)
+
+
+def _reduced(out: Any) -> list[Frame | None]:
+    """For each tensor of a result, the simulated axes over which it is reduced."""
+    leaves = optree.tree_leaves(out, is_leaf=lambda x: type(x) is Sharded, none_is_leaf=True)
+    return [
+        frame(x.spec.mesh, x.spec.partition.reduced)
+        if type(x) is Sharded and x.spec.partition.reduced and x.spec.mesh.transport == "simulation"
+        else None
+        for x in leaves
+        if isinstance(x, (Sharded, Tensor))
+    ]
 
 
 def _tensors(out: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_s
 from fspmd.programs.donation import NOTHING, donation
 from fspmd.programs.keys import key_of, not_hashable
 from fspmd.programs.misses import facts_of, report
+from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.records import Record, changed, recorded, relaid, stale, thawed
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -40,6 +41,7 @@ def jit(
     static_argnames: Names = None,
     donate_argnums: Numbers = None,
     donate_argnames: Names = None,
+    passes: Passes = None,
 ) -> Callable[..., Any]: ...
 @overload
 def jit(
@@ -49,6 +51,7 @@ def jit(
     static_argnames: Names = None,
     donate_argnums: Numbers = None,
     donate_argnames: Names = None,
+    passes: Passes = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def jit(
     f: Callable[..., Any] | None = None,
@@ -57,6 +60,7 @@ def jit(
     static_argnames: Names = None,
     donate_argnums: Numbers = None,
     donate_argnames: Names = None,
+    passes: Passes = None,
 ) -> Callable[..., Any]:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
@@ -76,6 +80,10 @@ def jit(
     Tensors of the arguments that ``donate_argnums`` or ``donate_argnames`` name give their memory away: a replay frees
     each after its last use, or makes a result of it, and the peak is lower for it. Whoever uses them afterwards gets a
     `DonationError`. Views of them that the caller holds stay what they are, and keep the memory.
+
+    ``passes`` change the record before it is replayed: names (`fspmd.programs.passes.table.PASSES`), or passes with
+    options, in the order in which they run. By default those that always gain, and change no numbers but by the order
+    of sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out.
 
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
     constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
@@ -105,6 +113,7 @@ def jit(
     >>> w = torch.ones(2)
     >>> w = update(w, torch.ones(2))  # the tensor that w was has no memory anymore
     """
+    changes = passes_of(passes)
     if f is None:
         return functools.partial(
             jit,
@@ -112,6 +121,7 @@ def jit(
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
+            passes=passes,
         )
     if not callable(f):
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
@@ -144,7 +154,7 @@ def jit(
                 facts = facts_of(function, args, kwargs)
                 report(function, facts, (one.facts for one in records.values()), stale(record) if record else ())
                 given = donation(function, donate, args, kwargs) if donate else NOTHING
-                records[known], out = recorded(recordable, args, kwargs, facts, given)
+                records[known], out = recorded(recordable, args, kwargs, changes, facts, given)
             finally:
                 _recording.release()
             return out

@@ -46,9 +46,8 @@ def value_of(x: Tensor) -> Value:
 
 def owner(node: fx.Node) -> fx.Node:
     """The step in whose memory a result lies: ``meta["memory"]``, or what a pass has put in its place."""
-    while (above := node.meta.get("memory", node)) is not node:
-        node = above
-    return node
+    above: fx.Node = node.meta.get("memory", node)
+    return node if above is node else owner(above)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from fspmd.programs.capture import capture
 from fspmd.programs.donation import Donation
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
+from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.record import is_as, memory_of
 from fspmd.programs.replay import below_autograd, compiled
 from fspmd.sharded import Sharded
@@ -99,11 +100,17 @@ def stale(record: Record) -> tuple[str, ...]:
 
 
 def recorded(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], facts: Facts, donation: Donation
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    passes: Sequence[Pass],
+    facts: Facts,
+    donation: Donation,
 ) -> tuple[Record, Any]:
-    """Run a function and record it; the record, and the result."""
+    """Run a function and record it; the record, changed by ``passes``, and the result."""
     found = capture(function, args, kwargs)
     program, halves = found.program, None
+    transform(program, passes)
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fspmd.programs.record import draws, is_pure
+from fspmd.programs.record import draws
 from fspmd.transport.randomness import draw_seed
 
 _PLAIN: Final = (bool, int, str, type(None))
@@ -49,10 +49,9 @@ def compiled(
     """A function of the values of ``inputs`` that runs ``nodes`` and gives a tuple of the values of ``outputs``.
 
     ``constants``: the values of nodes that are none of both. ``donated`` inputs come in lists, from which they are
-    taken, so that they are freed after their last use. Steps that nothing needs are left out.
+    taken, so that they are freed after their last use.
     """
-    steps = _needed(list(nodes), [node for node in outputs if isinstance(node, fx.Node)])
-    return _Writer(inputs, constants).function(steps, outputs, donated)
+    return _Writer(inputs, constants).function(list(nodes), outputs, donated)
 
 
 def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,22 +69,6 @@ def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
-
-
-def _needed(nodes: list[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
-    wanted = set(outputs)
-    found = []
-    for node in reversed(nodes):
-        if node in wanted or has_effect(node):
-            found.append(node)
-            wanted.update(node.all_input_nodes)
-    return found[::-1]
-
-
-def has_effect(node: fx.Node) -> bool:
-    """Whether a step does more than give its result."""
-    target = node.target
-    return not is_pure(target) if isinstance(target, torch._ops.OpOverload) else bool(node.meta.get("effect"))
 
 
 def has_randomness(node: fx.Node) -> bool:

@@ -75,5 +75,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, slice):
         return slice, _frozen(value.start), _frozen(value.stop), _frozen(value.step)
     return (type(value), repr(value)) if isinstance(value, (float, complex)) else (type(value), value)
-
-

@@ -118,9 +118,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         arguments = schema._schema.arguments
         given = [(a, x) for a, x in zip(arguments, node.args, strict=False)]
         given += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
-        return [
-            x for a, value in given if a.alias_info is not None and a.alias_info.is_write for x in _nodes_in(value)
-        ]
+        return [x for a, value in given if a.alias_info is not None and a.alias_info.is_write for x in _nodes_in(value)]
     return list(node.all_input_nodes) if _is_unknown(node) else []
 
 

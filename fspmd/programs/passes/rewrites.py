@@ -7,7 +7,7 @@ the first one gives, so nothing is computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -114,32 +114,20 @@ def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
     if not is_collective(node) or not node.meta["waits"]:
         return None
     first, between = _before(node)
-    if first is None:
-        return None
-    one, two = first.meta["call"], node.meta["call"]
-    if one.mesh != two.mesh or one.options.index_groups or two.options.index_groups:
+    if first is None or not _may_be_one(memory, first, between, node):
         return None
     (x,) = first.all_input_nodes
-    if first.meta["deferred"] != node.meta["deferred"]:
-        return None
-    if memory.is_written(x, first, node) or memory.is_written(first, first, node):
-        return None
-    axes = {*one.axes, *two.axes}
-    if any(not axes.issuperset(step.meta["call"].axes) for step in between):
-        return None
+    one, two = first.meta["call"], node.meta["call"]
     for row in ROWS:
-        if one.pair.kernel not in row.first or two.pair.kernel not in row.second:
-            continue
-        found = row.result(one, two)
+        found = row.result(one, two) if one.pair.kernel in row.first and two.pair.kernel in row.second else None
         if found is None:
             continue
+        new = None
         if found.pair.kernel in NAMES:
             new = _as_it_was(memory, node, x, found)
-        elif all(len(step.users) == 1 for step in (first, *between)) and (not row.must_pay or _pays(first, node, found)):
+        elif _alone(first, between) and (not row.must_pay or _pays(first, node, found)):
             with node.graph.inserting_before(node):
                 new = add_collective(node.graph, found, x, node)
-        else:
-            continue
         if new is not None:
             memory.stands_for(new, node)
             replace(node, new)
@@ -148,6 +136,24 @@ def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
                     step.graph.erase_node(step)
             return new
     return None
+
+
+def _may_be_one(memory: Memory, first: fx.Node, between: list[fx.Node], second: fx.Node) -> bool:
+    """Whether nothing stands between two steps: neither writes, nor types that only the second one takes back."""
+    one, two = first.meta["call"], second.meta["call"]
+    if one.mesh != two.mesh or one.options.index_groups or two.options.index_groups:
+        return False
+    if first.meta["deferred"] != second.meta["deferred"]:
+        return False
+    if not all({*one.axes, *two.axes}.issuperset(step.meta["call"].axes) for step in between):
+        return False
+    (x,) = first.all_input_nodes
+    return not memory.is_written(x, first, second) and not memory.is_written(first, first, second)
+
+
+def _alone(first: fx.Node, between: list[fx.Node]) -> bool:
+    """Whether only one step uses a result."""
+    return all(len(step.users) == 1 for step in (first, *between))
 
 
 def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:

@@ -13,6 +13,7 @@ from fspmd.programs.passes.rewrites import rewrites
 from fspmd.programs.program import Program
 
 Pass = Callable[[Program], Any]
+Passes = Iterable[str | Pass] | None
 
 #: every pass with its options as they are by default
 PASSES: Final[dict[str, Pass]] = {
@@ -24,16 +25,18 @@ PASSES: Final[dict[str, Pass]] = {
 DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")
 
 
-def passes_of(given: Any) -> tuple[Pass, ...]:
+def passes_of(given: Passes) -> tuple[Pass, ...]:
     """Names of passes, or passes with options of one's own, as functions; None: the `DEFAULT` ones."""
     given = DEFAULT if given is None else given
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ArgumentError(f"jit got passes={described(given)}; expected a tuple such as passes=(\"dead_code\",)")
+        raise ArgumentError(f'jit got passes={described(given)}; expected a tuple such as passes=("dead_code",)')
     found = []
     for one in given:
         known = PASSES.get(one) if isinstance(one, str) else one
         if not callable(known):
-            raise ArgumentError(f"jit got {described(one)} for a pass; expected one of {', '.join(PASSES)}, or a function")
+            raise ArgumentError(
+                f"jit got {described(one)} for a pass; expected one of {', '.join(PASSES)}, or a function"
+            )
         found.append(known)
     return tuple(found)
 

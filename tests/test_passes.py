@@ -1,0 +1,412 @@
+"""Passes over recorded programs: the numbers and gradients stay what they were, and each pass gains what it promises.
+
+Generated programs have what passes look for: the same done twice, changes of layout in a row, writes in between. The
+judge of values is the function run without `jit`; gains are counted in the programs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import test_global_programs as chains
+import test_random_programs as bodies
+import torch
+from hypothesis import HealthCheck, given, settings
+from processes import Processes
+from simulated import GRID, MESH, layouts
+from torch import Tensor
+
+from fspmd import ArgumentError, Mesh, P, Sharded, device_get, device_put, jit, make_mesh, psum, reshard, shard_map
+from fspmd.programs.capture import capture
+from fspmd.programs.passes.memory import Memory, written
+from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
+from fspmd.programs.program import Program
+from fspmd.redistribution.cost import moves
+
+FULL = os.environ.get("FSPMD_FULL") == "1"
+F64 = torch.float64
+Function = Callable[..., Any]
+
+
+def with_passes(passes: Any) -> Function:
+    """What calls a function by way of its record, which passes have changed: twice, the second time replayed."""
+
+    def through(f: Function, *args: Any) -> Any:
+        recorded = jit(f, passes=passes)
+        recorded(*args)
+        out = recorded(*args)
+        assert recorded.cache_info().hits
+        return out
+
+    return through
+
+
+def programs_of(f: Function, *args: Any, passes: Any) -> tuple[Program, Program]:
+    """The program of a function as it was recorded, and as passes have changed it."""
+    before, after = (capture(f, args, {}).program for _ in range(2))
+    transform(after, passes_of(passes))
+    after.graph.lint()
+    return before, after
+
+
+def collectives(program: Program) -> list[str]:
+    """The names of those that move something, in order."""
+    calls = [node.meta["call"] for node in program.graph.nodes if "call" in node.meta]
+    return [call.pair.name for call in calls if moves(call.pair.kernel) and call.mesh.axis_size(call.axes) > 1]
+
+
+# --- generated programs -----------------------------------------------------------------------------------------------
+
+
+def generated(seed: int, mesh: Mesh) -> tuple[Function, list[Tensor], list[P]]:
+    """A function of three matrices with a redundant past, its arguments, and how they lie."""
+    draw = random.Random(seed)
+    places = layouts(mesh, 2)
+    size = draw.choice([4, 5, 12])
+    plan: list[tuple[str, int, int, P]] = []
+    count = 3
+    for _ in range(draw.randint(4, 10)):
+        kind = draw.choice(["move", "move", "move", "twice", "add", "mm", "write", "write", "sum", "t"])
+        last = count - 1 if draw.random() < 0.6 else draw.randrange(count)
+        plan.append((kind, last, draw.randrange(count), draw.choice(places)))
+        count += 1
+    ends = [draw.randrange(count) for _ in range(2)] + [count - 1]
+
+    def f(*leaves: Any) -> list[Any]:
+        values = list(leaves)
+        for kind, i, j, to in plan:
+            values.append(_STEPS[kind](values[i], values[j], to))
+        return [values[i] for i in ends]
+
+    leaves = [
+        torch.randn(size, size, dtype=F64, generator=torch.Generator().manual_seed(seed * 3 + i)) / size
+        for i in range(3)
+    ]
+    return f, leaves, [draw.choice(places) for _ in leaves]
+
+
+def _moved(x: Any, to: P) -> Any:
+    return reshard(x, to) if isinstance(x, Sharded) else x
+
+
+def _written(x: Any, y: Any) -> Any:
+    """A write between two uses of what it was made of."""
+    z = x.clone()
+    before = z * 3
+    z *= 1.5
+    return before + z.sin() + z * 3 + y
+
+
+_STEPS: dict[str, Callable[[Any, Any, P], Any]] = {
+    "move": lambda x, y, to: _moved(x, to),
+    "twice": lambda x, y, to: (_moved(x * 2, to) + y) + (_moved(x * 2, to) - 0.5 * x),
+    "add": lambda x, y, to: x + 0.5 * y,
+    "mm": lambda x, y, to: x @ y + x @ y,
+    "write": lambda x, y, to: _written(x, y),
+    "sum": lambda x, y, to: x * y.sum(),
+    "t": lambda x, y, to: x.t() + y,
+}
+
+
+def whole(x: Any) -> Tensor:
+    return device_get(x) if isinstance(x, Sharded) else x
+
+
+def check_generated(seed: int, mesh: Mesh, passes: Any) -> None:
+    """Values, and gradients by autograd through the replay, beside those of whole tensors."""
+    f, leaves, specs = generated(seed, mesh)
+    plain = [x.clone().requires_grad_() for x in leaves]
+    mine = [device_put(x, spec, mesh=mesh).requires_grad_() for x, spec in zip(leaves, specs, strict=True)]
+    expected, found = f(*plain), with_passes(passes)(f, *mine)
+    for x, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(x).detach(), want.detach(), rtol=1e-10, atol=1e-10)
+    for values in (expected, found):
+        sum((whole(x).sin() * (i + 1)).sum() for i, x in enumerate(values)).backward()  # type: ignore[union-attr]
+    for x, y in zip(plain, mine, strict=True):
+        if x.grad is None:
+            assert y.grad is None or not device_get(y.grad).any()
+            continue
+        torch.testing.assert_close(device_get(y.grad), x.grad, rtol=1e-8, atol=1e-8)
+
+
+def some_passes(seed: int) -> list[Any]:
+    """Passes in any order, some of them more than once."""
+    draw = random.Random(seed)
+    return [draw.choice(list(PASSES)) for _ in range(draw.randint(1, 2 * len(PASSES)))]
+
+
+@pytest.mark.parametrize("mesh", [MESH, GRID], ids=["x4", "x2y3"])
+@pytest.mark.parametrize("seed", range(0, 1000 if FULL else 20, 10))
+def test_generated_programs(mesh: Mesh, seed: int) -> None:
+    for one in range(seed, seed + 10):
+        chosen = None if one % 3 == 0 else list(PASSES) if one % 3 == 1 else some_passes(one)
+        try:
+            check_generated(one, mesh, chosen)
+        except Exception as error:
+            error.add_note(f"seed {one}, passes {chosen}")
+            raise
+
+
+@pytest.mark.parametrize("seed", [66, 93])
+def test_cotangents_of_uneven_blocks_that_differ_over_more_axes(seed: int) -> None:
+    check_generated(seed, GRID, ())
+
+
+@settings(
+    max_examples=1000 if FULL else 20,
+    deadline=None,
+    derandomize=not FULL,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(bodies.programs())
+def test_random_bodies(drawn: Any) -> None:
+    bodies.check(*drawn, with_passes(list(PASSES)))
+
+
+def test_chains_of_torch_calls_on_sharded_values() -> None:
+    chains.check_seeds(range(2000 if FULL else 8), None, with_passes(list(PASSES)))
+
+
+def on_processes(seeds: range) -> None:
+    mesh = make_mesh((2, 2), ("x", "y"))
+    for seed in seeds:
+        check_generated(seed, mesh, list(PASSES))
+        if FULL:
+            chains.check_seeds([seed], 4, with_passes(list(PASSES)))
+
+
+@pytest.mark.skipif(not FULL, reason="a sample runs in test_jit, which has processes already")
+def test_on_processes() -> None:
+    with Processes(4) as pool:
+        for seed in range(0, 400, 20):
+            pool.run(on_processes, range(seed, seed + 20), seconds=120)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_pass_finds_nothing_in_what_it_has_changed(name: str) -> None:
+    """Nor do the default ones need another round."""
+    for seed in range(12):
+        f, leaves, specs = generated(seed, MESH)
+        args = [device_put(x, spec, mesh=MESH).requires_grad_() for x, spec in zip(leaves, specs, strict=True)]
+        _, after = programs_of(f, *args, passes=[name])
+        assert not PASSES[name](after)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _memory(f: Function, *args: Any) -> tuple[Program, Memory, dict[str, Any]]:
+    program = capture(f, args, {}).program
+    nodes: dict[str, Any] = {}
+    for node in program.graph.nodes:
+        nodes.setdefault(node.name.split("_")[0], []).append(node)
+    return program, Memory(program), nodes
+
+
+def test_who_shares_memory_and_who_writes_into_it() -> None:
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        made = x.exp()
+        view = made.t()
+        before = made.sin()
+        view.mul_(2)
+        halves = made.split(1)
+        halves[0].neg_()
+        return before, y.cos()
+
+    _, memory, nodes = _memory(f, torch.ones(2, 2), torch.ones(2))
+    made, view, before, cos = (nodes[name][0] for name in ("exp", "t", "sin", "cos"))
+    (write,), (flip,) = nodes["mul"], nodes["neg"]
+    assert written(write) == [view]
+    assert memory.of(made) is memory.of(view) is memory.of(write) is memory.of(flip)
+    assert memory.of(before) is not memory.of(made)
+    assert memory.is_written(made, made, flip)
+    assert memory.is_written(view, write)
+    assert not memory.is_written(made, made, write)
+    assert not memory.is_written(before, before)
+    assert memory.escapes(before)
+    assert memory.escapes(cos)
+    assert not memory.escapes(made)
+    assert all(memory.is_outside(x) for x in nodes["x1"] + nodes["x0"])
+
+
+def test_simulated_ranks_put_together_share_memory_with_all_their_blocks() -> None:
+    def body(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:1] += psum(y.sum(0), "x")
+        return y
+
+    f = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    program, memory, _ = _memory(f, device_put(torch.ones(10, 2), P("x"), mesh=MESH))  # uneven
+    writes = [node for node in program.graph.nodes if written(node)]
+    assert writes
+    (end,) = program.results
+    assert all(memory.of(x) is memory.of(end) for node in writes for x in written(node))
+
+
+# --- each pass --------------------------------------------------------------------------------------------------------
+
+
+def of_blocks(mesh: Mesh = MESH, out: P = P("x"), **options: Any) -> Function:  # noqa: B008
+    return shard_map(mesh=mesh, in_specs=P("x"), out_specs=out, **options)
+
+
+def check_gain(f: Function, x: Any, passes: Sequence[str | Pass], before: list[str], after: list[str]) -> Program:
+    """The collectives of a function without and with passes, whose values stay the same."""
+    was, now = programs_of(f, x, passes=passes)
+    assert collectives(was) == before
+    assert collectives(now) == after
+    for want, got in zip(_leaves(f(x)), _leaves(with_passes(passes)(f, x)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    return now
+
+
+def _leaves(out: Any) -> list[Tensor]:
+    return [whole(x) for x in (out if isinstance(out, tuple) else (out,))]
+
+
+X = device_put(torch.arange(32, dtype=F64).reshape(16, 2).sin(), P("x"), mesh=MESH)
+
+
+def test_dead_code() -> None:
+    @of_blocks()
+    def f(x: Tensor) -> Tensor:
+        psum(x, "x").sin()
+        scratch = x.clone()
+        scratch += 1
+        kept = x.clone()
+        kept[:1] = 0
+        return kept * 2
+
+    now = check_gain(f, X, ["dead_code"], ["psum"], [])
+    assert sum(len(written(node)) for node in now.graph.nodes) == 1
+
+
+def test_dead_code_keeps_draws_and_writes_into_arguments() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        torch.rand(2)
+        y.view(-1).add_(1)
+        return torch.rand_like(x)
+
+    torch.manual_seed(0)
+    x, y, z = torch.ones(3), torch.zeros(2), torch.zeros(2)
+    expected = [f(x, y), f(x, y), f(x, y)]
+    torch.manual_seed(0)
+    recorded = jit(f, passes=["dead_code"])
+    assert all(torch.equal(recorded(x, z), want) for want in expected)
+    assert torch.equal(y, z)
+
+
+def test_one_collective_for_equal_inputs() -> None:
+    @of_blocks()
+    def f(x: Tensor) -> Tensor:
+        a, b = psum(x.sin(), "x"), psum(x.sin(), "x")
+        y = x.clone()
+        c = psum(y, "x")
+        y += 1
+        return a + b + c + psum(y, "x") + psum(x.sin() * 2, "x")
+
+    check_gain(f, X, ["equal_steps"], ["psum"] * 5, ["psum"] * 4)
+
+
+def test_results_stay_apart_where_users_may_write_into_them() -> None:
+    @of_blocks(out=(P(), P()))
+    def f(x: Tensor) -> Any:
+        return psum(x, "x"), psum(x, "x")
+
+    a, b = with_passes(None)(f, X)
+    a.local.add_(1)
+    assert not torch.equal(device_get(a), device_get(b))
+
+
+def test_what_checkpoint_computes_again_is_computed_again() -> None:
+    from fspmd import checkpoint, grad
+
+    def f(x: Sharded) -> Any:
+        return grad(checkpoint(lambda x: (reshard(x, P()).sin() ** 2).sum()))(x)
+
+    was, now = programs_of(f, X, passes=None)
+    assert collectives(was).count("all_gather_invariant") == collectives(now).count("all_gather_invariant") == 2
+
+
+REPLICATED = device_put(torch.arange(32, dtype=F64).reshape(16, 2).sin(), P(), mesh=MESH)
+PENDING = device_put(torch.arange(32, dtype=F64).reshape(16, 2).sin(), P(unreduced={"x"}), mesh=MESH)
+COLUMNS = P(None, "x")
+BOTH = device_put(torch.ones(12, 6, dtype=F64).cumsum(0), P(("x", "y")), mesh=GRID)
+OF_BOTH = device_put(torch.ones(12, 6, dtype=F64).cumsum(0), P(unreduced={"x", "y"}), mesh=GRID)
+#: argument, the layouts that it goes through, collectives before, and after
+ROWS: dict[str, tuple[Sharded, list[P], list[str], list[str]]] = {
+    "all-reduce, slice": (PENDING, [P(), P("x")], ["psum_unreduced"], ["psum_scatter"]),
+    "slice, gather": (REPLICATED, [P("x"), P()], ["all_gather_invariant"], []),
+    "gather, slice": (X, [P(), P("x")], ["all_gather_invariant"], []),
+    "and again": (X, [P(), P("x"), P(), P("x")], ["all_gather_invariant"] * 2, []),
+    "all-to-all, and back": (
+        device_put(torch.ones(4, 8, dtype=F64).cumsum(1), P("x"), mesh=MESH),
+        [COLUMNS, P("x")],
+        ["all_to_all"] * 2,
+        [],
+    ),
+    "sums over two axes": (OF_BOTH, [P(unreduced={"x"}), P()], ["psum_unreduced"] * 2, ["psum_unreduced"]),
+    "gathers over two axes": (BOTH, [P("x"), P()], ["all_gather_invariant"] * 2, ["all_gather_invariant"]),
+    "scatters over two axes": (
+        OF_BOTH,
+        [P("y", unreduced={"x"}), P(("y", "x"))],
+        ["psum_scatter_unreduced"] * 2,
+        ["psum_scatter_unreduced"],
+    ),
+    "a slice of other rows": (X, [P(), COLUMNS], ["all_gather_invariant"], ["all_gather_invariant"]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_collectives_in_a_row(name: str) -> None:
+    x, path, before, after = ROWS[name]
+
+    def f(x: Sharded) -> Sharded:
+        for spec in path:
+            x = reshard(x, spec)
+        return x * 2
+
+    check_gain(f, x, ["rewrites"], before, after)
+
+
+def test_what_is_used_elsewhere_is_not_rewritten() -> None:
+    def f(x: Sharded) -> Any:
+        total = reshard(x, P())
+        return reshard(total, P("x")) * 2, total * 3
+
+    check_gain(f, PENDING, None, ["psum_unreduced"], ["psum_unreduced"])
+
+
+def test_an_argument_is_not_a_result_where_it_was_none() -> None:
+    @jit
+    def f(x: Sharded) -> Sharded:
+        return reshard(reshard(x, P()), P("x"))
+
+    f(X)
+    out = f(X)
+    out.local.add_(1)
+    assert not torch.equal(device_get(out), device_get(X))
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_passes_by_name_with_options_or_none() -> None:
+    seen = []
+
+    def look(program: Program) -> None:
+        seen.append(len(program.steps))
+
+    f = of_blocks(out=P())(lambda x: psum(x, "x") + psum(x, "x"))
+    jit(f, passes=[look, "equal_steps", look])(X)
+    assert seen == [3, 2]
+    assert len(programs_of(f, X, passes=())[1].steps) == 3
+    for wrong, said in (("dead_code", "passes=the string"), (["dead"], "one of equal_steps"), ([3], "the int 3")):
+        with pytest.raises(ArgumentError, match=said):
+            jit(f, passes=wrong)
