@@ -38,9 +38,9 @@ F64 = torch.float64
 Function = Callable[..., Any]
 
 
-def replayed(f: Function, *args: Any) -> Any:
+def replayed(f: Function, *args: Any, **options: Any) -> Any:
     """What jit replays on these arguments, recorded on others."""
-    recorded = jit(f)
+    recorded = jit(f, **options)
     recorded(*optree.tree_map(_another, args))
     out = recorded(*args)
     if not recorded.cache_info().hits:  # the others lie in memory in another way

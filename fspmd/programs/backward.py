@@ -87,8 +87,13 @@ def differentiated(
     )
 
 
-def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tensor]]) -> Halves:
-    """Both parts of a program as functions."""
+def halves_of(
+    program: Program,
+    facts: Followed,
+    again: Callable[..., list[Tensor]],
+    make: Callable[..., Callable[..., Any]] = compiled,
+) -> Halves:
+    """Both parts of a program as functions, which ``make`` makes."""
     kept = program.kept
     return Halves(
         facts.closed,
@@ -97,8 +102,8 @@ def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tenso
         facts.with_gradient,
         facts.zeros,
         facts.reach,
-        compiled(program.steps, program.inputs, [*program.results, *kept], program.constants),
-        compiled(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants),
+        make(program.steps, program.inputs, [*program.results, *kept], program.constants),
+        make(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants),
         again,
         any(has_randomness(node) for node in program.steps),
     )

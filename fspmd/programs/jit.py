@@ -14,6 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_static, with_static
+from fspmd.programs.backends import Backend, maker
 from fspmd.programs.donation import NOTHING, donation
 from fspmd.programs.keys import key_of, not_hashable
 from fspmd.programs.misses import facts_of, report
@@ -42,6 +43,7 @@ def jit(
     donate_argnums: Numbers = None,
     donate_argnames: Names = None,
     passes: Passes = None,
+    backend: Backend = "replay",
 ) -> Callable[..., Any]: ...
 @overload
 def jit(
@@ -52,6 +54,7 @@ def jit(
     donate_argnums: Numbers = None,
     donate_argnames: Names = None,
     passes: Passes = None,
+    backend: Backend = "replay",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def jit(
     f: Callable[..., Any] | None = None,
@@ -61,6 +64,7 @@ def jit(
     donate_argnums: Numbers = None,
     donate_argnames: Names = None,
     passes: Passes = None,
+    backend: Backend = "replay",
 ) -> Callable[..., Any]:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
@@ -85,13 +89,18 @@ def jit(
     options, in the order in which they run. By default those that always gain, and change no numbers but by the order
     of sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out.
 
+    ``backend`` runs what was recorded: ``"replay"`` calls step by step; ``"inductor"`` has the steps between
+    collectives compiled by ``torch.compile``'s inductor, and rounds as that does; a function gets them as a
+    ``torch.fx.GraphModule``, with example inputs, and gives a function of such inputs: once for the steps of the call,
+    once for those of its gradients, when they are run for the first time.
+
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
     constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
     with other parameters.
 
     Raises:
-        ArgumentError: an option names no parameter; a static argument has no hash, or is a tensor; a donated one
-            has a gradient, or is given twice.
+        ArgumentError: an option names no parameter, or no backend; a static argument has no hash, or is a tensor; a
+            donated one has a gradient, or is given twice.
         RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
             torch (``tolist()``, ``numpy()``, ``print``), writes into tensors that ``f`` closes over, ``backward()``
             into ``.grad`` of what was there before, seeds that are set, generators that are no arguments, lists and
@@ -122,6 +131,7 @@ def jit(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             passes=passes,
+            backend=backend,
         )
     if not callable(f):
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
@@ -129,6 +139,7 @@ def jit(
     static = chosen(f, "static", static_argnums, static_argnames)
     donate = chosen(f, "donate", donate_argnums, donate_argnames)
     check_apart(f, static, donate)
+    make = maker(backend)
     recordable = with_static(f) if static else f
     records: dict[Any, Record] = {}
     hits = misses = 0
@@ -154,7 +165,7 @@ def jit(
                 facts = facts_of(function, args, kwargs)
                 report(function, facts, (one.facts for one in records.values()), stale(record) if record else ())
                 given = donation(function, donate, args, kwargs) if donate else NOTHING
-                records[known], out = recorded(recordable, args, kwargs, changes, facts, given)
+                records[known], out = recorded(recordable, args, kwargs, changes, facts, given, make)
             finally:
                 _recording.release()
             return out

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.programs.backends import Maker
 from fspmd.programs.backward import followed, halves_of, replay
 from fspmd.programs.capture import capture
 from fspmd.programs.donation import Donation
@@ -18,7 +19,7 @@ from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.record import is_as, memory_of
-from fspmd.programs.replay import below_autograd, compiled
+from fspmd.programs.replay import below_autograd, taken
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -106,6 +107,7 @@ def recorded(
     passes: Sequence[Pass],
     facts: Facts,
     donation: Donation,
+    make: Maker,
 ) -> tuple[Record, Any]:
     """Run a function and record it; the record, changed by ``passes``, and the result."""
     found = capture(function, args, kwargs)
@@ -114,12 +116,12 @@ def recorded(
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        run = below_autograd(compiled(program.steps, inputs, program.results, program.constants, donated))
+        run = below_autograd(make(program.steps, inputs, program.results, program.constants, donated))
     else:
-        halves = halves_of(program, found.followed, found.again)
+        halves = halves_of(program, found.followed, found.again, make)
         run = replay(halves)
         if donation:
-            run = _taken(run)  # autograd keeps them
+            run = taken(run)  # autograd keeps them
     if autocasts():
         run = _as_recorded(run)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
@@ -130,11 +132,6 @@ def recorded(
         return record, found.out
     results = followed(halves, found.drawn, given, found.leaves, found.results)
     return record, record.rebuild(tuple(results))
-
-
-def _taken(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of lists of donated tensors."""
-    return lambda *values: run(*(x.pop() if type(x) is list else x for x in values))
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:

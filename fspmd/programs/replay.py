@@ -71,6 +71,11 @@ def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 
+def taken(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of values among which donated ones come in lists."""
+    return lambda *values: run(*(x.pop() if type(x) is list else x for x in values))
+
+
 def has_randomness(node: fx.Node) -> bool:
     """Whether a step draws from a generator."""
     target: Any = node.target

@@ -1,0 +1,118 @@
+"""What runs the steps of a program: straight Python, or what somebody else makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import getitem
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
+from fspmd.programs.inductor import by_inductor, is_plain
+from fspmd.programs.replay import compiled, taken
+
+#: of steps, inputs, outputs, the values of constants, and donated inputs: a function such as `replay.compiled` gives
+Maker = Callable[..., Callable[..., Any]]
+Backend = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+_BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor}
+
+
+def maker(backend: Backend) -> Maker:
+    """What makes functions of steps.
+
+    Raises:
+        ArgumentError: there is no such backend.
+    """
+    if callable(backend):
+        return partial(_by_function, backend)
+    if (found := _BY_NAME.get(backend)) is None:
+        raise ArgumentError(
+            f"jit got {described(backend)} for backend, which is 'replay', 'inductor', or a function of a "
+            "torch.fx.GraphModule and example inputs that gives a function of such inputs"
+        )
+    return found
+
+
+def _by_function(
+    backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    nodes: Iterable[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    constants: dict[fx.Node, Any],
+    donated: Sequence[fx.Node] = (),
+) -> Callable[..., Any]:
+    """What a function of the user makes, of the inputs with which the steps first run."""
+    module = module_of(list(nodes), inputs, outputs, constants)
+    made: list[Callable[..., Any]] = []
+
+    def run(*values: Any) -> Any:
+        if not made:
+            found = backend(module, list(values))
+            if not callable(found):
+                raise ArgumentError(f"the backend of jit gave {described(found)}; it must give a function")
+            made.append(found)
+        out = made[0](*values)
+        if not isinstance(out, (tuple, list)) or len(out) != len(outputs):
+            raise ArgumentError(
+                f"what the backend of jit made gave {described(out)}; it must give a tuple of {len(outputs)} values, "
+                "as the graph does"
+            )
+        return tuple(out)
+
+    return taken(run) if donated else run
+
+
+def module_of(
+    steps: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any], constants: dict[fx.Node, Any]
+) -> fx.GraphModule:
+    """Steps as a module of their own; collectives, and what else is no function of torch, are `Opaque`."""
+    graph = fx.Graph()
+    attributes: dict[str, Tensor] = {}
+    known = {node: graph.placeholder(node.name) for node in inputs}
+
+    def placed(node: fx.Node) -> fx.Node:
+        if node not in known:
+            known[node] = graph.create_node("get_attr", str(node.target))
+            attributes[str(node.target)] = constants[node]
+        return known[node]
+
+    for step in steps:
+        torchs = step.target is getitem or isinstance(step.target, torch._ops.OpOverload)
+        if torchs and all(map(is_plain, (*step.args, *step.kwargs.values()))):
+            known[step] = graph.node_copy(step, placed)
+        else:
+            given = tuple(map(placed, step.all_input_nodes))
+            known[step] = graph.create_node("call_function", Opaque(step), given, name=step.name)
+            known[step].meta = dict(step.meta)
+    graph.output(tuple(placed(one) if isinstance(one, fx.Node) else one for one in outputs))
+    return fx.GraphModule(attributes, graph)
+
+
+class Opaque:
+    """A step as a function of its operands alone, with a name that Python can write."""
+
+    def __init__(self, step: fx.Node) -> None:
+        call = step.meta.get("call")
+        self.__name__ = self.__qualname__ = call.pair.name if call else getattr(step.target, "__name__", "step")
+        self.function: Any = step.target
+        self.args, self.kwargs = step.args, step.kwargs
+        self.operands = step.all_input_nodes
+
+    def __call__(self, *values: Any) -> Any:
+        given = dict(zip(self.operands, values, strict=True))
+        return self.function(*_filled(self.args, given), **_filled(self.kwargs, given))
+
+
+def _filled(arg: Any, given: dict[fx.Node, Any]) -> Any:
+    """An argument with values in the places of nodes."""
+    if isinstance(arg, fx.Node):
+        return given[arg]
+    if isinstance(arg, dict):
+        return {name: _filled(one, given) for name, one in arg.items()}
+    if isinstance(arg, list) or type(arg) is tuple:  # fx has lists of its own
+        return (list if isinstance(arg, list) else tuple)(_filled(one, given) for one in arg)
+    return arg
