@@ -20,8 +20,28 @@ from processes import Processes
 from simulated import GRID, MESH, layouts
 from torch import Tensor
 
-from fspmd import ArgumentError, Mesh, P, Sharded, device_get, device_put, jit, make_mesh, psum, reshard, shard_map
+from fspmd import (
+    ArgumentError,
+    Link,
+    Mesh,
+    P,
+    Sharded,
+    Topology,
+    all_gather,
+    all_to_all,
+    device_get,
+    device_put,
+    jit,
+    make_mesh,
+    psum,
+    psum_scatter,
+    reshard,
+    set_topology,
+    shard_map,
+    topology,
+)
 from fspmd.programs.capture import capture
+from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.memory import Memory, written
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
 from fspmd.programs.program import Program
@@ -175,6 +195,9 @@ def test_chains_of_torch_calls_on_sharded_values() -> None:
 
 def on_processes(seeds: range) -> None:
     mesh = make_mesh((2, 2), ("x", "y"))
+    x = device_put(torch.arange(32, dtype=F64).reshape(16, 2).sin(), P("x"), mesh=make_mesh((4,), ("x",)))
+    expected = device_get(small_ones(x))
+    torch.testing.assert_close(device_get(with_passes(["coalesce"])(small_ones, x)), expected)
     for seed in seeds:
         check_generated(seed, mesh, list(PASSES))
         if FULL:
@@ -392,6 +415,55 @@ def test_an_argument_is_not_a_result_where_it_was_none() -> None:
     out = f(X)
     out.local.add_(1)
     assert not torch.equal(device_get(out), device_get(X))
+
+
+def small_ones(x: Sharded) -> Any:
+    return shard_map(_small_ones, mesh=x.spec.mesh, in_specs=P("x"), out_specs=P("x"))(x)
+
+
+def _small_ones(x: Tensor) -> Tensor:
+    """Of every kind some, of several shapes, with steps between that use them, and one that waits for another."""
+    total, other = psum(x, "x"), psum(x[:1].sin(), "x")
+    whole, more = all_gather(x, "x", axis=1, tiled=True), all_gather(x[:2], "x", axis=0, tiled=True)
+    scaled = total * 2
+    late = psum(x + scaled, "x")
+    parts, halves = psum_scatter(x, "x", tiled=True), psum_scatter(x.t().repeat(2, 1) * 3, "x", tiled=True)
+    turned, back = all_to_all(x, "x", 0, 1, tiled=True), all_to_all(x.exp(), "x", 0, 0, tiled=True)
+    values = (total, other, whole, more, late, scaled, parts, halves, turned, back)
+    return torch.stack([value.sin().sum() * (i + 1) for i, value in enumerate(values)])
+
+
+def test_small_collectives_as_one() -> None:
+    before = ["psum"] * 2 + ["all_gather"] * 2 + ["psum"] + ["psum_scatter"] * 2 + ["all_to_all"] * 2
+    after = ["psum", "all_gather", "psum", "psum_scatter", "all_to_all"]
+    check_gain(small_ones, X, ["coalesce"], before, after)
+    check_gain(small_ones, X, [Coalesce(bucket=X.local.nbytes)], before, before)
+
+
+def test_steps_wait_for_what_was_packed_and_writes_for_what_it_reads() -> None:
+    @of_blocks(out=P())
+    def f(x: Tensor) -> Tensor:
+        y = x.clone()
+        first = psum(y, "x")
+        y += 1
+        first = first * 2
+        second = psum(x.sin(), "x")
+        y *= second
+        return first + second + psum(y, "x")
+
+    check_gain(f, X, ["coalesce"], ["psum"] * 3, ["psum"] * 2)
+
+
+def test_large_collectives_stay_alone() -> None:
+    big = device_put(torch.ones(4 << 18, 8), P("x"), mesh=MESH)
+    f = of_blocks(out=P())(lambda x: psum(x, "x") + psum(x * 2, "x"))
+    fast = Topology(Link(1.0, 450e3), launch=1.0)
+    before = topology()
+    set_topology(fast)
+    try:
+        assert collectives(programs_of(f, big, passes=["coalesce"])[1]) == ["psum"] * 2
+    finally:
+        set_topology(before)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Its nodes say in ``meta`` what passes, prices and readers ask for:
 
 ``value``     `Value` of the result; absent where that is no tensor
+``held``      of a simulated value the axes over which it is held apart, and whether its blocks differ in shape; or None
 ``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own (`owner`)
 ``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes
 ``backward``  it computes gradients: within the recorded function, or of its results

@@ -155,6 +155,7 @@ class Recorder(RecordingMode):
         self._nodes[id(x)] = TensorWeakRef(x), node
         if "value" not in node.meta:
             node.meta["value"] = value_of(x)
+            node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
             node.meta["storage"] = storage = memory_of(x)
             before = node.all_input_nodes  # which are alive
             if node.target in (operator.getitem, Pending.wait):

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
+from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.dead_code import dead_code
 from fspmd.programs.passes.equal_steps import equal_steps
 from fspmd.programs.passes.rewrites import rewrites
@@ -20,6 +21,7 @@ PASSES: Final[dict[str, Pass]] = {
     "equal_steps": equal_steps,
     "rewrites": rewrites,
     "dead_code": dead_code,
+    "coalesce": Coalesce(),
 }
 #: those that always gain, and change no numbers but by the order of sums
 DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")

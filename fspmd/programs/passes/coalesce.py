@@ -1,0 +1,215 @@
+"""Small collectives of one kind, over the same axes, as one: each saves the time to begin, and costs a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.pairs import Call, call
+from fspmd.programs.calls import add_collective, add_step, is_collective, replace
+from fspmd.programs.passes.dead_code import has_effect
+from fspmd.programs.passes.memory import is_wait
+from fspmd.programs.passes.order import dependencies
+from fspmd.programs.program import Program, Value
+from fspmd.redistribution.cost import moves, price, topology
+from fspmd.transport import Options
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coalesce:
+    """Pack collectives that wait for nothing of each other into one, of at most so many bytes.
+
+    Steps that use a result wait for the packed one; none of them is a collective, so the others keep their order.
+    """
+
+    bucket: int = 25 << 20
+
+    def __call__(self, program: Program) -> int:
+        """How many collectives there are less."""
+        gone = 0
+        for bucket in sorted(self._buckets(program), key=lambda bucket: bucket.places[-1]):
+            if len(bucket.members) > 1:
+                _pack(bucket)
+                gone += len(bucket.members) - 1
+        return gone
+
+    def _buckets(self, program: Program) -> list[_Bucket]:
+        before = dependencies(program)
+        open_: dict[Hashable, _Bucket] = {}
+        done: list[_Bucket] = []
+        for place, node in enumerate(list(program.graph.nodes)):
+            key = _key(node)
+            for kind, bucket in list(open_.items()):
+                if before[node].isdisjoint(bucket.after):
+                    continue
+                bucket.after[node] = None
+                if _stays(node):  # those that come later would have to wait for this one, or it for them
+                    done.append(open_.pop(kind))
+            if key is None:
+                continue
+            bucket = open_.setdefault(key, _Bucket())
+            if bucket.members and not (bucket.bytes + _bytes(node) <= self.bucket and bucket.pays(node)):
+                done.append(bucket)
+                bucket = open_[key] = _Bucket()
+            bucket.add(node, place)
+        return done + list(open_.values())
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Collectives to be packed, and the steps that come after them."""
+
+    members: list[fx.Node] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    bytes: int = 0
+    after: dict[fx.Node, None] = field(default_factory=dict)
+    delayed: int = 0  # of those, how many come before the last member
+
+    def add(self, node: fx.Node, place: int) -> None:
+        self.members.append(node)
+        self.places.append(place)
+        self.delayed = len(self.after)
+        self.after[node] = None
+        self.bytes += _bytes(node)
+
+    def pays(self, node: fx.Node) -> bool:
+        """Whether one more takes less time packed than alone."""
+        one: Call = node.meta["call"]
+        alone, after = _bytes(node), node.meta["value"].nbytes
+        together = self.bytes + alone
+        ratio = after / alone
+        apart = _time(one, self.bytes, self.bytes * ratio) + _time(one, alone, after)
+        copies = 2 * (alone + after) / topology().memory
+        return bool(_time(one, together, together * ratio) + copies < apart)
+
+
+def _time(one: Call, before: float, after: float) -> float:
+    return price(one.pair.kernel, one.mesh, one.axes, int(before), int(after)).time
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of the operand: as many on all ranks that take part."""
+    value: Value = node.all_input_nodes[0].meta["value"]
+    return value.nbytes
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether a step keeps its place among others of its kind."""
+    if node.op != "call_function":
+        return True
+    return (is_collective(node) and moves(node.meta["call"].pair.kernel)) or is_wait(node) or has_effect(node)
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    """What packed collectives have in common; None for what is not packed."""
+    if not is_collective(node, *_FORMS) or not node.meta["waits"]:
+        return None
+    one: Call = node.meta["call"]
+    (x,) = node.all_input_nodes
+    value: Value = x.meta["value"]
+    o = one.options
+    if o.index_groups or o.sizes or o.concat_sizes or not value.shape or not value.nbytes:
+        return None
+    held = x.meta.get("held")
+    if one.mesh.transport == "simulation" and (held is None or held[1]):
+        return None
+    return one.pair.name, one.mesh, one.axes, o.op, value.dtype, held, node.meta["deferred"], node.meta["backward"]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How operands of a kernel become rows of which the call on all is made, and how results come of its rows."""
+
+    into: Callable[[Tensor, Call], Tensor]
+    back: Callable[[Tensor, Shape, Call], Tensor]
+
+
+def _ranks(one: Call) -> int:
+    return prod(one.mesh.shape[axis] for axis in one.axes)
+
+
+def _one_row(x: Tensor, one: Call) -> Tensor:
+    return x.reshape(1, -1)
+
+
+def _row_per_rank(x: Tensor, one: Call) -> Tensor:
+    n, dim = _ranks(one), one.options.dim
+    rows: Tensor = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).reshape(n, -1)
+    return rows
+
+
+def _from_one_row(row: Tensor, shape: Shape, one: Call) -> Tensor:
+    return row.reshape(shape)
+
+
+def _from_row_per_rank(dim: int, rows: Tensor, shape: Shape, one: Call) -> Tensor:
+    """Blocks along a dim."""
+    n = _ranks(one)
+    block = (*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+    joined: Tensor = rows.reshape(n, *block).movedim(0, dim).flatten(dim, dim + 1)
+    return joined
+
+
+_SUM: Final = Form(_one_row, _from_one_row)
+_GATHER: Final = Form(_one_row, lambda rows, shape, one: _from_row_per_rank(one.options.dim, rows, shape, one))
+_FORMS: Final = {
+    "reduce": _SUM,
+    "reduce_once": _SUM,
+    "gather": _GATHER,
+    "gather_once": _GATHER,
+    "reduce_scatter": Form(_row_per_rank, _from_one_row),
+    "exchange": Form(
+        _row_per_rank, lambda rows, shape, one: _from_row_per_rank(one.options.concat_dim, rows, shape, one)
+    ),
+}
+
+
+def packed(calls: Sequence[Call], *operands: Tensor) -> Tensor:
+    """The rows of operands side by side."""
+    rows = [_FORMS[one.pair.kernel].into(x, one) for one, x in zip(calls, operands, strict=True)]
+    return torch.cat(rows, 1)
+
+
+def unpacked(rows: Tensor, start: int, width: int, shape: Shape, one: Call) -> Tensor:
+    """One result, in a memory of its own."""
+    found = _FORMS[one.pair.kernel].back(rows.narrow(1, start, width), shape, one)
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+def _pack(bucket: _Bucket) -> None:
+    """One step that packs, the collective, and one step for each result; what used the results comes after them."""
+    last = bucket.members[-1]
+    graph = last.graph
+    calls = tuple(node.meta["call"] for node in bucket.members)
+    operands = [node.all_input_nodes[0] for node in bucket.members]
+    one: Call = calls[0]
+    n = _ranks(one) if one.pair.kernel in ("reduce_scatter", "exchange") else 1
+    sizes = [prod(x.meta["value"].shape) // n for x in operands]
+    dtype = operands[0].meta["value"].dtype
+    late = [node for node in list(bucket.after)[: bucket.delayed] if node not in bucket.members]
+    with graph.inserting_before(last):
+        rows = add_step(graph, packed, (calls, *operands), last, Value((n, sum(sizes)), dtype))
+        options = Options(op=one.options.op)
+        whole = add_collective(graph, call(one.pair.name, one.mesh, one.axes, options), rows, last)
+    place, start = last, 0
+    for node, size in zip(bucket.members, sizes, strict=True):
+        value: Value = node.meta["value"]
+        with graph.inserting_after(place):
+            place = add_step(graph, unpacked, (whole, start, size, value.shape, node.meta["call"]), node, value)
+        start += size
+        replace(node, place)
+        if node is last:
+            break
+    for node in late:
+        place.append(node)
+        place = node
