@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import optree
 
+from fspmd.auto.apply import Step, applied, short
 from fspmd.auto.model import Builder
 from fspmd.auto.record import is_value, record
 from fspmd.auto.solve import DoesNotFit, Found, Solver
@@ -25,6 +26,8 @@ from fspmd.trees import parameter_names
 class Layouts:
     """What `auto_spec` found; printing it shows a table."""
 
+    mesh: Mesh
+    """Where."""
     specs: Any
     """A tree like the arguments, with the `P` of each tensor, for ``device_put(args, layouts.specs, mesh=mesh)``."""
     time: float
@@ -35,19 +38,34 @@ class Layouts:
     """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps."""
     leaves: tuple[tuple[str, TensorSpec], ...]
     """Key path and layout of each tensor among the arguments."""
-    moves: tuple[str, ...]
-    """What is moved, op by op."""
+    steps: tuple[Step, ...]
+    """Each op: how its operands lie, and how they must."""
     alternatives: tuple[Layouts, ...] = ()
     """The runners-up, the quickest first: plans in which some argument lies otherwise."""
 
+    @property
+    def communication(self) -> float:
+        """µs of `time` that are collectives."""
+        return self.time - sum(step.computing for step in self.steps)
+
     def __str__(self) -> str:
         width = max((len(name) for name, _ in self.leaves), default=0)
-        lines = [f"{self.time:,.1f} µs, {self.memory:,} B on each rank"]
-        lines += [f"  {name:{width}}  {_short(spec):<32} {_written(spec.partition)}" for name, spec in self.leaves]
-        lines += ["moves:", *(f"  {move}" for move in self.moves)] if self.moves else ["nothing is moved"]
-        return "\n".join(lines)
+        lines = [
+            f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives; {self.memory:,} B on each rank"
+        ]
+        lines += [f"  {name:{width}}  {short(spec):<32} {spec.partition}" for name, spec in self.leaves]
+        moved = [f"  {step}" for step in self.steps if str(step)]
+        return "\n".join([*lines, *(["what is moved:", *moved] if moved else ["nothing is moved"])])
 
     __repr__ = __str__
+
+    def apply(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """``f`` with intermediate values laid out as was found: operands are moved before each call, as by `reshard`.
+
+        Of results pending sums end. Communication is what was predicted, forward and backward.
+        Without it each torch function by itself chooses what is cheapest for it alone. Apply it before `jit`.
+        """
+        return applied(f, self.mesh, self.steps)
 
 
 def auto_spec(
@@ -140,23 +158,19 @@ def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any
     specs = [builder.chosen_value(number, found.chosen) for number in program.leaves]
     own = iter(specs)
     tree = treedef.unflatten([next(own).partition if is_value(x) else None for x in leaves])
-    moved = tuple(_moves(builder, found))
-    return Layouts(tree, found.time, found.bound, round(found.memory), tuple(zip(names, specs, strict=True)), moved)
+    steps = tuple(_steps(builder, found))
+    named = tuple(zip(names, specs, strict=True))
+    return Layouts(program.mesh, tree, found.time, found.bound, round(found.memory), named, steps)
 
 
-def _moves(builder: Builder, found: Found) -> Sequence[str]:
-    """A line for each op that has to wait for something."""
-    lines = []
-    program = builder.program
-    for i, op in enumerate(program.ops):
-        way = builder.chosen_way(i, found.chosen)
-        for number, need in zip(op.operands, way.needs, strict=True):
-            spec = builder.chosen_value(number, found.chosen)
-            if spec is not need.spec:
-                lines.append(f"{op.name}: {_short(spec)} -> {_short(need.spec)}")
-            if need.casts:
-                lines.append(f"{op.name}: gradient of {_short(spec)} summed over {', '.join(need.casts)}")
-    return lines
+def _steps(builder: Builder, found: Found) -> Iterator[Step]:
+    """The ops; where the function says how a value lies is none."""
+    for i, op in enumerate(builder.program.ops):
+        if op.pinned is None:
+            way = builder.chosen_way(i, found.chosen)
+            before = tuple(builder.chosen_value(number, found.chosen) for number in op.operands)
+            needs, casts = tuple(need.spec for need in way.needs), tuple(need.casts for need in way.needs)
+            yield Step(op.name, before, needs, casts, way.results, way.computing, way.within)
 
 
 def _names(f: Any, args: tuple[Any, ...]) -> list[str]:
@@ -181,11 +195,3 @@ def _given(fixed: Mapping[str, P], names: Sequence[str], leaves: Sequence[Any], 
                 raise SpecError(f"auto_spec: fixed[{pattern!r}] for {name}, of shape {shapes[name]}: {complaint}")
             found[name] = spec
     return found
-
-
-def _short(spec: TensorSpec) -> str:
-    return repr(spec).partition(" on ")[0]
-
-
-def _written(partition: P) -> str:
-    return repr(partition)

@@ -6,39 +6,32 @@ zeros like it are a gradient, which lies as it does.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fspmd.auto.calls import Calls, operands_of
 from fspmd.body import state
 from fspmd.errors import FspmdError, RecordError
 from fspmd.global_view.decompose import tensors_of
-from fspmd.global_view.dispatch import hashable, instead_of_dispatch
+from fspmd.global_view.dispatch import instead_of_dispatch
 from fspmd.global_view.outcomes import on_meta
-from fspmd.global_view.planning import gathered, places_of, plan_call
-from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.planning import gathered, places_of
+from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
-from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.rules import Factors, Row, writes
-from fspmd.rules.draws import DRAWS
-from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.elementwise import elementwise
-from fspmd.rules.likes import LIKES
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
-
-#: functions that draw or make values of the shape of an operand, as which they lie
-_LIKE: Final = frozenset((*LIKES, *DRAWS, *DROPOUTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # by memory
         self._moved: dict[tuple[int, P], int] = {}
         self._kept: list[Tensor] = []  # so that memory is not used again
-        self._known: dict[Any, tuple[Any, Question | None]] = {}
+        self._calls = Calls(mesh)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -144,41 +137,20 @@ class Recorder(TorchDispatchMode):
         if torch._C._are_functorch_transforms_active():
             raise RecordError(f"auto_spec cannot record {shown(func)} under vmap or jvp; give it the function within")
         kwargs = kwargs or {}
-        leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-        if any(type(x) is LocalTensor for x in leaves):
+        if any(type(x) is LocalTensor for x in tensors_of(args, kwargs)):
             raise RecordError(f"{shown(func)} got the blocks of all simulated ranks; pass the Sharded itself")
-        whole = [Sharded(x.local, self._whole(x.spec)) if isinstance(x, Sharded) else x for x in leaves]
-        key = (func, treedef, tuple(hashable(x) for x in whole))
-        plain: Any = treedef.unflatten(whole)
-        if key not in self._known:
-            self._known[key] = self._plan(func, *plain)
-        run, question = self._known[key]
-        if run is not None:
-            return run(args, kwargs)
-        if question is None:
-            return self._like(func, *plain)
-        return self._row(func, question, args, kwargs)
-
-    def _whole(self, spec: TensorSpec) -> TensorSpec:
-        return spec.with_partition(P()) if spec.partition.mentioned else spec
-
-    def _plan(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Question | None]:
-        """What runs in place of the call, or the question that its rule asks; neither, of what lies as an operand."""
-        if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
-            return None, None
-        plan = plan_call(func, args, kwargs)
-        if plan.whole is not None:
-            if getattr(plan.whole, "func", None) is gathered:
-                return functools.partial(self._gathered, func), None
-            return plan.whole, None
-        question = ask(func, args, kwargs, places_of(args, kwargs, self.program.mesh))
-        assert question is not None  # there is a plan by its rule
-        return None, question
+        asked = self._calls.ask(func, args, kwargs)
+        if asked.run is not None:
+            return asked.run(args, kwargs)
+        if asked.gathers:
+            return self._gathered(func, args, kwargs)
+        if asked.question is None:
+            return self._like(func, args, kwargs)
+        return self._row(func, asked.question, args, kwargs)
 
     def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One op; a write gives its operand."""
-        given = (*args, *kwargs.values())
-        operands = [given[at] if isinstance(at, int) else given[at[0]][at[1]] for at, _ in question.operands]
+        operands = operands_of(question, args, kwargs)
         numbers = tuple(map(self.number, operands))
         following = torch.is_grad_enabled()
         followed = frozenset(i for i, x in enumerate(operands) if following and x.requires_grad)

@@ -37,11 +37,17 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One of them; µs of its computation and of the collectives within, of backward as well."""
+    """One of them; µs of its computation, and of the collectives within, of backward as well."""
 
     needs: tuple[Need, ...]
     results: tuple[TensorSpec, ...]
-    time: float
+    computing: float
+    within: float
+
+    @property
+    def time(self) -> float:
+        """µs of both."""
+        return self.computing + self.within
 
 
 def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way, ...]:
@@ -52,7 +58,7 @@ def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way,
     if op.pinned is not None:
         specs = [spec.with_partition(op.pinned) for spec in specs]
         results = tuple(spec.with_partition(op.pinned) for spec in results)
-    return (Way(tuple(Need(spec, (), i in op.followed) for i, spec in enumerate(specs)), results, 0.0),)
+    return (Way(tuple(Need(spec, (), i in op.followed) for i, spec in enumerate(specs)), results, 0.0, 0.0),)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,13 +79,14 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
 
 def _ways(question: Question, followed: frozenset[int], topology: Topology) -> tuple[Way, ...]:
     """Of each choice of what every axis does the quickest."""
-    found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], float] = {}
+    found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], Way] = {}
     for way in itertools.chain(_regrouped(question, followed), _chosen(question, followed, topology)):
         if question.fixed and (way.needs[0].casts or way.needs[0].spec.partition is not way.results[0].partition):
             continue
         key = way.needs, way.results
-        found[key] = min(way.time, found.get(key, way.time))
-    return tuple(Way(needs, results, time) for (needs, results), time in found.items())
+        if key not in found or way.time < found[key].time:
+            found[key] = way
+    return tuple(found.values())
 
 
 def _regrouped(question: Question, followed: frozenset[int]) -> Iterator[Way]:
@@ -90,7 +97,7 @@ def _regrouped(question: Question, followed: frozenset[int]) -> Iterator[Way]:
         products = products_of(question.row, question.factors, [spec], question.results)
         if products is not None and products.regrouped is not None and not products.regrouped.flat:
             result = question.results[0].with_partition(products.regrouped)
-            yield Way((Need(spec, (), 0 in followed),), (result,), 0.0)
+            yield Way((Need(spec, (), 0 in followed),), (result,), 0.0, 0.0)
 
 
 def _chosen(question: Question, followed: frozenset[int], topology: Topology) -> Iterator[Way]:
@@ -112,7 +119,7 @@ def _chosen(question: Question, followed: frozenset[int], topology: Topology) ->
             if laid is None:
                 continue
             time = 0.0 if question.views else working(factors, laid.operands, laid.results, topology)
-            time = time * (_PASSES if followed else 1) + laid.body + (laid.back if followed else 0.0)
+            within = laid.body + (laid.back if followed else 0.0)
             rows = enumerate(zip(laid.operands, laid.casts, strict=True))
             needs = tuple(
                 Need(
@@ -124,7 +131,7 @@ def _chosen(question: Question, followed: frozenset[int], topology: Topology) ->
                 )
                 for i, (spec, cast) in rows
             )
-            yield Way(needs, laid.results, time)
+            yield Way(needs, laid.results, time * (_PASSES if followed else 1), within)
 
 
 def _sizes(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> dict[int, int]:

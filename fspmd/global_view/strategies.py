@@ -285,7 +285,7 @@ def _strategy(
     needs, casts = laid.operands, laid.casts
     if laid.by_body:  # it casts what it must
         rows = enumerate(zip(operands, needs, casts, strict=True))
-        needs = tuple(_cast_in_body(*row) if i in gradients else row[1] for i, row in rows)
+        needs = tuple(cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows)
         casts = ((),) * len(casts)
     time, later = laid.work * (_PASSES if gradients else 1), 0.0
     time += laid.body + (laid.back if gradients else 0.0)
@@ -308,7 +308,7 @@ def _strategy(
     return Strategy(needs, casts, outs, times, laid.by_body, laid.axes, laid.body)
 
 
-def _cast_in_body(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:
+def cast_where_gathered(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:
     """Reduced where it is gathered, so that backward is a reduce-scatter."""
     gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
     lies = need.partition

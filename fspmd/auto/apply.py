@@ -1,0 +1,125 @@
+"""A function run with its intermediate values laid out as was found: operands are moved before each call.
+
+What is moved where is so in any run; a call that was not recorded moves what it must by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from fspmd.auto.calls import Calls, operands_of
+from fspmd.global_view.dispatch import instead_of_dispatch
+from fspmd.global_view.outcomes import Place
+from fspmd.global_view.refusals import shown
+from fspmd.global_view.strategies import cast_where_gathered
+from fspmd.meshes.mesh import Mesh
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.spec import P, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op: how its operands lie, how they must, and the axes over which backward sums their gradients."""
+
+    name: str
+    before: tuple[TensorSpec, ...]
+    needs: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]
+    results: tuple[TensorSpec, ...]
+    computing: float  # µs, backward as well
+    within: float  # µs of the collectives of a sharded body
+
+    def __str__(self) -> str:
+        parts = [
+            f"{short(spec)} -> {short(need)}"
+            for spec, need in zip(self.before, self.needs, strict=True)
+            if spec is not need
+        ]
+        rows = zip(self.needs, self.casts, strict=True)
+        parts += [f"gradient of {short(need)} summed over {', '.join(axes)}" for need, axes in rows if axes]
+        return f"{self.name}: {'; '.join(parts)}" if parts else ""
+
+
+def short(spec: TensorSpec) -> str:
+    """A spec without its mesh."""
+    return repr(spec).partition(" on ")[0]
+
+
+def applied(f: Callable[..., Any], mesh: Mesh, steps: Sequence[Step]) -> Callable[..., Any]:
+    """``f``, whose calls follow the steps in their order."""
+    calls = Calls(mesh)
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        guide = _Guide(calls, steps)
+        with instead_of_dispatch(guide.dispatch):
+            out = f(*args, **kwargs)
+        return optree.tree_map(_settled, out, is_leaf=is_sharded, none_is_leaf=True)
+
+    return run
+
+
+def _settled(x: Any) -> Any:
+    if not isinstance(x, Sharded) or not x.spec.partition.unreduced:
+        return x
+    target = x.spec.with_partition(P(*x.spec.partition))
+    return Sharded(redistribute(x.local, x.spec, target), target)
+
+
+class _Guide:
+    """The next step of one run."""
+
+    def __init__(self, calls: Calls, steps: Sequence[Step]) -> None:
+        self.calls, self.steps, self.at = calls, steps, 0
+        self.plain = above.dispatch
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """In place of the one that moves what it must."""
+        kwargs = kwargs or {}
+        asked = self.calls.ask(func, args, kwargs)
+        if asked.run is not None:
+            return asked.run(args, kwargs)
+        name = shown(func)
+        if self.at < len(self.steps) and self.steps[self.at].name == name:
+            step = self.steps[self.at]
+            self.at += 1
+            if asked.question is not None:
+                operands = operands_of(asked.question, args, kwargs)
+                places = [place for place, _ in asked.question.operands]
+                rows = zip(places, operands, step.needs, step.casts, strict=True)
+                moved = {at: _moved(x, need, axes) for at, x, need, axes in rows if isinstance(x, Sharded)}
+                args, kwargs = _replaced(args, kwargs, moved)
+        return self.plain(func, types, args, kwargs)
+
+
+def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
+    if x.shape != need.shape:
+        return x  # it is another call
+    target = x.spec.with_partition(need.partition)
+    if target is x.spec:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        target = cast_where_gathered(x.spec, target, axes)
+    return Sharded(redistribute(x.local, x.spec, target), target)
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], moved: dict[Place, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with other values at some places."""
+    values: list[Any] = [*args, *kwargs.values()]
+    for place, x in moved.items():
+        if isinstance(place, int):
+            values[place] = x
+        else:
+            at, k = place
+            held = values[at]
+            values[at] = type(held)([*held[:k], x, *held[k + 1 :]])
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

@@ -1,0 +1,68 @@
+"""What a call of the global view is made of: other calls, or one that a rule decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import optree
+
+from fspmd.global_view.dispatch import hashable
+from fspmd.global_view.planning import gathered, places_of, plan_call
+from fspmd.global_view.propagate import Question, ask
+from fspmd.meshes.mesh import Mesh
+from fspmd.op_kinds import name_of
+from fspmd.rules.draws import DRAWS
+from fspmd.rules.dropouts import DROPOUTS
+from fspmd.rules.likes import LIKES
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P
+
+#: functions that draw or make values of the shape of an operand, as which they lie
+_LIKE: Final = frozenset((*LIKES, *DRAWS, *DROPOUTS))
+
+
+class Asked(NamedTuple):
+    """A question for its rule; or what runs in its place; or it takes whole operands; or lies as its operand does."""
+
+    question: Question | None = None
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+    gathers: bool = False
+
+
+class Calls:
+    """Of values on one mesh; the same for all layouts of them, so it is found once for each kind of call."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._known: dict[Any, Asked] = {}
+
+    def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+        """What becomes of a call."""
+        leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+        whole = [whole_of(x) if isinstance(x, Sharded) else x for x in leaves]
+        key = (func, treedef, tuple(map(hashable, whole)))
+        if key not in self._known:
+            plain: Any = treedef.unflatten(whole)
+            self._known[key] = self._ask(func, *plain)
+        return self._known[key]
+
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+        if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
+            return Asked()
+        plan = plan_call(func, args, kwargs)
+        if plan.whole is not None:
+            gathers = getattr(plan.whole, "func", None) is gathered
+            return Asked(gathers=True) if gathers else Asked(run=plan.whole)
+        return Asked(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
+
+
+def whole_of(x: Sharded) -> Sharded:
+    """The same, as if it lay whole on every rank."""
+    return Sharded(x.local, x.spec.with_partition(P())) if x.spec.partition.mentioned else x
+
+
+def operands_of(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors of a call in the order of its rule."""
+    given = (*args, *kwargs.values())
+    return [given[at] if isinstance(at, int) else given[at[0]][at[1]] for at, _ in question.operands]
