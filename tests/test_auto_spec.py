@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -31,6 +32,7 @@ from fspmd import (
     value_and_grad,
     with_spec,
 )
+from fspmd.auto import eliminate
 from fspmd.auto.record import record
 from fspmd.auto.ways import layouts, ways
 from fspmd.redistribution.moves import moves
@@ -134,8 +136,30 @@ def test_no_combination_of_ways_is_cheaper(f: Any, args: tuple[Any, ...]) -> Non
             assert small.memory <= limit
             assert small.time == pytest.approx(quickest, rel=1e-9)
             assert small.bound == small.time
+            by_integers = auto_spec(f, mesh, *args, memory_limit=limit, alternatives=0, solver="milp")
+            assert by_integers.memory <= limit
+            assert by_integers.time == pytest.approx(quickest, rel=1e-6)
     with pytest.raises(ArgumentError, match=f"the least that a rank can hold is {least:,}"):
         auto_spec(f, mesh, *args, memory_limit=least - 1)
+
+
+@pytest.mark.usefixtures("slow")
+def test_both_solvers_find_a_plan_of_the_same_time() -> None:
+    f, args = WHOLE[-1]
+    found = [auto_spec(f, LINE, *args, alternatives=0, solver=solver) for solver in ("elimination", "milp")]
+    assert found[1].time == pytest.approx(found[0].time, rel=1e-6)
+
+
+def test_a_graph_that_is_too_wide_needs_the_other_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, args = PROGRAMS[0]
+    expected = auto_spec(f, LINE, *args).time
+    monkeypatch.setattr(eliminate, "WIDEST", 1)
+    assert auto_spec(f, LINE, *args).time == pytest.approx(expected)
+    with pytest.raises(ArgumentError, match="too wide for solver='elimination'"):
+        auto_spec(f, LINE, *args, solver="elimination")
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ArgumentError, match=r"pip install fspmd\[auto\]"):
+        auto_spec(f, LINE, *args)
 
 
 def test_an_mlp_is_split_as_megatron_splits_it() -> None:
@@ -264,5 +288,7 @@ def test_errors_say_what_to_write() -> None:
         auto_spec(mlp, LINE, *args, fixed={"w.upp": P()})
     with pytest.raises(SpecError, match=r"fixed\['w.up'\] for w.up, of shape \(8, 8\)"):
         auto_spec(mlp, LINE, *args, fixed={"w.up": P("z")})
+    with pytest.raises(ArgumentError, match="solver='simplex'"):
+        auto_spec(mlp, LINE, *args, solver="simplex")
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
         auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))

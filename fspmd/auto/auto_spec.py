@@ -75,6 +75,7 @@ def auto_spec(
     fixed: Mapping[str, P] | None = None,
     memory_limit: float | None = None,
     alternatives: int = 3,
+    solver: str | None = None,
 ) -> Layouts:
     """Find the cheapest layout of the arguments of ``f``, and with it of all that it computes.
 
@@ -96,6 +97,8 @@ def auto_spec(
             arguments (states of an optimizer among them), their gradients, what ``f`` returns, and what backward
             keeps: operands of products and of functions that are not linear, where they were moved as copies, too.
         alternatives: How many runners-up are wanted.
+        solver: ``"elimination"``, which is built in and exact, and quick on what is nearly a chain or a tree; or
+            ``"milp"``, HiGHS through SciPy (``pip install fspmd[auto]``). By default the first, where its tables fit.
 
     Raises:
         RecordError: ``f`` looks at values, or uses `shard_map`, vmap or jvp.
@@ -116,6 +119,8 @@ def auto_spec(
         raise MeshError(f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args)")
     if not callable(f):
         raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")
+    if solver not in (None, "elimination", "milp"):
+        raise ArgumentError(f"auto_spec got solver={solver!r}; write 'elimination', 'milp', or None")
     leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
     names = _names(f, args)
     given = _given(fixed or {}, [name for name, x in zip(names, leaves, strict=True) if is_value(x)], leaves, mesh)
@@ -123,9 +128,9 @@ def auto_spec(
     of_leaves = [name for name, x in zip(names, leaves, strict=True) if is_value(x)]
     numbers = dict(zip(of_leaves, program.leaves, strict=True))
     builder = Builder(program, topology(), {numbers[name]: spec for name, spec in given.items()})
-    solver = Solver(builder)
+    solved = Solver(builder, solver)
     try:
-        best = solver.best(memory_limit)
+        best = solved.best(memory_limit)
     except DoesNotFit as error:
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that a rank can hold is "
@@ -135,7 +140,7 @@ def auto_spec(
     def laid(found: Found) -> Layouts:
         return _layouts(builder, found, leaves, treedef, of_leaves)
 
-    others = _others(solver, best, memory_limit) if alternatives else []
+    others = _others(solved, best, memory_limit) if alternatives else []
     return replace(laid(best), alternatives=tuple(map(laid, others[:alternatives])))
 
 

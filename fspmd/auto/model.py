@@ -282,6 +282,16 @@ class Builder:
                 self._join(pair)
         return bool(changed)
 
+    def price_all(self) -> None:
+        """Price every move."""
+        for part in {id(part): part for parts in self._parts.values() for part in parts}.values():
+            if isinstance(part, Prices):
+                for i, k in (~part.exact).nonzero().tolist():
+                    part.cost.time[i, k] = self._time(part.laid[i], part.needs[k])
+                part.exact[:] = True
+        for pair in self._parts:
+            self._join(pair)
+
     def _reading(self, variable: int, op: int, operand: int) -> Prices:
         """The moves of an operand."""
         laid, own = self.model.choices[variable], self._ways[op]

@@ -13,10 +13,13 @@ from math import inf
 import torch
 from torch import Tensor
 
-from fspmd.auto.eliminate import Bucket, eliminate, order
+from fspmd.auto import integer
+from fspmd.auto.eliminate import Bucket, TooWide, eliminate, order
 from fspmd.auto.model import Builder, Cost
+from fspmd.errors import ArgumentError
 
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
+_BYTES = 1e3  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
 _SEARCHED = 20_000  # choices that are looked at, before what is known is good enough
 
@@ -42,10 +45,23 @@ class DoesNotFit(Exception):
 class Solver:
     """Of one model; ``price`` is that of a byte, in µs, at which the last plan was found."""
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder, solver: str | None = None) -> None:
         self.builder, self.model = builder, builder.model
-        self.order = order(builder.model)
         self.price = _TIE
+        self.order: list[int] = []
+        self.integer = solver == "milp"
+        if not self.integer:
+            try:
+                self.order = order(builder.model)
+            except TooWide:
+                if solver is not None:
+                    raise ArgumentError(
+                        "auto_spec: the graph of this function is too wide for solver='elimination'; write "
+                        "solver='milp', or leave it out"
+                    ) from None
+                self.integer = True
+        if self.integer:
+            builder.price_all()
 
     def best(self, limit: float | None) -> Found:
         """The quickest choice of at most so many bytes.
@@ -53,6 +69,8 @@ class Solver:
         Raises:
             DoesNotFit: there is none.
         """
+        if self.integer:
+            return self._by_integers(limit)
         quickest, _ = self._cheapest(_TIE)
         if limit is None or quickest.memory <= limit:
             return quickest
@@ -67,9 +85,19 @@ class Solver:
         same = torch.tensor([one.spec is laid[found.chosen[variable]].spec for one in laid])
         self.model.own[variable] = Cost(torch.where(same, inf, own.time), own.memory)
         try:
-            return self._cheapest(self.price)[0]
+            return self._by_integers(None, self.price) if self.integer else self._cheapest(self.price)[0]
         finally:
             self.model.own[variable] = own
+
+    def _by_integers(self, limit: float | None, price: float = _TIE) -> Found:
+        """The same by an integer program."""
+        try:
+            chosen = integer.solve(self.model, limit, price)
+        except integer.Infeasible:
+            smallest = integer.solve(self.model, None, _BYTES)
+            raise DoesNotFit(self.model.cost(smallest)[1]) from None
+        time, memory = self.model.cost(chosen)
+        return Found(tuple(chosen), time, memory, time)
 
     def _cheapest(self, price: float) -> tuple[Found, list[Bucket]]:
         """The least time, with µs for each byte."""
