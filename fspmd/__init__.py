@@ -82,6 +82,7 @@ from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.jit import jit
+from fspmd.programs.lower import Cost, Lowered
 from fspmd.programs.misses import CacheMiss, explain_cache_misses
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.sharded import Sharded, typeof
@@ -109,6 +110,7 @@ __all__ = [
     "Communication",
     "CommunicationError",
     "CommunicationLog",
+    "Cost",
     "DonationError",
     "Explanation",
     "Flat",
@@ -118,6 +120,7 @@ __all__ = [
     "ImplicitCommunicationWarning",
     "Layouts",
     "Link",
+    "Lowered",
     "Mesh",
     "MeshError",
     "P",

@@ -55,6 +55,18 @@ def step(function: Callable[Q, R]) -> Callable[Q, R]:
     return run
 
 
+def state(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A step that reads or sets what is no tensor: done, too, where a program is recorded of shapes alone."""
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        if not _active or (records := recorder()) is None:
+            return function(*args, **kwargs)
+        return records.step(function, args, kwargs, real=True)  # type: ignore[no-any-return]
+
+    return run
+
+
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
     """A function that works something out for all later runs: no step of a record, its results are there before."""
 
@@ -62,7 +74,7 @@ def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if not _active or (records := recorder()) is None:
             return function(*args, **kwargs)
-        with records.pause():
+        with records.real():
             return function(*args, **kwargs)
 
     return run
@@ -75,7 +87,7 @@ def constant(function: Callable[Q, R]) -> Callable[Q, R]:
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if not _active or (records := recorder()) is None:
             return function(*args, **kwargs)
-        with records.pause():
+        with records.real():
             found = function(*args, **kwargs)
         return records.constant(found)  # type: ignore[no-any-return]
 

@@ -461,8 +461,8 @@ PLAIN = make_mesh((2, 4), ("dp", "tp"))
         (
             lambda: make_mesh((2,), ("x",), transport="nccl"),
             MeshError,
-            "make_mesh((2,), ('x',)): transport='nccl' is unknown, give one of ('simulation', 'process_group'), "
-            "or none to choose",
+            "make_mesh((2,), ('x',)): transport='nccl' is unknown, give one of ('simulation', 'process_group', "
+            "'abstract'), or none to choose",
         ),
         (
             lambda: make_mesh((2,), ("x",), transport="process_group"),
@@ -598,8 +598,8 @@ PLAIN = make_mesh((2, 4), ("dp", "tp"))
         (
             lambda: PLAIN.process_group("tp"),
             MeshError,
-            "process_group('tp'): mesh(dp=2, tp=4) is simulated in one process, which needs no process groups: "
-            "make the mesh under torchrun for them",
+            "process_group('tp'): mesh(dp=2, tp=4) has no process groups, its transport is 'simulation': make the "
+            "mesh under torchrun for them",
         ),
         (
             lambda: set_mesh("dp"),  # type: ignore[arg-type]

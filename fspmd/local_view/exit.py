@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import Body
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
-from fspmd.errors import ArgumentError, ShapeError, SpecError, VarianceError
+from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
 from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
@@ -200,6 +200,11 @@ def make_exit(
         if nested and (not uneven or (not body.uneven and _even_along(x, partition.axes))):
             return _whole(x, partition, body)
         if uneven:
+            if body.mesh.transport == "abstract":
+                raise MeshError(
+                    f"{path}: blocks may differ in shape from rank to rank, and {body.mesh!r} is abstract: nobody is "
+                    'there to measure them; make sizes even, or take a mesh of transport="simulation"'
+                )
             spec = spec_of_blocks(x, partition, body.mesh, path)
         else:
             spec = _even_spec(x, partition, body)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Mesh", "current_mesh", "make_mesh", "set_mesh"]
 
 _VERSION = 1  # of the pickles
-_TRANSPORTS = ("simulation", "process_group")
+_TRANSPORTS = ("simulation", "process_group", "abstract")
 
 
 class Mesh(Grid):
@@ -48,7 +48,7 @@ class Mesh(Grid):
     device_type: str
     """Where the ranks' tensors live: "cpu", "cuda" ..."""
     transport: str
-    """Who moves the bytes: "simulation" or "process_group"."""
+    """Who moves the bytes: "simulation" or "process_group"; nobody does in an "abstract" mesh."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise MeshError('Mesh(...) is not called directly: write make_mesh((2, 4), ("dp", "tp"))')
@@ -84,7 +84,7 @@ class Mesh(Grid):
         if rank is not None and not hasattr(rank, "__index__"):
             raise MeshError(f"coordinate({rank!r}): a rank is an int; the place along an axis is coordinate()[i]")
         if rank is None:
-            rank = world.simulated() if self.transport == "simulation" else world.process_rank()
+            rank = world.process_rank() if self.transport == "process_group" else world.simulated()
         known = self._cache.get(("coordinate", rank), self)  # the mesh itself stands for: not known
         if known is self:
             known = (0,) * len(self.axis_names) if rank is None else self._coordinate_of(rank)
@@ -145,8 +145,8 @@ class Mesh(Grid):
         """
         if self.transport != "process_group":
             raise MeshError(
-                f"process_group({axes!r}): {self} is simulated in one process, which needs no process groups: "
-                "make the mesh under torchrun for them"
+                f"process_group({axes!r}): {self} has no process groups, its transport is {self.transport!r}: make the "
+                "mesh under torchrun for them"
             )
         return world.process_group(self.group_ranks(axes))
 
@@ -210,7 +210,8 @@ def make_mesh(
         axis_names: A name for each axis.
         ranks: The global rank at each place, row-major; by default 0, 1, 2 ... It may leave out ranks of the world.
         device: "cpu", "cuda" ...; by default "cuda" under a launcher where there are GPUs, else torch's default device.
-        transport: "simulation" or "process_group" to force one.
+        transport: "simulation" or "process_group" to force one; "abstract" for ranks that do not exist, and devices
+            that need not: for ``jit(f).lower`` and ``auto_spec``.
 
     Raises:
         MeshError: bad sizes, names or ranks, a mesh larger than the world, or no such device or transport.
@@ -227,6 +228,7 @@ def make_mesh(
         raise MeshError(f"{call}: transport={transport!r} is unknown, give one of {_TRANSPORTS}, or none to choose")
     device_type = _device_type(device, call)
     launched = world.launched() if transport is None else transport == "process_group"
+    transport = transport or ("process_group" if launched else "simulation")
     world_size = world.world_size() if launched and world.launched() else None
     listed: Sequence[int] = range(math.prod(sizes))
     if ranks is not None:
@@ -240,12 +242,12 @@ def make_mesh(
     if launched:
         device_type = device_type or world.default_device_type()
         world.ensure_initialised(device_type)
-    elif device_type not in (None, "meta") and not world.available(device_type):
+    elif transport == "simulation" and device_type not in (None, "meta") and not world.available(device_type):
         raise MeshError(
             f'{call}: device={device_type!r}, but torch finds none here: leave it out, or write device="cpu"'
         )
     device_type = device_type or torch.get_default_device().type
-    kind = (device_type, "process_group" if launched else "simulation")
+    kind = (device_type, transport)
     return Mesh._make(*lay_out(dict(zip(names, sizes, strict=True)), listed), kind)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call
-from fspmd.programs.dry import shape_after
 from fspmd.programs.program import Value, owner
 from fspmd.transport import Pending
+from fspmd.transport.abstract import shape_after
 
 #: what a step is told by the step in whose place, or for whose sake, it is made
 _INHERITED = ("cause", "backward", "deferred")
@@ -40,6 +40,11 @@ def waiter(call: Call) -> Callable[[Pending], Tensor]:
     return landed if _has_gaps(call) else Pending.wait
 
 
+def is_wait(node: fx.Node) -> bool:
+    """Whether a step waits for a collective that another one has begun."""
+    return node.target is Pending.wait or node.target is landed
+
+
 def compact(x: Tensor) -> Tensor:
     """The same value, copied where it lies in memory with gaps."""
     return x.contiguous()
@@ -56,7 +61,12 @@ def add_collective(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node)
     node = graph.create_node("call_function", runner(call, True), (operand,), {}, call.pair.name)
     _inherit(node, like)
     before: Value = operand.meta["value"]
-    node.meta.update(call=call, waits=True, value=Value(shape_after(call, before.shape), before.dtype), memory=node)
+    node.meta.update(
+        call=call,
+        waits=True,
+        value=Value(shape_after(call.pair.kernel, before.shape, call.mesh, call.axes, call.options), before.dtype),
+        memory=node,
+    )
     return node
 
 

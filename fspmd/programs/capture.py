@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,13 @@ from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated
 from fspmd.programs.program import Program
 from fspmd.programs.record import Recorder, state_of
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states
 from fspmd.trees import flatten
+
+#: held by who records; others run functions as they are, or wait
+recording = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +41,22 @@ class Capture:
     modules: tuple[Any, ...]  # modules that ran, and how they were
 
 
-def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def capture(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imagines: bool = False
+) -> Capture:
     """Run a function and record it.
+
+    ``imagines``: its arguments are fake tensors, of the mode that is active.
 
     In inference mode torch would not tell what is written into, so it is recorded as in `torch.no_grad`.
     """
     if not torch.is_inference_mode_enabled():
-        return _captured(function, args, kwargs)
+        return _captured(function, args, kwargs, imagines)
     with torch.inference_mode(False), torch.no_grad():
-        return _captured(function, args, kwargs)
+        return _captured(function, args, kwargs, imagines)
 
 
-def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imagines: bool) -> Capture:
     leaves, treedef = flatten((args, kwargs))
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     tensors = [_apart(leaves[i]) for i in places]
@@ -66,7 +74,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return _tensors(function(*given, **named))
 
     drawn = kept_states()
-    recorder = Recorder(leaf for leaf in leaves if isinstance(leaf, torch.Generator))
+    recorder = Recorder((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), imagines)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     with recorder.recording():
@@ -77,6 +85,8 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
                 raise
             raise recorder.refused from error  # whatever was made of it on its way
         recorder.finish()
+        for one in optree.tree_leaves((given, named, out), is_sharded, none_is_leaf=True):
+            recorder.lies(one)
         _check_arguments(leaves, filled(tensors), (given, named))
         results = _tensors(out)
         outputs = [recorder.node_of(x) for x in results]

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
@@ -73,7 +74,12 @@ class Escapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.recorder.paused:
             self.check(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            if self.recorder.imagines and (func in _LEAVING or func in _READING or func in _SPLITTING):
+                args = map_aggregate(tuple(args), self.recorder.values_of)
+        out = func(*args, **(kwargs or {}))
+        if not self.recorder.paused:
+            self.recorder.lies(out)
+        return out
 
     def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Raises for a function that a record would not have, or not as it is."""

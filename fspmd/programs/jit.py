@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, overload
 
@@ -15,15 +14,16 @@ from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_static, with_static
 from fspmd.programs.backends import Backend, maker
+from fspmd.programs.capture import recording
 from fspmd.programs.donation import NOTHING, donation
 from fspmd.programs.keys import key_of, not_hashable
+from fspmd.programs.lower import Lowered, lower
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.records import Record, changed, recorded, relaid, stale, thawed
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_recording = threading.Lock()
 
 
 class CacheInfo(NamedTuple):
@@ -106,6 +106,9 @@ def jit(
             into ``.grad`` of what was there before, seeds that are set, generators that are no arguments, lists and
             dicts of the arguments that change.
 
+    ``jit(f).lower(*args)`` records and runs nothing: `Lowered` tells what the program is and costs. A `TensorSpec` may
+    stand for a `Sharded`, on a mesh without ranks too (``make_mesh(..., transport="abstract")``).
+
     ``jit(f).cache_info()`` counts replays, recorded runs and records; ``jit(f).clear_cache()`` forgets them.
 
     >>> from fspmd import P, device_put, grad, make_mesh
@@ -158,7 +161,7 @@ def jit(
         except TypeError:
             raise not_hashable(args, kwargs) from None
         if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
-            if not _recording.acquire(blocking=False):
+            if not recording.acquire(blocking=False):
                 return recordable(*args, **kwargs)  # another thread records
             misses += 1
             try:
@@ -167,7 +170,7 @@ def jit(
                 given = donation(function, donate, args, kwargs) if donate else NOTHING
                 records[known], out = recorded(recordable, args, kwargs, changes, facts, given, make)
             finally:
-                _recording.release()
+                recording.release()
             return out
         hits += 1
         if strides != record.strides:
@@ -181,6 +184,12 @@ def jit(
         records.clear()
         hits = misses = 0
 
+    def lowered(*args: Any, **kwargs: Any) -> Lowered:
+        if static:
+            args, kwargs = mark_static(function, static, args, kwargs)
+        return lower(recordable, args, kwargs, changes, function)
+
+    setattr(jitted, "lower", lowered)  # noqa: B010
     setattr(jitted, "cache_info", lambda: CacheInfo(hits, misses, len(records)))  # noqa: B010 (not known to type checkers)
     setattr(jitted, "clear_cache", clear_cache)  # noqa: B010
     return jitted

@@ -5,6 +5,7 @@ Its nodes say in ``meta`` what passes, prices and readers ask for:
 ``value``     `Value` of the result; absent where that is no tensor
 ``held``      of a simulated value the axes over which it is held apart, and whether its blocks differ in shape; or None
 ``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own (`owner`)
+``spec``      how the result lies, of one in the global view
 ``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes
 ``backward``  it computes gradients: within the recorded function, or of its results
 ``deferred``  it runs when somebody asks for gradients of the results
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fspmd.spec import describe
 from fspmd.transport.local_tensor import LocalTensor
 
 
@@ -37,6 +39,9 @@ class Value:
     def nbytes(self) -> int:
         """Of its elements."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return describe(self.dtype, self.shape)
 
 
 def value_of(x: Tensor) -> Value:

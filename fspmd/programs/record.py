@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef
 
 from fspmd import tracing
@@ -23,12 +24,13 @@ from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, watch_with
 from fspmd.programs.calls import runner
-from fspmd.programs.dry import imagined
 from fspmd.programs.escapes import Escapes, Generators, generators_of
 from fspmd.programs.program import value_of
 from fspmd.programs.refusals import check
+from fspmd.sharded import Sharded, above
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
+from fspmd.transport.abstract import imagined
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.watching.causes import Cause, trace
 
@@ -50,8 +52,9 @@ class Number(int):
 class Recorder(RecordingMode):
     """The graph, and the node of every value that is alive."""
 
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, generators: Iterable[torch.Generator] = (), imagines: bool = False) -> None:
         super().__init__()
+        self.imagines = imagines  # tensors are fake, and have no values
         self.graph = fx.Graph()
         self.given: list[Tensor] = []  # arguments
         self.refused: RecordError | None = None  # if somebody catches it, it is raised again
@@ -94,7 +97,7 @@ class Recorder(RecordingMode):
         """Raises for what has happened, and is no step."""
         if self.refused is not None:
             raise self.refused
-        with self.pause():
+        with self.real():
             self.generators.check()
             self.generators.check_python()
             trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
@@ -133,11 +136,23 @@ class Recorder(RecordingMode):
     def constant(self, x: Tensor) -> Tensor:
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
-        self.captured[node] = x.clone()
+        with self.real():
+            self.captured[node] = x.clone()
+            _describe(node, x)
         self._gradients[node] = None
         copy = self._put(aten.clone.default, (node,), {}, constant=True)
         self._know(x, copy)
         return x
+
+    def lies(self, out: Any) -> None:
+        """Say of results in the global view how they lie."""
+        if type(out) is Sharded:
+            known = self._nodes.get(id(out.local))
+            if known is not None and known[0]() is out.local:
+                known[1].meta.setdefault("spec", out.spec)
+        elif isinstance(out, (tuple, list)):
+            for one in out:
+                self.lies(one)
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
@@ -154,14 +169,7 @@ class Recorder(RecordingMode):
     def _know(self, x: Tensor, node: fx.Node) -> None:
         self._nodes[id(x)] = TensorWeakRef(x), node
         if "value" not in node.meta:
-            node.meta["value"] = value_of(x)
-            node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
-            node.meta["storage"] = storage = memory_of(x)
-            before = node.all_input_nodes  # which are alive
-            if node.target in (operator.getitem, Pending.wait):
-                before = before[0].all_input_nodes
-            owner = next((one for one in before if one.meta.get("storage") == storage), None)
-            node.meta["memory"] = node if owner is None else owner.meta["memory"]
+            _describe(node, x)
         for i, shard in enumerate(x.shards) if type(x) is LocalTensor else ():
             self._shards[id(shard)] = TensorWeakRef(shard), node, i
 
@@ -218,7 +226,7 @@ class Recorder(RecordingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or func.namespace == "prim":  # what is asked of a fake tensor, which a real one knows
             return func(*args, **kwargs)
         fixed = is_pure(func) and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
         if not fixed:
@@ -229,8 +237,12 @@ class Recorder(RecordingMode):
         if random:
             self.check_draws(args, kwargs)
         with self.pause():
+            if self.imagines and torch.Tag.data_dependent_output in func.tags:
+                with self.real():
+                    return func(*map(self.values_of, args), **kwargs)
             out = func(*args, **kwargs)
-            if random:
+        if random:
+            with self.real():
                 self.generators.settle()
         if func in _ALIASES:
             self._know(out, placed[0])
@@ -239,13 +251,16 @@ class Recorder(RecordingMode):
             func, fixed = aten.clone.default, True
         return self._results(out, self._put(func, placed, named, constant=fixed))
 
-    def step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: bool = False
+    ) -> Any:
         """A function of ours, as one step."""
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         self.check_draws(args, kwargs)
-        with self.pause():
+        with self.real() if real else self.pause():
             out = function(*args, **kwargs)
+        with self.real():
             self.generators.settle()
         node = self._put(function, placed, named)
         node.meta["effect"] = True
@@ -255,9 +270,9 @@ class Recorder(RecordingMode):
         """A call of the pair table."""
         placed = self._placed(x)
         with self.pause():
-            if self.deferred and call.mesh.transport != "simulation":
-                out: Any = imagined(call, x)
-                out = out if waits else Pending(out)
+            if (self.deferred or self.imagines) and call.mesh.transport != "simulation":
+                out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
+                out = out.wait() if waits else out
             else:
                 out = runner(call, waits)(x)
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
@@ -266,6 +281,25 @@ class Recorder(RecordingMode):
         node = self._put(runner(call, waits), (placed,), {}, call.pair.name)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
+
+    def values_of(self, x: Any) -> Any:
+        """A constant with its values, where it is imagined without."""
+        if not self.imagines or not isinstance(x, Tensor):
+            return x
+        with self.real():
+            return self._value_of(self.node_of(x))
+
+    def _value_of(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self.captured[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value_of)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    @contextmanager
+    def real(self) -> Iterator[None]:
+        """The same, and tensors made there have values."""
+        with self.pause(), _disable_current_modes() if self.imagines else nullcontext():
+            yield
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -278,7 +312,7 @@ class Recorder(RecordingMode):
 
     def check_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises where a step would draw other numbers when it is replayed."""
-        with self.pause():
+        with self.real():
             try:
                 self.generators.check(generators_of((*args, kwargs)))
             except RecordError as error:
@@ -291,13 +325,27 @@ class Recorder(RecordingMode):
         tracing.begin()
         watch_with(self._watched)
         modules = register_module_forward_pre_hook(self._module)
+        dispatch = above.dispatch
+        above.dispatch = self._typed(dispatch)
         try:
             with self, Escapes(self):
                 yield
         finally:
+            above.dispatch = dispatch
             modules.remove()
             watch_with(None)
             tracing.end()
+
+    def _typed(self, dispatch: Any) -> Any:
+        """What operators of `Sharded` values call, which are no torch functions to a mode."""
+
+        def run(*args: Any) -> Any:
+            out = dispatch(*args)
+            if tracing.recorder() is self:
+                self.lies(out)
+            return out
+
+        return run
 
     def _module(self, module: torch.nn.Module, inputs: Any) -> None:
         if tracing.recorder() is self:
@@ -305,6 +353,18 @@ class Recorder(RecordingMode):
 
     def _watched(self, x: Any, call: Call) -> Call:
         return call if type(call) is _Recorded else _Recorded(call, self)
+
+
+def _describe(node: fx.Node, x: Tensor) -> None:
+    """Say of a node what its result is, and in whose memory it lies."""
+    node.meta["value"] = value_of(x)
+    node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
+    node.meta["storage"] = storage = memory_of(x)
+    before = node.all_input_nodes  # which are alive
+    if node.target in (operator.getitem, Pending.wait):
+        before = before[0].all_input_nodes
+    owner = next((one for one in before if one.meta.get("storage") == storage), None)
+    node.meta["memory"] = node if owner is None else owner.meta["memory"]
 
 
 def _part(node: fx.Node, i: int) -> fx.Node:

@@ -84,9 +84,7 @@ def _trust(spec: TensorSpec) -> float:
 def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
     """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most."""
     mesh, pending = target.mesh, target.partition.unreduced
-    islands = list(
-        itertools.product(*((0,) if axis in island or axis in pending else range(n) for axis, n in mesh.shape.items()))
-    )
+    islands = _some([1 if axis in island or axis in pending else n for axis, n in mesh.shape.items()])
     needed = _held(target, island, islands)
     sizes: list[int] = [prod(map(_common, rows, rows)) for rows in needed]
     ranks = prod(mesh.shape[axis] for axis in island)
@@ -99,6 +97,18 @@ def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSp
         return float(max(map(operator.sub, sizes, shared)) / ranks)
 
     return lacked
+
+
+def _some(counts: list[int]) -> list[tuple[int, ...]]:
+    """The places of islands, at most 64 of them: what some of them lack at most no route can beat either."""
+    most = max(2, int(64 ** (1 / max(1, sum(n > 1 for n in counts)))))
+    few = prod(counts) > 64
+    return list(itertools.product(*(_spread(n, most) if few else range(n) for n in counts)))
+
+
+def _spread(n: int, most: int) -> list[int]:
+    """Places from the first to the last."""
+    return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)})
 
 
 def _held(spec: TensorSpec, island: frozenset[str], islands: list[tuple[int, ...]]) -> list[tuple[Rows, ...]]:
@@ -116,8 +126,12 @@ def _held(spec: TensorSpec, island: frozenset[str], islands: list[tuple[int, ...
 def _rows(size: int, cuts: tuple[int, ...], places: tuple[int | None, ...]) -> Rows:
     """The rows of the blocks at some places, None for all of an axis; neighbours joined."""
     found: list[tuple[int, int]] = []
-    for (start, length), at in zip(blocks(size, cuts), itertools.product(*map(range, cuts)), strict=True):
-        if length and all(place is None or place == i for place, i in zip(places, at, strict=True)):
+    all_blocks = blocks(size, cuts)
+    chosen = [0]
+    for place, n in zip(places, cuts, strict=True):
+        chosen = [i * n + own for i in chosen for own in (range(n) if place is None else (place,))]
+    for start, length in (all_blocks[i] for i in chosen):
+        if length:
             joins = found and found[-1][1] == start
             found.append((found.pop()[0] if joins else start, start + length))
     return tuple(found)

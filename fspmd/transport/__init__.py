@@ -1,4 +1,4 @@
-"""Who moves the bytes: simulated ranks in this process, or c10d process groups. Nothing above knows which."""
+"""Who moves the bytes: simulated ranks in this process, c10d process groups, or nobody. Nothing above knows which."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ def _transport(name: str) -> Transport:
         from fspmd.transport.simulation import SimulationTransport
 
         return SimulationTransport()
+    if name == "abstract":
+        from fspmd.transport.abstract import AbstractTransport
+
+        return AbstractTransport()
     from fspmd.transport.process_group import ProcessGroupTransport
 
     return ProcessGroupTransport()

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fspmd.tracing import step
+from fspmd.tracing import state
 from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
-@step
+@state
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
     device = "cpu" if generator is None else generator.device
@@ -81,7 +81,7 @@ def one_stream(seed: int, index: int) -> Iterator[None]:
         go_on(before)
 
 
-@step
+@state
 def begin_stream(seed: int, index: int) -> Any:
     """From here on the generator is the stream of one coordinate; gives the state that it had."""
     with torch._C.DisableTorchFunction():
@@ -90,14 +90,14 @@ def begin_stream(seed: int, index: int) -> Any:
     return Kept(before)
 
 
-@step
+@state
 def go_on(before: Kept) -> None:
     """The generator is in the state that it had."""
     with torch._C.DisableTorchFunction():
         _set_states(before.states)
 
 
-@step
+@state
 def kept_states() -> Any:
     """The state of the generator."""
     with torch._C.DisableTorchFunction():
@@ -121,12 +121,12 @@ def streams(held: Frame, seed: int) -> Iterator[None]:
         _end_streams(token)
 
 
-@step
+@state
 def _begin_streams(held: Frame, seed: int) -> Any:
     return _STREAMS.set(Streams(held, seed))
 
 
-@step
+@state
 def _end_streams(token: Any) -> None:
     _STREAMS.reset(token)
 
@@ -163,11 +163,11 @@ def _stream_per_rank(active: Streams, held: Frame) -> Iterator[Switch]:
     def switch(index: int) -> None:
         leave()
         current.append(index)
-        state = active.states.get((held, index))
-        if state is None:
+        known = active.states.get((held, index))
+        if known is None:
             torch.manual_seed(fold_in(active.seed, place[index]))
         else:
-            _set_states(state)
+            _set_states(known)
 
     before = _get_states()
     try:

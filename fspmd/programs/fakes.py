@@ -1,0 +1,59 @@
+"""Arguments without values: what a program is recorded with, where nobody runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fspmd.sharded import Sharded
+from fspmd.spec import TensorSpec
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import LocalTensor
+
+
+def fake_mode() -> FakeTensorMode:
+    """Within it torch works out shapes alone, of what it is given too."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:
+    """The same tree, with a fake tensor for each tensor, and a `Sharded` of one for each `TensorSpec`."""
+    return optree.tree_map(lambda leaf: _stand_in(leaf, mode), tree, none_is_leaf=True)
+
+
+def _stand_in(leaf: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(leaf, TensorSpec):
+        return Sharded(_block(leaf, mode), leaf)
+    if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+        return _fake(leaf, mode)
+    return leaf
+
+
+def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
+    """This rank's block, or those of all simulated ranks."""
+    device = spec.mesh.device
+    with mode:
+        if spec.mesh.transport != "simulation":
+            at = spec.mesh.coordinate()
+            return torch.empty((0,) if at is None else spec.local_shape(at), dtype=spec.dtype, device=device)
+        held = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
+        if not held.axes:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        axes = spec.mesh.axis_names
+        places = [dict(zip(held.axes, at, strict=True)) for at in held.coordinates()]
+        shapes = [spec.local_shape(tuple(at.get(axis, 0) for axis in axes)) for at in places]
+        return LocalTensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], held)
+
+
+def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    if type(x) is LocalTensor:
+        fake: Tensor = LocalTensor([_fake(shard, mode) for shard in x.shards], x.frame)
+        return fake.requires_grad_(x.requires_grad)
+    if not x.is_meta:
+        return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)

@@ -1,0 +1,182 @@
+"""`jit(f).lower(...)`: a program that is recorded and not run, to be read and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import counted
+from fspmd.programs.capture import Capture, capture, recording
+from fspmd.programs.fakes import fake_mode, stand_ins
+from fspmd.programs.memory import Memory, memory_of_program
+from fspmd.programs.passes.table import Pass, transform
+from fspmd.programs.program import Program
+from fspmd.programs.schedule import Event, price_of_step, schedule
+from fspmd.programs.text import program_text
+from fspmd.redistribution.cost import Topology, topology
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.transport.randomness import go_on, kept_states
+from fspmd.trees import leaf_paths, parameter_names
+from fspmd.watching.communication_log import CommunicationLog
+from fspmd.watching.watch import Communication
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run costs each rank by the cost model; µs, bytes, and FLOPs as sums and products counted apiece.
+
+    ``time`` is that of the whole, ``computation`` that of its local steps, ``communication`` that of its collectives,
+    of which ``exposed`` is the part that computation does not hide. ``nbytes`` are read and written in the rank's own
+    memory, ``moved`` are sent to other ranks. ``ranks``: as many run it.
+    """
+
+    time: float
+    computation: float
+    communication: float
+    exposed: float
+    flops: int
+    nbytes: int
+    moved: float
+    ranks: int
+    peak_flops: float
+
+    @property
+    def overlapped(self) -> float:
+        """µs of communication that computation hides."""
+        return self.communication - self.exposed
+
+    def utilisation(self, model_flops: float | None = None) -> float:
+        """Model FLOPs utilisation: the FLOPs that the model needs, per time, of those that all ranks could do.
+
+        ``model_flops``: of the whole model, forward and backward, each computed once, such as 6 * parameters * tokens
+        of a transformer (Chowdhery et al., "PaLM", 2022, appendix B). By default what the ranks do compute.
+        """
+        done = self.flops * self.ranks if model_flops is None else model_flops
+        return done / (self.time * self.peak_flops * self.ranks) if self.time else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"time           {self.time:,.1f} µs on {counted(self.ranks, 'rank')}",
+                f"computation    {self.computation:,.1f} µs: {self.flops:,} FLOPs, {self.nbytes:,} B read and written",
+                f"communication  {self.communication:,.1f} µs: {self.moved:,.0f} B sent; of it "
+                f"{self.exposed:,.1f} µs exposed, {self.overlapped:,.1f} µs overlapped",
+                f"utilisation    {self.utilisation():.1%} of the FLOPs that the ranks could do",
+            )
+        )
+
+
+class Lowered:
+    """One program, as it will run on each rank; of ranks that hold unlike blocks, as on this one, or the first."""
+
+    def __init__(self, name: str, captured: Capture, arguments: list[str], mesh: Mesh | None) -> None:
+        self.name = name
+        self.mesh = mesh
+        self._captured = captured
+        self._arguments = arguments
+
+    @property
+    def program(self) -> Program:
+        """The graph."""
+        return self._captured.program
+
+    def __repr__(self) -> str:
+        counts = f"{counted(len(self.program.steps), 'step')}, {len(self.program.deferred)} deferred"
+        return f"Lowered({self.name}: {counts}, {counted(len(self.collectives()), 'collective')})"
+
+    def as_text(self) -> str:
+        """The program: a line for each step, with global types where values have one, and local shapes.
+
+        A collective tells its axes, the bytes that a rank sends and µs, and ``<-`` where it runs in backward; each step
+        ends with the user's line that asked for it.
+        """
+        return program_text(self.name, self.program, self._arguments, self.mesh)
+
+    def collectives(self) -> CommunicationLog:
+        """What it communicates, in order: a list of `Communication`, which prints as a table.
+
+        It is what `communication_log` records of the function when it runs.
+        """
+        return CommunicationLog(self._communications())
+
+    def _communications(self) -> list[Communication]:
+        found = []
+        for node in (*self.program.steps, *self.program.deferred):
+            price = price_of_step(node)
+            if price is not None:
+                call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
+                backward, cause = node.meta["backward"], node.meta["cause"]
+                of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
+                found.append(Communication(*of, price, backward, cause))
+        return found
+
+    def schedule(self, links: Topology | None = None) -> list[Event]:
+        """When each step runs, by the cost model."""
+        return schedule(self.program, links)
+
+    def cost(self, links: Topology | None = None) -> Cost:
+        """What a run costs, on the machine of `set_topology` or on another."""
+        links = links or topology()
+        events = self.schedule(links)
+        time = max((one.start + one.duration for one in events), default=0.0)
+        computation = sum(one.duration for one in events if one.price is None)
+        prices = [one.price for one in events if one.price is not None]
+        return Cost(
+            time=time,
+            computation=computation,
+            communication=sum(price.time for price in prices),
+            exposed=max(0.0, time - computation),
+            flops=sum(one.flops for one in events),
+            nbytes=sum(one.nbytes for one in events),
+            moved=sum(price.moved for price in prices),
+            ranks=self.mesh.size if self.mesh is not None else 1,
+            peak_flops=links.flops,
+        )
+
+    def memory(self) -> Memory:
+        """The most bytes that a rank holds at once, and what they are."""
+        return memory_of_program(self.program)
+
+
+def lower(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    passes: Sequence[Pass],
+    written: Callable[..., Any],
+) -> Lowered:
+    """Record a function, which the user has ``written`` so, without running it; its program, changed by ``passes``."""
+    mode = fake_mode()
+    given, named = stand_ins((args, kwargs), mode)
+    before = kept_states()
+    try:
+        with recording, mode:
+            captured = capture(function, given, named, imagines=True)
+    finally:
+        go_on(before)
+    transform(captured.program, passes)
+    name = getattr(written, "__name__", type(written).__name__)
+    return Lowered(name, captured, _names(written, given, named), _mesh_of(captured.program))
+
+
+def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """What the user calls each tensor among the arguments."""
+    named = [*zip(parameter_names(function, len(args)), args, strict=True), *sorted(kwargs.items())]
+    found = []
+    for name, tree in named:
+        leaves = optree.tree_leaves(tree, is_sharded, none_is_leaf=True)
+        paths = leaf_paths(tree, name, is_sharded)
+        found += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, (Tensor, Sharded))]
+    return found
+
+
+def _mesh_of(program: Program) -> Mesh | None:
+    """The largest mesh that a step or an argument speaks of."""
+    meshes = {node.meta["spec"].mesh for node in program.graph.nodes if "spec" in node.meta}
+    meshes |= {node.meta["call"].mesh for node in program.graph.nodes if "call" in node.meta}
+    return max(meshes, key=lambda mesh: mesh.size, default=None)

@@ -1,0 +1,124 @@
+"""When the steps of a program run: one stream that computes, one that communicates, and what each step costs."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils import flop_counter
+
+from fspmd.programs.calls import is_wait
+from fspmd.programs.program import Program, Value, owner
+from fspmd.redistribution.cost import Price, Topology, topology, work
+from fspmd.watching.watch import communicates, price_of
+
+aten: Final = torch.ops.aten
+
+_ATTENTION: Final = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step: µs when it begins and for how long it keeps its stream busy, its FLOPs, and bytes read and written.
+
+    ``price`` is that of a collective, whose event stands where the step that begins it does.
+    """
+
+    node: fx.Node
+    start: float
+    duration: float
+    flops: int = 0
+    nbytes: int = 0
+    price: Price | None = None
+
+
+def schedule(program: Program, links: Topology | None = None) -> list[Event]:
+    """The events of all steps, those that compute gradients of results after the others.
+
+    Steps that compute run one after another, each for as long as its arithmetic or its memory takes, whichever is
+    longer. Collectives run one after another beside them; who waits for one goes on when it has ended.
+    """
+    links = links or topology()
+    computes = communicates_until = 0.0
+    ends: dict[fx.Node, float] = {}
+    events = []
+    for node in (*program.steps, *program.deferred):
+        if is_wait(node):
+            computes = max(computes, ends[node.args[0]])  # type: ignore[index]
+        elif (price := price_of_step(node)) is not None:
+            start = max(computes, communicates_until)
+            communicates_until = ends[node] = start + price.time
+            events.append(Event(node, start, price.time, price=price))
+            if node.meta["waits"]:
+                computes = communicates_until
+        else:
+            flops, nbytes = flops_of(node), bytes_of(node)
+            duration = work(flops / 2, nbytes, links)
+            events.append(Event(node, computes, duration, flops, nbytes))
+            computes += duration
+    return events
+
+
+def price_of_step(node: fx.Node) -> Price | None:
+    """Of a collective that moves something between ranks."""
+    call = node.meta.get("call")
+    if call is None or not communicates(call):
+        return None
+    operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
+    return price_of(call, operand.shape, operand.dtype)
+
+
+def flops_of(node: fx.Node) -> int:
+    """Sums and products of a matmul, a convolution or an attention, as torch counts them; 0 of anything else."""
+    formula = _formula(node.target)
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _shapes)
+    return int(formula(*args, **kwargs, out_val=_shapes(node)))
+
+
+@functools.cache
+def _formula(target: Any) -> Callable[..., int] | None:
+    packet: Any = getattr(target, "overloadpacket", None)
+    registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
+    return registry.get(_ATTENTION.get(packet, packet))
+
+
+def _shapes(node: fx.Node) -> Any:
+    if "value" in node.meta:
+        value: Value = node.meta["value"]
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return tuple(map(_shapes, node.users))  # the parts of a result of several
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Bytes that a step reads and writes; none of one that gives a view, or a part of a result."""
+    if node.target is operator.getitem:
+        return 0
+    made = sum(one.meta["value"].nbytes for one in made_by(node)) or _written(node)
+    return made and made + sum(_read(one) for one in node.all_input_nodes)
+
+
+def made_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The results of a step that lie in memory of their own."""
+    results = (node,) if "value" in node.meta else (user for user in node.users if user.target is operator.getitem)
+    return (one for one in results if "value" in one.meta and owner(one) is one)
+
+
+def _read(node: fx.Node) -> int:
+    return node.meta["value"].nbytes if "value" in node.meta else 0
+
+
+def _written(node: fx.Node) -> int:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return 0
+    return _read(node)

@@ -1,0 +1,108 @@
+"""A program as people read it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import counted
+from fspmd.programs.program import Program
+from fspmd.programs.schedule import price_of_step
+from fspmd.spec import TensorSpec, describe
+
+_WIDEST = (28, 44, 56, 28)  # columns grow to that
+Row = tuple[str, ...]
+
+
+def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh | None) -> str:
+    """The program: what it takes, its steps, what it gives."""
+    names = {node: f"%{i}" for i, node in enumerate(_in_order(program))}
+    text = _Text(names)
+    closed = ["closed over"] * (len(program.inputs) - len(arguments))
+    takes = [text.given(node, path) for node, path in zip(program.inputs, [*arguments, *closed], strict=True)]
+    takes += [text.given(node, "closed over") for node in program.constants if node in names]
+    runs = list(map(text.step, program.steps))
+    later = [text.given(node, "a cotangent") for node in program.cotangents]
+    later += map(text.step, program.deferred)
+    widths = [
+        min(most, max((len(row[i]) for row in (*takes, *runs, *later) if i < len(row) - 1), default=0))
+        for i, most in enumerate(_WIDEST)
+    ]
+    where = f" on {mesh!r}, each of {counted(mesh.size, 'rank')}" if mesh is not None else ""
+    lines = [f"{name}{where}", "takes", *_table(takes, widths), "runs", *_table(runs, widths)]
+    lines.append(f"gives {text.values(program.results)}")
+    if program.gradients:
+        lines += ["in backward", *_table(later, widths), f"gives {text.values(program.gradients)}"]
+    return "\n".join(lines)
+
+
+def _in_order(program: Program) -> list[fx.Node]:
+    used = [node for node in program.constants if node.users]
+    return [*program.inputs, *used, *program.steps, *program.cotangents, *program.deferred]
+
+
+def _table(rows: Iterable[Row], widths: list[int]) -> list[str]:
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        lines.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
+    return lines
+
+
+class _Text:
+    """Rows: name and local type, global type, what is done, what it moves, the user's line."""
+
+    def __init__(self, names: dict[fx.Node, str]) -> None:
+        self.names = names
+
+    def given(self, node: fx.Node, path: str) -> Row:
+        """What the program is called with."""
+        return (*self.typed(node), path)
+
+    def step(self, node: fx.Node) -> Row:
+        """One step."""
+        cause, call, price = node.meta["cause"], node.meta.get("call"), price_of_step(node)
+        arguments = [self.value(arg) for arg in node.args]
+        arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
+        if call is None:
+            does = f"{_function(node.target)}({', '.join(arguments)})"
+        else:
+            does = f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]({', '.join(arguments)})"
+        moves = "" if price is None else f"{price.moved:,.0f} B, {price.time:.3g} µs"
+        line = f"{cause.text}  ({cause.where})" if cause.file else cause.what
+        return (*self.typed(node), does, moves, f"{'<- ' if node.meta['backward'] else ''}{line}")
+
+    def typed(self, node: fx.Node) -> tuple[str, str]:
+        """Name and local type, and the global type of one in the global view."""
+        if "value" not in node.meta:
+            return self.names[node], ""
+        spec: TensorSpec | None = node.meta.get("spec")
+        whole = "" if spec is None else describe(spec.dtype, spec.shape, spec.partition)
+        return f"{self.names[node]}: {node.meta['value']}", whole
+
+    def values(self, nodes: Iterable[fx.Node | None]) -> str:
+        """Several."""
+        return ", ".join(map(self.value, nodes)) or "nothing"
+
+    def value(self, arg: Any) -> str:
+        """An argument of a step."""
+        if isinstance(arg, fx.Node):
+            return self.names.get(arg, arg.name)
+        if isinstance(arg, (list, tuple)) and not isinstance(arg, torch.Size):
+            return f"[{', '.join(map(self.value, arg))}]"
+        if isinstance(arg, float):
+            return f"{arg:.6g}"
+        return shown if len(shown := repr(arg)) < 40 else f"<{type(arg).__name__}>"
+
+
+def _function(target: Any) -> str:
+    if target is operator.getitem:
+        return "part"
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    return str(getattr(target, "__name__", target)).strip("_")

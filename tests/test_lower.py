@@ -1,0 +1,130 @@
+"""What a lowered program says of itself is what happens when the function runs.
+
+The judge is `communication_log`, beside the function as it runs, on the same mesh.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_global_programs as chains
+import test_random_programs as bodies
+import torch
+from hypothesis import HealthCheck, given, settings
+from processes import Processes
+from simulated import MESH
+from torch import Tensor
+
+from fspmd import MeshError, P, Sharded, TensorSpec, communication_log, device_get, device_put, grad, jit, make_mesh
+from fspmd.trees import flatten
+
+FULL = os.environ.get("FSPMD_FULL") == "1"
+
+
+def lowered(f: Callable[..., Any], *args: Any) -> Any:
+    """What the function gives, where its lowered program tells of the communication that it asks for."""
+
+    def called(*args: Any) -> Any:
+        return f(*args)
+
+    told = jit(called, passes=()).lower(*args).collectives()
+    with communication_log() as log:
+        out = called(*args)
+        made, leaves = (
+            [x for x in flatten(tree)[0] if isinstance(x, Tensor) and x.requires_grad] for tree in (out, args)
+        )
+        if made:
+            with torch.no_grad():
+                ones = [torch.ones_like(x) for x in made]
+            torch.autograd.grad(made, leaves, ones, retain_graph=True, allow_unused=True)
+    assert list(map(_facts, told)) == list(map(_facts, log))
+    return out
+
+
+def _facts(one: Any) -> Any:
+    return one.kind, one.mesh, one.axes, one.shape, one.dtype, one.price, one.backward, one.cause.what, one.cause.text
+
+
+@pytest.mark.parametrize("seed", range(0, 2000 if FULL else 20, 10))
+def test_chains_of_torch_calls(seed: int) -> None:
+    chains.check_seeds(range(seed, seed + 10), None, lowered)
+
+
+@settings(
+    max_examples=1000 if FULL else 25,
+    deadline=None,
+    derandomize=not FULL,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(bodies.programs())
+def test_random_bodies(drawn: Any) -> None:
+    bodies.check(*drawn, lowered)
+
+
+def _on_processes(seeds: range) -> None:
+    chains.check_seeds(seeds, 4, lowered)
+
+
+def test_on_processes() -> None:
+    with Processes(4) as pool:
+        pool.run(_on_processes, range(400 if FULL else 6), seconds=300)
+
+
+def test_a_mesh_without_ranks() -> None:
+    """As on processes, but for their number."""
+    mesh = make_mesh((64, 8), ("dp", "tp"), transport="abstract")
+    x = TensorSpec(mesh, P("dp"), (512, 1024), torch.float32)
+    w = TensorSpec(mesh, P(None, "tp"), (1024, 4096), torch.float32)
+    v = TensorSpec(mesh, P("tp"), (4096, 1024), torch.float32)
+
+    def step(w: Any, v: Any, x: Any) -> Any:
+        def loss(w: Any, v: Any) -> Any:
+            return (torch.relu(x @ w) @ v).square().sum()
+
+        gradients = grad(loss, argnums=(0, 1))(w, v)
+        return [p - 0.1 * g for p, g in zip((w, v), gradients, strict=True)]
+
+    program = jit(step).lower(w, v, x)
+    moved = [(one.kind, one.axes, one.shape, one.backward) for one in program.collectives()]
+    assert moved == [
+        ("psum_unreduced", ("tp",), (8, 1024), False),
+        ("psum", ("dp",), (512, 1024), True),
+        ("psum", ("dp",), (1024, 512), True),
+    ]
+    cost = program.cost()
+    assert cost.flops == 2 * 8 * 1024 * 512 * 5  # the gradient of x is not asked for
+    assert cost.ranks == 512
+    assert cost.time == pytest.approx(cost.computation + cost.communication)
+    text = program.as_text()
+    for part in ("step on mesh(dp=64, tp=8)", "f32[1024, 4096@tp]", "f32[512@dp, 1024]{U:tp}", "psum[dp](", "x @ w"):
+        assert part in text
+
+
+def test_nothing_runs_on_a_mesh_without_ranks() -> None:
+    mesh = make_mesh((4,), ("x",), transport="abstract")
+    x = Sharded(torch.ones(2, 4), TensorSpec(mesh, P("x"), (8, 4), torch.float32))
+    with pytest.raises(MeshError, match="is abstract: it has no ranks that could communicate"):
+        device_get(x)
+
+
+def test_lowering_leaves_generators_alone() -> None:
+    x = device_put(torch.ones(8, 4), P("x"), mesh=MESH)
+    before = torch.get_rng_state()
+    jit(lambda x: torch.nn.functional.dropout(x, 0.5) + torch.rand(4)).lower(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_is_let_go_after_its_last_use() -> None:
+    def chain(x: Any) -> Any:
+        for _ in range(5):
+            x = x.exp() + 1
+        return x.sum()
+
+    x = TensorSpec(make_mesh((4,), ("x",), transport="abstract"), P("x"), (4096,), torch.float64)
+    memory = jit(chain).lower(x).memory()
+    assert (memory.given, memory.peak) == (8 * 1024, 3 * 8 * 1024)  # the argument, an operand and a result
