@@ -81,6 +81,7 @@ from fspmd.placing.creation import (
 from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
+from fspmd.programs.debug_print import debug_print
 from fspmd.programs.jit import jit
 from fspmd.programs.lower import Cost, Lowered
 from fspmd.programs.misses import CacheMiss, explain_cache_misses
@@ -153,6 +154,7 @@ __all__ = [
     "clip_by_global_norm",
     "communication_log",
     "current_mesh",
+    "debug_print",
     "device_get",
     "device_put",
     "empty",

@@ -67,6 +67,12 @@ def state(function: Callable[Q, R]) -> Callable[Q, R]:
     return run
 
 
+def reading(function: Callable[Q, R]) -> Callable[Q, R]:
+    """The same of a function that writes into nothing that it is given."""
+    setattr(function, "reads", True)  # noqa: B010 (not known to type checkers)
+    return step(function)
+
+
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
     """A function that works something out for all later runs: no step of a record, its results are there before."""
 

@@ -465,7 +465,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "numpy": (lambda x: x + torch.from_numpy(x.numpy().copy()), r"^jit cannot record x.numpy\(\), which makes"),
     "list": (lambda x: torch.tensor([x[0], x[1]]), r"^jit cannot record torch.tensor.* write torch.stack"),
     "places": (lambda x: x.tensor_split((x[:1] > 0).long())[0], r"^jit cannot record x.tensor_split\(y\)"),
-    "print": (lambda x: x * len(repr(x)), r"^jit cannot record print\(x\) or repr\(x\), which"),
+    "print": (lambda x: x * len(repr(x)), r"^jit cannot record print\(x\) or repr\(x\); write fspmd.debug_print"),
     "copied": (copy.deepcopy, r"^jit cannot record copy.deepcopy\(x\); write x.clone\(\)"),
     "pickled": (lambda x: pickle.loads(pickle.dumps(x)), r"^jit cannot record pickling a tensor"),
     "random": (lambda x: x * random.random(), r"^jit cannot record numbers of Python's module random"),

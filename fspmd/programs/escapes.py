@@ -43,8 +43,8 @@ _LEAVING: Final[dict[Any, str]] = {
     _T.__dlpack__: "x.__dlpack__()",
     _T.untyped_storage: "pickling a tensor or x.untyped_storage()",
     _T.__deepcopy__: "copy.deepcopy(x); write x.clone(). It",
-    _T.__repr__: "print(x) or repr(x)",
-    _T.__format__: "a format such as f'{x}'",
+    _T.__repr__: "print(x) or repr(x); write fspmd.debug_print('{}', x). It",
+    _T.__format__: "a format such as f'{x}'; write fspmd.debug_print('{}', x). It",
 }
 #: functions that write where dispatch does not see it
 _WRITING: Final[dict[Any, str]] = {

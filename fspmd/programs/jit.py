@@ -102,9 +102,9 @@ def jit(
         ArgumentError: an option names no parameter, or no backend; a static argument has no hash, or is a tensor; a
             donated one has a gradient, or is given twice.
         RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
-            torch (``tolist()``, ``numpy()``, ``print``), writes into tensors that ``f`` closes over, ``backward()``
-            into ``.grad`` of what was there before, seeds that are set, generators that are no arguments, lists and
-            dicts of the arguments that change.
+            torch (``tolist()``, ``numpy()``, ``print``; there is `debug_print`), writes into tensors that ``f`` closes
+            over, ``backward()`` into ``.grad`` of what was there before, seeds that are set, generators that are no
+            arguments, lists and dicts of the arguments that change.
 
     ``jit(f).lower(*args)`` records and runs nothing: `Lowered` tells what the program is and costs. A `TensorSpec` may
     stand for a `Sharded`, on a mesh without ranks too (``make_mesh(..., transport="abstract")``).

@@ -240,11 +240,11 @@ def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str,
     if facts.strided and len(args) > 3 and args[3] is not None:
         here = [args[3] - args[0].storage_offset() + shard.storage_offset() for shard in args[0].shards]
         args = (*args[:3], local_int(held, here), *args[4:])
-    rows: Iterable[Any] = zip(*(_column(arg, held) for arg in args), strict=True) if args else [()] * held.volume
+    rows: Iterable[Any] = zip(*(column(arg, held) for arg in args), strict=True) if args else [()] * held.volume
     if not kwargs:
         named: list[dict[str, Any]] = [kwargs] * held.volume
     else:
-        columns = zip(*(_column(value, held) for value in kwargs.values()), strict=True)
+        columns = zip(*(column(value, held) for value in kwargs.values()), strict=True)
         named = [dict(zip(kwargs, row, strict=True)) for row in columns]
     if facts.random:
         results = []
@@ -260,7 +260,7 @@ def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str,
 
 def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
     """A torch function of numbers that differ from rank to rank over ``held``, such as ``torch.zeros(x.shape)``."""
-    columns = [_column(value, held) for value in (*args, *kwargs.values())]
+    columns = [column(value, held) for value in (*args, *kwargs.values())]
     rows = zip(*columns, strict=True)
     results = [func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True))) for row in rows]
     return _gather_results(func, results, held)
@@ -279,7 +279,7 @@ def common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
     return held
 
 
-def _column(value: Any, held: Frame) -> list[Any]:
+def column(value: Any, held: Frame) -> list[Any]:
     """One argument as seen by each rank."""
     kind = type(value)
     found: list[Any]
@@ -289,7 +289,7 @@ def _column(value: Any, held: Frame) -> list[Any]:
     if kind in _SEQUENCES:
         if any(type(v) is LocalTensor or type(v) in _SEQUENCES or type(v) in _SYMBOLS for v in value):
             kind = tuple if kind is torch.Size else kind
-            return [kind(row) for row in zip(*(_column(v, held) for v in value), strict=True)]
+            return [kind(row) for row in zip(*(column(v, held) for v in value), strict=True)]
     elif kind in _SYMBOLS and isinstance(value.node, LocalInt):
         found = value.node.at(held)
         return found
@@ -387,7 +387,7 @@ def _check_resized(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any])
     for target in _written_tensors(facts, args, kwargs):
         if type(target) is not LocalTensor:
             continue
-        columns = [_column(size, target.frame) for size in target.shape]
+        columns = [column(size, target.frame) for size in target.shape]
         for i, shard in enumerate(target.shards):
             if list(shard.shape) != [column[i] for column in columns]:
                 raise ShapeError(

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from fspmd.errors import ShapeError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
-from fspmd.tracing import constant
+from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
@@ -262,6 +262,7 @@ class ProcessGroupTransport(Transport):
         pending = self.reduce(x, mesh, axes, o)
         return Pending(pending, (), lambda inner: inner.wait() if at_root else torch.zeros_like(inner.wait()))
 
+    @hidden
     def agree(self, complaint: str, mesh: Mesh) -> str:
         group = group_of(mesh, mesh.axis_names, Options())
         if group.size == 1:
@@ -271,6 +272,7 @@ class ProcessGroupTransport(Transport):
         place = int(first)
         return "" if place == group.size else self.tell(complaint.encode(), mesh, place).decode()
 
+    @hidden
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
         mine = []
         for x in blocks:

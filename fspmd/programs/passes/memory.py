@@ -131,7 +131,7 @@ def _shares(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    if node.op != "call_function" or is_aten(node) or is_collective(node):
+    if node.op != "call_function" or is_aten(node) or is_collective(node) or getattr(node.target, "reads", False):
         return False
     return bool(node.meta.get("effect")) or hasattr(node.target, "_schema")
 

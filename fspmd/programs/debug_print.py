@@ -1,0 +1,147 @@
+"""`debug_print`: values as they are when a program runs, recorded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import Body, state
+from fspmd.errors import ArgumentError
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.placing.placement import device_get
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.tracing import reading
+from fspmd.transport.frame import frame, union
+from fspmd.transport.local_tensor import column, common_frame
+from fspmd.transport.randomness import outside_transforms
+
+functorch: Final = torch._C._functorch
+
+
+def debug_print(fmt: str, *values: Any, **named: Any) -> None:
+    """Print ``fmt.format(*values, **named)``, of trees of tensors and `Sharded` values; under `jit` at each replay.
+
+    In a body each rank prints, with its coordinates in front; outside, the first rank does, and a `Sharded` value is
+    the global tensor. Under `vmap` each example is printed, in their order; under `grad`, `jvp` and their kin the
+    value, without derivatives, and nothing becomes of gradients. What is computed again (`checkpoint`) prints again.
+
+    Communication: outside of bodies an all-gather per sharded dim of a `Sharded` value; none backward.
+
+    Raises:
+        ArgumentError: ``fmt`` is no string, or does not fit the values.
+
+    >>> from fspmd import P, device_put, jit, make_mesh, psum, shard_map
+    >>> mesh = make_mesh((2,), ("x",))
+    >>> def body(x):
+    ...     debug_print("sum {:.1f} of {}", x.sum(), x)
+    ...     return psum(x.sum(), "x")
+    >>> total = jit(shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P()))(torch.arange(4.0))
+    [x=0] sum 1.0 of tensor([0., 1.])
+    [x=1] sum 5.0 of tensor([2., 3.])
+    >>> debug_print("{x}", x=device_put(torch.arange(3), P("x"), mesh=mesh))
+    tensor([0, 1, 2])
+    """
+    if not isinstance(fmt, str):
+        raise ArgumentError(
+            f"debug_print got {described(fmt)} for its format; write debug_print('{{}}', x), as with str.format"
+        )
+    leaves, treedef = optree.tree_flatten((values, named), is_sharded, none_is_leaf=True)
+    body = state.body
+    meshes = [x.spec.mesh for x in leaves if isinstance(x, Sharded)]
+    if body is None and meshes:
+        with torch.no_grad():
+            leaves = device_get(leaves)
+    peeled = [_peeled(x) for x in leaves]
+    examples = tuple(levels for _, levels in peeled)
+    _print(_Line(fmt, treedef, examples, body, meshes[0] if meshes else None), [x for x, _ in peeled])
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What a step prints, but for the values."""
+
+    fmt: str
+    treedef: optree.PyTreeSpec
+    batched: tuple[tuple[tuple[int, int], ...], ...]  # for each leaf the levels and dims of vmap, outermost first
+    body: Body | None
+    mesh: Mesh | None
+
+    def text(self, values: Sequence[Any]) -> str:
+        """Of the values of one rank and one example."""
+        args, kwargs = self.treedef.unflatten(values)
+        try:
+            return self.fmt.format(*args, **kwargs)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"debug_print({self.fmt!r}) cannot format what it was given: {error}; write one {{}} for each value"
+            ) from error
+
+
+def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
+    """What ``torch.func`` has wrapped, and along which dims it lies in examples."""
+    levels: list[tuple[int, int]] = []
+    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            levels.append((functorch.maybe_get_level(x), functorch.maybe_get_bdim(x)))
+        x = functorch.get_unwrapped(x)
+    return x, tuple(reversed(levels))
+
+
+@reading
+def _print(line: _Line, values: list[Any]) -> None:
+    with torch._C.DisableTorchFunction(), outside_transforms(), torch.no_grad():
+        for where, here, own in _of_ranks(line, [x.detach() if isinstance(x, Tensor) else x for x in values]):
+            for example in _of_examples(line, own):
+                text = where + line.text(example)
+                if here:
+                    print(text, flush=True)
+
+
+def _of_ranks(line: _Line, values: list[Any]) -> Iterator[tuple[str, bool, Sequence[Any]]]:
+    """For each rank of this process what stands in front, whether it prints, and its values."""
+    body = line.body
+    if state.rank_mapped:
+        yield f"[rank={world.rank()}] ", True, values
+    elif body is None:
+        place = line.mesh.coordinate() if line.mesh is not None else (world.rank(),)
+        yield "", place is not None and not any(place), values
+    elif body.mesh.transport == "simulation":
+        held = frame(body.mesh, body.axes)
+        other = common_frame(values, None)
+        held = held if other is None else union(held, other)
+        columns = [column(x, held) for x in values]
+        for i, place in enumerate(held.coordinates()):
+            yield _where(held.axes, place), True, [one[i] for one in columns]
+    else:
+        at = dict(zip(body.mesh.axis_names, body.mesh.coordinate() or (), strict=False))
+        axes = body.mesh.ordered(body.axes)
+        yield _where(axes, [at[a] for a in axes]), not any(at[a] for a in at if a not in axes), values
+
+
+def _where(axes: Sequence[str], place: Sequence[int]) -> str:
+    return f"[{', '.join(f'{axis}={i}' for axis, i in zip(axes, place, strict=True))}] "
+
+
+def _of_examples(line: _Line, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The values of each example of `vmap`."""
+    sizes: dict[int, int] = {}
+    for x, levels in zip(values, line.batched, strict=True):
+        shape = list(x.shape) if levels else []
+        sizes.update((level, shape.pop(dim)) for level, dim in levels)
+    for places in product(*(range(sizes[level]) for level in sorted(sizes))):
+        at = dict(zip(sorted(sizes), places, strict=True))
+        yield [_chosen(x, along, at) for x, along in zip(values, line.batched, strict=True)]
+
+
+def _chosen(x: Any, along: tuple[tuple[int, int], ...], at: dict[int, int]) -> Any:
+    for level, dim in along:
+        x = x.select(dim, at[level])
+    return x
