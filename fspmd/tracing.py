@@ -68,7 +68,7 @@ def state(function: Callable[Q, R]) -> Callable[Q, R]:
 
 
 def reading(function: Callable[Q, R]) -> Callable[Q, R]:
-    """The same of a function that writes into nothing that it is given."""
+    """A step that shows values: it writes into none, gives nothing, and is left out where there are none."""
     setattr(function, "reads", True)  # noqa: B010 (not known to type checkers)
     return step(function)
 

@@ -94,6 +94,7 @@ def test_each_rank_of_a_body() -> None:
         expected = [f"[x={i}] {x.sum():.1f} {i} {{'x': tensor([{i + shift:.0f}.])}}" for i in range(4)]
         assert _said(run, x) == expected
     assert run.cache_info() == (2, 1, 1)
+    assert _said(run.lower, x) == []
     mapped = shard_map(
         lambda x: fspmd.rank_map(lambda x: (debug_print("{}", x), x)[1], x),
         mesh=MESH,

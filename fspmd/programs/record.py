@@ -258,8 +258,10 @@ class Recorder(RecordingMode):
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         self.check_draws(args, kwargs)
-        with self.real() if real else self.pause():
-            out = function(*args, **kwargs)
+        out: Any = None
+        if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
+            with self.real() if real else self.pause():
+                out = function(*args, **kwargs)
         with self.real():
             self.generators.settle()
         node = self._put(function, placed, named)
