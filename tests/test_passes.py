@@ -40,9 +40,11 @@ from fspmd import (
     shard_map,
     topology,
 )
+from fspmd.programs.calls import is_collective
 from fspmd.programs.capture import capture
 from fspmd.programs.passes.coalesce import Coalesce
-from fspmd.programs.passes.memory import Memory, written
+from fspmd.programs.passes.memory import Memory, in_flight, is_view, is_wait, wait_of, written
+from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
 from fspmd.programs.program import Program
 from fspmd.redistribution.cost import moves
@@ -464,6 +466,60 @@ def test_large_collectives_stay_alone() -> None:
         assert collectives(programs_of(f, big, passes=["coalesce"])[1]) == ["psum"] * 2
     finally:
         set_topology(before)
+
+
+def flights(program: Program) -> list[int]:
+    """Of each collective under way the steps that compute meanwhile, in the order in which they begin."""
+    nodes = list(program.graph.nodes)
+    found = []
+    for i, node in enumerate(nodes):
+        if in_flight(node):
+            wait = wait_of(node)
+            assert wait is not None
+            steps = nodes[i + 1 : nodes.index(wait)]
+            found.append(sum(not (is_view(x) or is_wait(x) or is_collective(x)) for x in steps))
+    return found
+
+
+@of_blocks(out=P())
+def layers(x: Tensor) -> Tensor:
+    """Gathers of what is there from the beginning, each followed by work."""
+    total = x
+    for i in range(3):
+        whole = all_gather(x[i : i + 1], "x", axis=0, tiled=True)
+        total = (total * whole.sum()).tanh() + 1
+    return psum(total, "x") * psum(total.exp(), "x")
+
+
+def test_issue_early_wait_late() -> None:
+    before = ["all_gather"] * 3 + ["psum"] * 2
+    now = check_gain(layers, X, ["overlap"], before, before)
+    assert flights(now) == [4, 8, 1]  # the first gather and the second sum are needed at once
+    names = [node.meta["call"].pair.name for node in now.graph.nodes if in_flight(node)]
+    assert names == ["all_gather"] * 2 + ["psum"]
+
+
+@pytest.mark.parametrize("results", [0, 1, 2])
+def test_bytes_under_way_stay_within_the_budget(results: int) -> None:
+    size = 4 * 2 * 8
+    now = programs_of(layers, X, passes=[Overlap(budget=results * size)])[1]
+    assert flights(now) == {0: [], 1: [4, 4, 1], 2: [4, 8, 1]}[results]
+
+
+def test_an_operand_is_not_written_into_while_it_is_under_way() -> None:
+    @of_blocks(out=P())
+    def f(x: Tensor) -> Tensor:
+        y = x * 3
+        total = psum(y, "x")
+        z = x.exp().sin()
+        y += 1
+        return total * psum(y * z, "x")
+
+    now = check_gain(f, X, ["overlap"], ["psum"] * 2, ["psum"] * 2)
+    nodes = list(now.graph.nodes)
+    (write,) = (i for i, node in enumerate(nodes) if written(node))
+    assert [is_wait(node) for node in nodes[:write]].count(True) == 1
+    assert flights(now)[0] == 2
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from fspmd.messages import described
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.dead_code import dead_code
 from fspmd.programs.passes.equal_steps import equal_steps
+from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.rewrites import rewrites
 from fspmd.programs.program import Program
 
@@ -22,6 +23,7 @@ PASSES: Final[dict[str, Pass]] = {
     "rewrites": rewrites,
     "dead_code": dead_code,
     "coalesce": Coalesce(),
+    "overlap": Overlap(),
 }
 #: those that always gain, and change no numbers but by the order of sums
 DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")

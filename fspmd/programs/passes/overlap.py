@@ -1,0 +1,162 @@
+"""Collectives begin as soon as their operand is there, and are waited for where their result is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Final
+
+from torch import fx
+
+from fspmd.programs.calls import add_step, is_collective, runner, waiter
+from fspmd.programs.passes.memory import in_flight, is_view, is_wait, wait_of
+from fspmd.programs.passes.order import dependencies
+from fspmd.programs.program import Program
+from fspmd.redistribution.cost import moves
+
+#: what comes first between two steps: collectives that begin, waits, collectives that need what was waited for
+_BEGIN, _WAIT, _AFTER_WAIT = range(3)
+_WHOLE: Final = ("mean",)  # kernels that wait as soon as they begin
+Place = tuple[int, int]  # before which step, and when among others that are put there
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Issue early, wait late: at no time are more bytes of results under way than ``budget``.
+
+    Collectives begin in the order in which they did, so all ranks begin them in one order. One that has nothing to
+    compute meanwhile, or that does not fit the budget, stays a single step.
+    """
+
+    budget: float = 1 << 29
+
+    def __call__(self, program: Program) -> int:
+        """How many more collectives are under way while something is computed."""
+        nodes = list(program.graph.nodes)
+        flights = _Schedule(nodes, dependencies(program), self.budget).flights
+        parts: dict[int, list[tuple[int, fx.Node]]] = {}
+        elsewhere = set()
+        for flight in flights:
+            begun, wait = _split(flight.node)
+            parts.setdefault(flight.begin[0], []).extend((flight.begin[1], step) for step in (*flight.views, begun))
+            parts.setdefault(flight.wait[0], []).append((flight.wait[1], wait))
+            elsewhere.update(flight.views)
+        order: list[fx.Node] = []
+        for i, node in enumerate(nodes):
+            order += [step for _, step in sorted(parts.get(i, ()), key=itemgetter(0))]
+            if node not in elsewhere:
+                order.append(node)
+        for one, other in pairwise(order):
+            if one.next is not other:
+                one.append(other)
+        for flight in flights:
+            program.graph.erase_node(flight.node)
+        return len(flights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    node: fx.Node
+    views: list[fx.Node]  # that come with it
+    begin: Place
+    wait: Place
+
+
+@dataclass(slots=True)
+class _Schedule:
+    """Where collectives begin and are waited for, decided in the order in which they begin."""
+
+    nodes: Sequence[fx.Node]
+    before: dict[fx.Node, set[fx.Node]]
+    budget: float
+    flights: list[_Flight] = field(default_factory=list)
+    _index: dict[fx.Node, int] = field(default_factory=dict)
+    _needed: dict[fx.Node, int] = field(default_factory=dict)  # by which step first
+    _landed: dict[fx.Node, Place] = field(default_factory=dict)  # from where on the results of flights are there
+    _moved: set[fx.Node] = field(default_factory=set)  # views
+    _load: list[float] = field(default_factory=list)  # bytes under way during each step
+
+    def __post_init__(self) -> None:
+        self._index = {node: i for i, node in enumerate(self.nodes)}
+        for i, node in enumerate(self.nodes):
+            for one in self.before[node]:
+                self._needed.setdefault(one, i)
+        self._load = [0.0] * len(self.nodes)
+        work = [0, *accumulate(map(_computes, self.nodes))]
+        for node in filter(in_flight, self.nodes):
+            if (wait := wait_of(node)) is not None:
+                self._fly(self._index[node] + 1, self._index[wait], wait.meta["value"].nbytes)
+        last: Place = 0, _BEGIN
+        for i, node in enumerate(self.nodes):
+            if not is_collective(node) or not moves(node.meta["call"].pair.kernel):
+                continue
+            flight = self._flight(node, last) if _can_fly(node) else None
+            if flight is None or work[flight.wait[0]] == work[flight.begin[0]]:
+                last = i + 1, _BEGIN
+                continue
+            self.flights.append(flight)
+            self._moved.update(flight.views)
+            self._landed[node] = flight.wait[0], _AFTER_WAIT
+            self._fly(flight.begin[0], flight.wait[0], node.meta["value"].nbytes)
+            last = flight.begin
+
+    def _fly(self, begin: int, wait: int, nbytes: int) -> None:
+        for i in range(begin, wait):
+            self._load[i] += nbytes
+
+    def _flight(self, node: fx.Node, last: Place) -> _Flight | None:
+        """As long as the budget allows."""
+        here, wait = self._index[node], self._needed.get(node, 0)
+        earliest = max([last, *map(self._ready, self.before[node])])
+        begin, room = wait, self.budget - node.meta["value"].nbytes
+        while begin > earliest[0] and self._load[begin - 1] <= room:
+            begin -= 1
+        if begin > here or wait <= here:
+            return None
+        views = [one for one in self._views_of(node) if self._index[one] >= begin]
+        return _Flight(node, views, max(earliest, (begin, _BEGIN)), (wait, _WAIT))
+
+    def _ready(self, node: fx.Node) -> Place:
+        """From where on the result of a step is there; views are taken when they are needed."""
+        if node in self._landed:
+            return self._landed[node]
+        if _is_moved_along(node):
+            return max([(0, _BEGIN), *map(self._ready, self.before[node])])
+        return self._index[node] + 1, _BEGIN
+
+    def _views_of(self, node: fx.Node) -> list[fx.Node]:
+        """The views that an operand is made by, in order."""
+        found: list[fx.Node] = []
+        for one in node.all_input_nodes:
+            if _is_moved_along(one) and one not in self._moved:
+                found += [*self._views_of(one), one]
+        return list(dict.fromkeys(found))
+
+
+def _can_fly(node: fx.Node) -> bool:
+    one = node.meta["call"]
+    return bool(node.meta["waits"]) and one.pair.kernel not in _WHOLE and one.mesh.axis_size(one.axes) > 1
+
+
+def _is_moved_along(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_view(node) and not is_wait(node)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a step takes time that a collective can be hidden in."""
+    return node.op == "call_function" and not (is_collective(node) or is_wait(node) or is_view(node))
+
+
+def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """A step that begins a collective, and one that waits for it, in whose place both are."""
+    graph, one = node.graph, node.meta["call"]
+    with graph.inserting_before(node):
+        begun = add_step(graph, runner(one, False), (node.all_input_nodes[0],), node)
+        begun.meta.update(call=one, waits=False)
+        wait = add_step(graph, waiter(one), (begun,), node, node.meta["value"])
+    wait.meta["held"] = node.meta.get("held")
+    node.meta["memory"] = wait
+    node.replace_all_uses_with(wait)
+    return begun, wait
