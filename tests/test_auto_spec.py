@@ -33,7 +33,10 @@ from fspmd import (
     with_spec,
 )
 from fspmd.auto import eliminate
+from fspmd.auto.model import Builder
 from fspmd.auto.record import record
+from fspmd.auto.repeats import ties
+from fspmd.auto.solve import Solver
 from fspmd.auto.ways import layouts, ways
 from fspmd.redistribution.moves import moves
 from fspmd.sharded import is_sharded
@@ -292,3 +295,36 @@ def test_errors_say_what_to_write() -> None:
         auto_spec(mlp, LINE, *args, solver="simplex")
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
         auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))
+
+
+def _layers(p: Any, x: Any) -> Any:
+    for layer in p:
+        x = _block(layer, x)
+    return x.sum()
+
+
+@pytest.mark.usefixtures("slow")
+def test_layers_that_repeat_lie_alike_and_lose_nothing_by_it() -> None:
+    args = ([_weights(32) for _ in range(6)], meta(4, 8, 32))
+    f = value_and_grad(_layers)
+    leaves, treedef = optree.tree_flatten(args)
+    program = record(f, LINE, leaves, treedef)
+    same = ties(program, {})
+    assert len(same.ops) == 4 * (len(program.ops) // 6)  # the first begins with an argument
+    found = auto_spec(f, LINE, *args, alternatives=2)
+    assert all(layer == found.specs[0][0] for layer in found.specs[0])
+    apart = Solver(Builder(program, topology(), {})).best(None)
+    assert found.time == pytest.approx(apart.time)
+    assert all(other.time >= found.time and other.specs != found.specs for other in found.alternatives)
+
+
+@pytest.mark.usefixtures("slow")
+def test_layers_of_one_shape_may_lie_otherwise_than_each_other() -> None:
+    def f(p: Any, x: Any) -> Any:
+        for w in p:
+            x = torch.relu(x @ w)
+        return x.sum()
+
+    args = ([meta(64, 64) for _ in range(4)], meta(4, 64))
+    found = auto_spec(value_and_grad(f), LINE, *args, fixed={"x": P()})
+    assert {P(None, "x"), P("x", None)} <= {*found.specs[0]}

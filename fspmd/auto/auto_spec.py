@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -12,6 +13,7 @@ import optree
 from fspmd.auto.apply import Step, applied, short
 from fspmd.auto.model import Builder
 from fspmd.auto.record import is_value, record
+from fspmd.auto.repeats import Ties, ties
 from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.meshes.mesh import Mesh
@@ -20,6 +22,8 @@ from fspmd.modules.paths import matches, near
 from fspmd.redistribution.cost import topology
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import parameter_names
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,14 @@ def auto_spec(
     program = record(f, mesh, leaves, treedef)
     of_leaves = [name for name, x in zip(names, leaves, strict=True) if is_value(x)]
     numbers = dict(zip(of_leaves, program.leaves, strict=True))
-    builder = Builder(program, topology(), {numbers[name]: spec for name, spec in given.items()})
-    solved = Solver(builder, solver)
+    known: dict[Any, Any] = {}
+    own = {numbers[name]: spec for name, spec in given.items()}
+
+    def solving(tied: Ties) -> Solver:
+        return Solver(Builder(program, topology(), own, tied, known), solver)
+
     try:
-        best = solved.best(memory_limit)
+        solved, best = _solve(solving, ties(program, own) if solver != "milp" else Ties(), memory_limit)
     except DoesNotFit as error:
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that a rank can hold is "
@@ -138,10 +146,28 @@ def auto_spec(
         ) from None
 
     def laid(found: Found) -> Layouts:
-        return _layouts(builder, found, leaves, treedef, of_leaves)
+        return _layouts(solved.builder, found, leaves, treedef, of_leaves)
 
     others = _others(solved, best, memory_limit) if alternatives else []
     return replace(laid(best), alternatives=tuple(map(laid, others[:alternatives])))
+
+
+def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -> tuple[Solver, Found]:
+    """The best plan; where layers repeat and that loses nothing, one in which they lie alike.
+
+    What they cost alike is quickly solved, and leaves few moves to be priced for the rest.
+    """
+    if not tied.ops:
+        solver = solving(tied)
+        return solver, solver.best(limit)
+    alike, found = solving(tied), None
+    with suppress(DoesNotFit):
+        found = alike.best(limit)
+    apart = solving(Ties())  # after the moves of the others are priced
+    other = apart.best(limit)
+    if found is None or other.time < found.time * (1 - _ROUNDING):
+        return apart, other
+    return alike, replace(found, bound=other.bound)
 
 
 def _others(solver: Solver, best: Found, limit: float | None) -> list[Found]:

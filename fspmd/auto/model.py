@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fspmd.auto.record import Op, Program
+from fspmd.auto.repeats import Ties
 from fspmd.auto.ways import Need, Way, layouts, ways
 from fspmd.redistribution.bounds import at_least
 from fspmd.redistribution.cost import Topology
@@ -43,6 +44,9 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.time + other.time, self.memory + other.memory)
+
+    def __mul__(self, times: int) -> Cost:
+        return self if times == 1 else Cost(self.time * times, self.memory * times)
 
     @property
     def mT(self) -> Cost:
@@ -100,14 +104,14 @@ def size(spec: TensorSpec) -> int:
 
 
 class Builder:
-    """The model of a program; ``tied`` are ops and values that are one variable, by the first of each."""
+    """The model of a program, where ops and values that are tied are one variable."""
 
     def __init__(
         self,
         program: Program,
         topology: Topology,
         fixed: Mapping[int, P],
-        tied: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {}),
+        tied: Ties = Ties(),  # noqa: B008 (it is immutable)
         tables: dict[Any, Any] | None = None,
     ) -> None:
         self.program, self.topology, self.fixed = program, topology, fixed
@@ -115,21 +119,26 @@ class Builder:
         self.model = Model()
         self.of_op: dict[int, int] = {}
         self.of_value: dict[int, int] = {}
-        self._ops_as, self._values_as = tied
+        self._tied = tied
         self._homes = dict(program.gradients) | dict(program.written)
-        self._parts: dict[tuple[int, int], list[Prices | Cost]] = {}  # of a value and an op
+        self._parts: dict[tuple[int, int], dict[int, tuple[Prices | Cost, int]]] = {}  # of a value and an op: how often
         self._ways = [self._ways_of(op) for op in program.ops]
         self._read: dict[int, list[int]] = {}
         for i, op in enumerate(program.ops):
             for n in op.operands:
-                self._read.setdefault(self.home(n), []).append(i)
+                self._read.setdefault(self._root(n), []).append(i)
         self._build()
+
+    def _root(self, number: int) -> int:
+        """The value that a gradient is of, or that was written into."""
+        while (of := self._homes.get(number)) is not None:
+            number = of
+        return number
 
     def home(self, number: int) -> int:
         """The value whose variable a value shares."""
-        while (of := self._homes.get(number)) is not None:
-            number = of
-        return self._values_as.get(number, number)
+        root = self._root(number)
+        return self._tied.values.get(root, root)
 
     def chosen_value(self, number: int, chosen: Sequence[int]) -> TensorSpec:
         """How a value lies."""
@@ -161,7 +170,7 @@ class Builder:
             self.of_value[number] = self.of_value[home]
         self._remember()
         for i, op in enumerate(program.ops):
-            home = self._ops_as.get(i, i)
+            home = self._tied.ops.get(i, i)
             if home not in self.of_op:
                 times = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
                 self.of_op[home] = self.model.add(self._ways[i], Cost(torch.zeros_like(times), torch.zeros_like(times)))
@@ -169,13 +178,9 @@ class Builder:
             own = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
             self.model.own[variable] += Cost(own, torch.zeros_like(own))
             for k, number in enumerate(op.operands):
-                self._parts.setdefault((self.of_value[number], variable), []).append(
-                    self._reading(self.of_value[number], i, k)
-                )
+                self._add(number, variable, self._reading(self.of_value[number], i, k))
             for k, number in enumerate(op.results):
-                self._parts.setdefault((self.of_value[number], variable), []).append(
-                    self._making(self.of_value[number], i, k)
-                )
+                self._add(number, variable, self._making(self.of_value[number], i, k))
         for pair in self._parts:
             self._join(pair)
 
@@ -196,7 +201,7 @@ class Builder:
             (i, k)
             for i in dict.fromkeys(self._read.get(home, ()))
             for k, n in enumerate(program.ops[i].operands)
-            if self.home(n) == home
+            if self._root(n) == home
         ]
         summing = sum(any(way.needs[k].casts for way in self._ways[i]) for i, k in readers)
         found = tuple(self._summed(specs)) if summing > 1 else tuple(Laid(one) for one in specs)
@@ -238,7 +243,7 @@ class Builder:
     def _is_saved(self, number: int) -> bool:
         return any(
             way.needs[k].saved
-            for i in self._read.get(self.home(number), ())
+            for i in self._read.get(self._root(number), ())
             for k, n in enumerate(self.program.ops[i].operands)
             if n == number
             for way in self._ways[i][:1]
@@ -257,9 +262,15 @@ class Builder:
 
     # --- pairs --------------------------------------------------------------------------------------------------------
 
+    def _add(self, number: int, op: int, part: Prices | Cost) -> None:
+        parts = self._parts.setdefault((self.of_value[number], op), {})
+        _, times = parts.get(id(part), (part, 0))
+        parts[id(part)] = part, times + 1
+
     def _join(self, pair: tuple[int, int]) -> None:
         """Add up what a value and an op share."""
-        costs = [part.table() if isinstance(part, Prices) else part for part in self._parts[pair]]
+        rows = self._parts[pair].values()
+        costs = [(part.table() if isinstance(part, Prices) else part) * times for part, times in rows]
         whole = sum(costs[1:], costs[0])
         value, op = pair
         self.model.pairs[(value, op) if value < op else (op, value)] = whole if value < op else whole.mT
@@ -268,7 +279,7 @@ class Builder:
         """Price the moves of these choices; whether some cost more than they take at least."""
         changed: set[int] = set()
         for (value, op), parts in self._parts.items():
-            for part in parts:
+            for part, _ in parts.values():
                 if isinstance(part, Prices):
                     i, k = chosen[value], int(part.places[chosen[op]])
                     if not part.exact[i, k]:
@@ -278,13 +289,13 @@ class Builder:
                             changed.add(id(part))
                         part.cost.time[i, k] = time
         for pair, parts in self._parts.items():
-            if any(id(part) in changed for part in parts):
+            if not changed.isdisjoint(parts):
                 self._join(pair)
         return bool(changed)
 
     def price_all(self) -> None:
         """Price every move."""
-        for part in {id(part): part for parts in self._parts.values() for part in parts}.values():
+        for part in {id(part): part for parts in self._parts.values() for part, _ in parts.values()}.values():
             if isinstance(part, Prices):
                 for i, k in (~part.exact).nonzero().tolist():
                     part.cost.time[i, k] = self._time(part.laid[i], part.needs[k])
