@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -13,11 +14,12 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.fakes import fake_mode, stand_ins
-from fspmd.programs.memory import Memory, memory_of_program
+from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program
 from fspmd.programs.schedule import Event, price_of_step, schedule
 from fspmd.programs.text import program_text
+from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.randomness import go_on, kept_states
@@ -137,6 +139,18 @@ class Lowered:
             ranks=self.mesh.size if self.mesh is not None else 1,
             peak_flops=links.flops,
         )
+
+    def visualize(self, path: str | Path) -> tuple[Path, Path]:
+        """Write when each step runs, by the cost model: ``path.json``, a trace for chrome://tracing or Perfetto, and
+        ``path.svg``, a picture of it and of the memory that is held.
+        """
+        base, events = Path(path), self.schedule()
+        steps = [*self.program.steps, *self.program.deferred]
+        held = levels(lives(self.program), len(steps))
+        trace, drawn = base.with_suffix(".json"), base.with_suffix(".svg")
+        trace.write_text(chrome_trace(self.name, events))
+        drawn.write_text(picture(self.name, events, held, steps))
+        return trace, drawn
 
     def memory(self) -> Memory:
         """The most bytes that a rank holds at once, and what they are."""

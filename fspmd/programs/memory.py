@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
 from fspmd.programs.calls import is_wait
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
+from fspmd.programs.text import line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Held:
     node: fx.Node
 
     def __str__(self) -> str:
-        return f"{self.nbytes:>16,} B  {self.node.meta['value']}  {_line(self.node)}"
+        return f"{self.nbytes:>16,} B  {self.node.meta['value']}  {line_of(self.node)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +42,50 @@ class Memory:
         rest = self.holds[10:]
         lines = [f"peak {self.peak:,} B, of which {self.given:,} B are arguments"]
         if self.at is not None:
-            lines[0] += f"; at {_line(self.at)}"
+            lines[0] += f"; at {line_of(self.at)}"
         lines += map(str, self.holds[:10])
         if rest:
             lines.append(f"{sum(one.nbytes for one in rest):>16,} B  {len(rest)} more")
         return "\n".join(lines)
 
 
-def _line(node: fx.Node) -> str:
-    cause = node.meta.get("cause")
-    return f"{cause.text}  ({cause.where})" if cause is not None else "argument"
+def memory_of_program(program: Program, donated: Collection[fx.Node] = ()) -> Memory:
+    """From the first step to the last, those that compute gradients of results after the others."""
+    steps, found = (*program.steps, *program.deferred), lives(program, donated)
+    held = levels(found, len(steps))
+    given = sum(one.meta["value"].nbytes for one in (*program.inputs, *program.constants))
+    at = max(range(len(steps)), key=held.__getitem__, default=0)
+    there = [Held(one.meta["value"].nbytes, one) for one, (start, end) in found.items() if start <= at <= end]
+    there.sort(key=lambda one: -one.nbytes)
+    return Memory(held[at] if steps else given, given, steps[at] if steps else None, tuple(there))
 
 
-def memory_of_program(program: Program) -> Memory:
-    """From the first step to the last, those that compute gradients of results after the others.
+def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[int, int]]:
+    """In which steps each memory is there, the first and the last of them; deferred steps come after the others.
 
-    Arguments are there throughout, and so are results once they are made; all else is let go after its last use.
+    Arguments are there throughout, but for ``donated`` ones, and results from the step that makes them; all else is
+    let go after its last use.
     """
-    steps = [*program.steps, *program.deferred]
-    given = [*program.inputs, *program.constants]
-    kept = {*given, *program.results, *program.gradients}
-    last = _last_uses(steps, {owner(one) for one in kept if one is not None})
-    here = {one: one.meta["value"].nbytes for one in given}
-    live = sum(here.values())
-    argued = live
-    peak, at, holds = live, None, dict(here)
+    steps = (*program.steps, *program.deferred)
+    given = (*program.inputs, *program.constants)
+    begins = {owner(one): 0 for one in given}
+    ends: dict[fx.Node, int] = {}
     for i, node in enumerate(steps):
-        for one in _allocated(node):
-            here[one] = one.meta["value"].nbytes
-            live += here[one]
-        if live > peak:
-            peak, at, holds = live, node, dict(here)
-        for one in last.get(i, ()):
-            live -= here.pop(one, 0)
-    held = sorted((Held(nbytes, node) for node, nbytes in holds.items()), key=lambda one: -one.nbytes)
-    return Memory(peak, argued, at, tuple(held))
+        begins.update((one, i) for one in _allocated(node))
+        ends.update((one, i) for one in _used(node))
+    stays = [one for one in given if one not in donated]
+    stays += [one for one in (*program.results, *program.gradients) if one is not None]
+    ends.update((owner(one), len(steps) - 1) for one in stays)
+    return {one: (i, ends.get(one, i)) for one, i in begins.items()}
+
+
+def levels(found: dict[fx.Node, tuple[int, int]], steps: int) -> list[int]:
+    """The bytes that are there in each step."""
+    changes = [0] * (steps + 2)
+    for one, (start, end) in found.items():
+        changes[start] += one.meta["value"].nbytes
+        changes[max(end, start) + 1] -= one.meta["value"].nbytes
+    return list(accumulate(changes))[:steps]
 
 
 def _allocated(node: fx.Node) -> Iterator[fx.Node]:
@@ -84,21 +95,13 @@ def _allocated(node: fx.Node) -> Iterator[fx.Node]:
     return iter(()) if is_wait(node) else made_by(node)
 
 
-def _last_uses(steps: list[fx.Node], kept: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
-    """After which step each memory is let go."""
-    last: dict[fx.Node, int] = {}
-    for i, node in enumerate(steps):
-        used = [*node.all_input_nodes, node]
-        if is_wait(node):
-            used += node.all_input_nodes[0].all_input_nodes  # what is sent
-        for one in used:
-            if "value" in one.meta:
-                last[owner(one)] = i
-            else:
-                last.update((part, i) for part in made_by(one))
-    for one in kept:
-        last.pop(one, None)
-    found: dict[int, list[fx.Node]] = {}
-    for one, i in last.items():
-        found.setdefault(i, []).append(one)
-    return found
+def _used(node: fx.Node) -> Iterator[fx.Node]:
+    """Whose memory a step needs; who waits for a collective needs what is sent."""
+    used = [*node.all_input_nodes, node]
+    if is_wait(node):
+        used += node.all_input_nodes[0].all_input_nodes
+    for one in used:
+        if "value" in one.meta:
+            yield owner(one)
+        else:
+            yield from made_by(one)

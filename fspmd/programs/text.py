@@ -14,6 +14,7 @@ from fspmd.messages import counted
 from fspmd.programs.program import Program
 from fspmd.programs.schedule import price_of_step
 from fspmd.spec import TensorSpec, describe
+from fspmd.watching.causes import Cause
 
 _WIDEST = (28, 44, 56, 28)  # columns grow to that
 Row = tuple[str, ...]
@@ -46,6 +47,14 @@ def _in_order(program: Program) -> list[fx.Node]:
     return [*program.inputs, *used, *program.steps, *program.cotangents, *program.deferred]
 
 
+def line_of(node: fx.Node) -> str:
+    """The user's line that a step is there for."""
+    cause: Cause | None = node.meta.get("cause")
+    if cause is None:
+        return "an argument"
+    return f"{cause.text}  ({cause.where})" if cause.file else cause.what
+
+
 def _table(rows: Iterable[Row], widths: list[int]) -> list[str]:
     lines = []
     for row in rows:
@@ -66,16 +75,12 @@ class _Text:
 
     def step(self, node: fx.Node) -> Row:
         """One step."""
-        cause, call, price = node.meta["cause"], node.meta.get("call"), price_of_step(node)
+        price = price_of_step(node)
         arguments = [self.value(arg) for arg in node.args]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
-        if call is None:
-            does = f"{_function(node.target)}({', '.join(arguments)})"
-        else:
-            does = f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]({', '.join(arguments)})"
         moves = "" if price is None else f"{price.moved:,.0f} B, {price.time:.3g} µs"
-        line = f"{cause.text}  ({cause.where})" if cause.file else cause.what
-        return (*self.typed(node), does, moves, f"{'<- ' if node.meta['backward'] else ''}{line}")
+        line = f"{'<- ' if node.meta['backward'] else ''}{line_of(node)}"
+        return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, line)
 
     def typed(self, node: fx.Node) -> tuple[str, str]:
         """Name and local type, and the global type of one in the global view."""
@@ -100,7 +105,11 @@ class _Text:
         return shown if len(shown := repr(arg)) < 40 else f"<{type(arg).__name__}>"
 
 
-def _function(target: Any) -> str:
+def does(node: fx.Node) -> str:
+    """What a step does: a function of torch, or a collective and its axes."""
+    call, target = node.meta.get("call"), node.target
+    if call is not None:
+        return f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]"
     if target is operator.getitem:
         return "part"
     if isinstance(target, torch._ops.OpOverload):
