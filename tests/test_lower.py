@@ -5,9 +5,12 @@ The judge is `communication_log`, beside the function as it runs, on the same me
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import test_global_programs as chains
@@ -18,7 +21,19 @@ from processes import Processes
 from simulated import MESH
 from torch import Tensor
 
-from fspmd import MeshError, P, Sharded, TensorSpec, communication_log, device_get, device_put, grad, jit, make_mesh
+from fspmd import (
+    ArgumentError,
+    MeshError,
+    P,
+    Sharded,
+    TensorSpec,
+    communication_log,
+    device_get,
+    device_put,
+    grad,
+    jit,
+    make_mesh,
+)
 from fspmd.trees import flatten
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
@@ -128,3 +143,51 @@ def test_memory_is_let_go_after_its_last_use() -> None:
     x = TensorSpec(make_mesh((4,), ("x",), transport="abstract"), P("x"), (4096,), torch.float64)
     memory = jit(chain).lower(x).memory()
     assert (memory.given, memory.peak) == (8 * 1024, 3 * 8 * 1024)  # the argument, an operand and a result
+
+
+def compiled(f: Callable[..., Any], *args: Any) -> Any:
+    """What a program gives that was lowered for such arguments, and never recorded with values."""
+    return jit(f).lower(*args).compile()(*args)
+
+
+@pytest.mark.parametrize("seed", range(0, 2000 if FULL else 20, 10))
+def test_chains_compiled_ahead(seed: int) -> None:
+    chains.check_seeds(range(seed, seed + 10), None, compiled)
+
+
+@settings(
+    max_examples=1000 if FULL else 15,
+    deadline=None,
+    derandomize=not FULL,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(bodies.programs())
+def test_bodies_compiled_ahead(drawn: Any) -> None:
+    bodies.check(*drawn, compiled)
+
+
+def test_compiled_programs_refuse_other_arguments() -> None:
+    x = device_put(torch.ones(8, 4), P("x"), mesh=MESH)
+    program = jit(lambda x, n: x * n).lower(x.spec, 2).compile()
+    assert torch.equal(device_get(program(x, 2)), torch.full((8, 4), 2.0))
+    with pytest.raises(
+        ArgumentError, match=r"was lowered for other arguments: x: spec P\('x', None\) -> P\(None, 'x'\)"
+    ):
+        program(device_put(torch.ones(8, 4), P(None, "x"), mesh=MESH), 2)
+    with pytest.raises(ArgumentError, match="n: value 2 -> 3"):
+        program(x, 3)
+    abstract = make_mesh((4,), ("x",), transport="abstract")
+    with pytest.raises(MeshError, match="which is abstract: no ranks are there to run it"):
+        jit(torch.relu).lower(TensorSpec(abstract, P("x"), (8,), torch.float32)).compile()
+
+
+def test_a_timeline(tmp_path: Path) -> None:
+    x = TensorSpec(make_mesh((4,), ("x",), transport="abstract"), P("x"), (4096, 64), torch.float64)
+    program = jit(lambda x: (x.exp() @ x.sum(0)).sum()).lower(x)
+    trace, drawn = program.visualize(tmp_path / "step")
+    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    assert sum(one["dur"] for one in events) == pytest.approx(program.cost().time)  # nothing overlaps
+    assert [one["name"] for one in events if one["tid"]] == ["psum_unreduced[x]"]
+    assert ElementTree.fromstring(drawn.read_text()).tag.endswith("svg")

@@ -65,6 +65,7 @@ def differentiated(
     followed = [i for i, x in enumerate(results) if x.requires_grad]
     with recorder.pause(), torch.no_grad():
         cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
+    with recorder.real(), torch.no_grad():
         zeros = tuple(map(_zeros_like, cotangents))
     given = [recorder.argument(x) for x in cotangents]
     recorder.deferred = True  # all processes record alike, or some replay: none may wait for the others
@@ -143,7 +144,7 @@ def _zeros_like(x: Tensor) -> Tensor:
     """Zeros that take no memory."""
     if type(x) is LocalTensor:
         return LocalTensor([_zeros_like(shard) for shard in x.shards], x.frame)
-    return x.new_zeros(()).expand(x.shape)
+    return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
 def _like(x: Tensor, g: Tensor) -> Tensor:

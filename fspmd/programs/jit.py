@@ -12,15 +12,16 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import is_watched
+from fspmd.programs.ahead import Compiled
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_static, with_static
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.donation import NOTHING, donation
 from fspmd.programs.keys import key_of, not_hashable
-from fspmd.programs.lower import Lowered, lower
+from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Passes, passes_of
-from fspmd.programs.records import Record, changed, recorded, relaid, stale, thawed
+from fspmd.programs.records import Record, changed, record_of, recorded, replayed, stale, thawed
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -173,21 +174,26 @@ def jit(
                 recording.release()
             return out
         hits += 1
-        if strides != record.strides:
-            return record.rebuild(relaid(record, values))
-        if record.donation:
-            values = record.donation.given(values)
-        return record.rebuild(record.run(*values))
+        return replayed(record, values, strides)
 
     def clear_cache() -> None:
         nonlocal hits, misses
         records.clear()
         hits = misses = 0
 
+    def marked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return mark_static(function, static, args, kwargs) if static else (args, kwargs)
+
     def lowered(*args: Any, **kwargs: Any) -> Lowered:
-        if static:
-            args, kwargs = mark_static(function, static, args, kwargs)
-        return lower(recordable, args, kwargs, changes, function)
+        given, named, mode = without_values(*marked(args, kwargs))
+        found = donation(function, donate, given, named) if donate else NOTHING
+        captured = imagined(recordable, given, named, changes, mode)
+
+        def compiled() -> Compiled:
+            record = record_of(captured, facts_of(function, given, named), found, make)
+            return Compiled(function, record, marked)
+
+        return Lowered(function, captured, (given, named), found.places, compiled)
 
     setattr(jitted, "lower", lowered)  # noqa: B010
     setattr(jitted, "cache_info", lambda: CacheInfo(hits, misses, len(records)))  # noqa: B010 (not known to type checkers)

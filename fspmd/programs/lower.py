@@ -9,9 +9,11 @@ from typing import Any
 
 import optree
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
+from fspmd.programs.ahead import Compiled, check_runs
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.fakes import fake_mode, stand_ins
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
@@ -76,16 +78,20 @@ class Cost:
 class Lowered:
     """One program, as it will run on each rank; of ranks that hold unlike blocks, as on this one, or the first."""
 
-    def __init__(self, name: str, captured: Capture, arguments: list[str], mesh: Mesh | None) -> None:
-        self.name = name
-        self.mesh = mesh
-        self._captured = captured
-        self._arguments = arguments
-
-    @property
-    def program(self) -> Program:
-        """The graph."""
-        return self._captured.program
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        captured: Capture,
+        given: tuple[Any, Any],
+        donated: Sequence[int],
+        compiled: Callable[[], Compiled],
+    ) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self.program = captured.program
+        self.mesh = _mesh_of(self.program)
+        self._arguments = _names(function, *given)
+        self._donated = [self.program.inputs[i] for i in donated] if captured.followed is None else []
+        self._compiled = compiled
 
     def __repr__(self) -> str:
         counts = f"{counted(len(self.program.steps), 'step')}, {len(self.program.deferred)} deferred"
@@ -146,36 +152,44 @@ class Lowered:
         """
         base, events = Path(path), self.schedule()
         steps = [*self.program.steps, *self.program.deferred]
-        held = levels(lives(self.program), len(steps))
+        held = levels(lives(self.program, self._donated), len(steps))
         trace, drawn = base.with_suffix(".json"), base.with_suffix(".svg")
         trace.write_text(chrome_trace(self.name, events))
         drawn.write_text(picture(self.name, events, held, steps))
         return trace, drawn
 
+    def compile(self) -> Compiled:
+        """The program as a function of arguments of the kind that it was lowered for: nothing is recorded any more.
+
+        Raises:
+            MeshError: the mesh is abstract.
+        """
+        check_runs(self.program, self.mesh)
+        return self._compiled()
+
     def memory(self) -> Memory:
         """The most bytes that a rank holds at once, and what they are."""
-        return memory_of_program(self.program)
+        return memory_of_program(self.program, self._donated)
 
 
-def lower(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    passes: Sequence[Pass],
-    written: Callable[..., Any],
-) -> Lowered:
-    """Record a function, which the user has ``written`` so, without running it; its program, changed by ``passes``."""
+def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, FakeTensorMode]:
+    """Arguments by place and by name as fake tensors, and the mode that they are of."""
     mode = fake_mode()
-    given, named = stand_ins((args, kwargs), mode)
+    return *stand_ins((args, kwargs), mode), mode
+
+
+def imagined(
+    function: Callable[..., Any], args: Any, kwargs: Any, passes: Sequence[Pass], mode: FakeTensorMode
+) -> Capture:
+    """Record a function without running it; its program is changed by ``passes``."""
     before = kept_states()
     try:
         with recording, mode:
-            captured = capture(function, given, named, imagines=True)
+            captured = capture(function, args, kwargs, imagines=True)
     finally:
         go_on(before)
     transform(captured.program, passes)
-    name = getattr(written, "__name__", type(written).__name__)
-    return Lowered(name, captured, _names(written, given, named), _mesh_of(captured.program))
+    return captured
 
 
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
@@ -113,7 +114,7 @@ def _parts(leaf: Any) -> dict[str, Any]:
         return {**_parts(leaf.local), "shape": tuple(leaf.shape), "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
     if isinstance(leaf, Tensor):
         parts = {
-            "type": type(leaf).__name__,
+            "type": "Tensor" if isinstance(leaf, (torch.nn.Parameter, FakeTensor)) else type(leaf).__name__,
             "shape": tuple(leaf.shape),
             "dtype": leaf.dtype,
             "requires_grad": leaf.requires_grad,
@@ -130,11 +131,12 @@ def _parts(leaf: Any) -> dict[str, Any]:
 
 def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
     """What differs from the record that differs least."""
-    differences = [_differences(now, before) for before in known]
-    return min(reversed(differences), key=len) or ("the blocks of an argument lie over its ranks in another way",)
+    found = [differences(now, before) for before in known]
+    return min(reversed(found), key=len) or ("the blocks of an argument lie over its ranks in another way",)
 
 
-def _differences(now: Facts, before: Facts) -> tuple[str, ...]:
+def differences(now: Facts, before: Facts) -> tuple[str, ...]:
+    """What of a call is not as it was in another."""
     missing = [f"{path}: the record had it" for path in before if path not in now]
     more = [f"{path}: the record had none" for path in now if path not in before]
     changed = [

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.backends import Maker
-from fspmd.programs.backward import followed, halves_of, replay
-from fspmd.programs.capture import capture
+from fspmd.programs.backward import Halves, followed, halves_of, replay
+from fspmd.programs.capture import Capture, capture
 from fspmd.programs.donation import Donation
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
@@ -38,6 +38,16 @@ class Record:
     modules: tuple[Any, ...]  # modules that ran, and how they were
     facts: Facts  # what its key is made of
     donation: Donation  # the tensors among the leaves that ``run`` takes out of lists
+    halves: Halves | None  # where results have a gradient
+
+
+def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
+    """The result, of the tensors among the leaves of the arguments, which lie in memory with some strides."""
+    if strides != record.strides:
+        return record.rebuild(relaid(record, values))
+    if record.donation:
+        values = record.donation.given(values)
+    return record.rebuild(record.run(*values))
 
 
 def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
@@ -111,8 +121,18 @@ def recorded(
 ) -> tuple[Record, Any]:
     """Run a function and record it; the record, changed by ``passes``, and the result."""
     found = capture(function, args, kwargs)
+    transform(found.program, passes)
+    record = record_of(found, facts, donation, make)
+    given = [x[0] if type(x) is list else x for x in donation.given(found.given)]
+    if record.halves is None:
+        return record, found.out
+    results = followed(record.halves, found.drawn, given, found.leaves, found.results)
+    return record, record.rebuild(tuple(results))
+
+
+def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
+    """What replays a program."""
     program, halves = found.program, None
-    transform(program, passes)
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
@@ -126,12 +146,7 @@ def recorded(
         run = _as_recorded(run)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
     strides = list(map(strides_of, found.leaves))
-    record = Record(run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts, donation)
-    given = [x[0] if type(x) is list else x for x in donation.given(found.given)]
-    if halves is None:
-        return record, found.out
-    results = followed(halves, found.drawn, given, found.leaves, found.results)
-    return record, record.rebuild(tuple(results))
+    return Record(run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts, donation, halves)
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
