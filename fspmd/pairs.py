@@ -168,6 +168,11 @@ def watch_with(watch: Callable[[Any, Call], Call] | None) -> None:
     _watch = watch
 
 
+def watches_with(watch: Callable[[Any, Call], Call]) -> bool:
+    """Whether it is ``watch`` that sees what is applied."""
+    return _watch is watch
+
+
 def is_watched() -> bool:
     """Whether anybody sees what is applied."""
     return _watch is not None

@@ -191,3 +191,15 @@ def test_a_timeline(tmp_path: Path) -> None:
     assert sum(one["dur"] for one in events) == pytest.approx(program.cost().time)  # nothing overlaps
     assert [one["name"] for one in events if one["tid"]] == ["psum_unreduced[x]"]
     assert ElementTree.fromstring(drawn.read_text()).tag.endswith("svg")
+
+
+def test_logs_are_told_of_replays() -> None:
+    f = jit(lambda x: (x.exp() @ x.sum(0)).sum())
+    x = device_put(torch.rand(8, 4), P("x"), mesh=MESH).requires_grad_()
+    f(x)
+    with communication_log() as log:
+        out = f(x)
+        out.backward()
+    assert f.cache_info().hits == 1  # type: ignore[attr-defined]
+    assert list(map(_facts, log)) == list(map(_facts, f.lower(x).collectives()))  # type: ignore[attr-defined]
+    assert log.backward

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
+from fspmd.pairs import is_watched
 from fspmd.programs.program import Program
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import compiled, has_randomness
+from fspmd.programs.schedule import communications
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
 from fspmd.transport.randomness import go_on, kept_states
+from fspmd.watching.watch import Communication, hears_of_records, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Halves(Followed):
     backward: Callable[..., Any]
     again: Callable[..., list[Tensor]]  # the recorded function itself, of the tensors among its leaves
     draws: bool
+    moved: tuple[Communication, ...]  # what backward communicates
 
 
 def differentiated(
@@ -107,6 +111,7 @@ def halves_of(
         make(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants),
         again,
         any(has_randomness(node) for node in program.steps),
+        communications(program.deferred),
     )
 
 
@@ -180,6 +185,7 @@ class _Recorded(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _by_autograd(ctx.halves, inputs, given, ctx.drawn)
         else:
+            _tell(ctx.halves)
             with _hooks_aside(ctx.halves.closed):
                 found = torch.autograd.grad(made, wanted, given, retain_graph=True, allow_unused=True)
         return _placed(ctx, cotangents, found, 4)
@@ -208,9 +214,15 @@ class _Replay(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _by_autograd(halves, inputs, given, ctx.drawn)
         else:
+            _tell(halves)
             tensors, others = iter(kept), iter(ctx.others)
             found = halves.backward(*(next(tensors if kind else others) for kind in ctx.kinds), *given)
         return _placed(ctx, cotangents, found, 1)
+
+
+def _tell(halves: Halves) -> None:
+    if is_watched() and hears_of_records():
+        tell(halves.moved)
 
 
 def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.records import Record, changed, record_of, recorded, replayed, stale, thawed
+from fspmd.watching.watch import hears_of_records, tell
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -75,8 +76,8 @@ def jit(
     none of the Python around them: no rules, no types, no autograd. Random functions draw anew, as they would without
     `jit`. Results are followed by autograd where arguments, or tensors that ``f`` closes over, have a gradient.
 
-    In a body, in a ``torch.func`` transform, under `checkpoint` and while communication is watched ``f`` runs as it is;
-    within another jitted function it is a part of that function's record.
+    In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit` ``f`` runs as it is, and so does under
+    `communication_log` what has no record yet; within another jitted function it is a part of that function's record.
 
     Arguments that ``static_argnums`` (ints, from the end where negative) or ``static_argnames`` name are handed on as
     they are: functions, modules, whole trees. They tell records apart by type and equality, so they must be hashable.
@@ -152,7 +153,9 @@ def jit(
     def jitted(*args: Any, **kwargs: Any) -> Any:
         nonlocal hits, misses
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
-        if state.body is not None or _transforms_active() or is_watched() or _saved_tensor_hooks(True) is not None:
+        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None:
+            return function(*args, **kwargs)
+        if (watched := is_watched()) and not hears_of_records():
             return function(*args, **kwargs)
         if static:
             args, kwargs = mark_static(function, static, args, kwargs)
@@ -162,7 +165,7 @@ def jit(
         except TypeError:
             raise not_hashable(args, kwargs) from None
         if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
-            if not recording.acquire(blocking=False):
+            if watched or not recording.acquire(blocking=False):
                 return recordable(*args, **kwargs)  # another thread records
             misses += 1
             try:
@@ -174,6 +177,8 @@ def jit(
                 recording.release()
             return out
         hits += 1
+        if watched:
+            tell(record.moved)
         return replayed(record, values, strides)
 
     def clear_cache() -> None:

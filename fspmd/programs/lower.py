@@ -19,7 +19,7 @@ from fspmd.programs.fakes import fake_mode, stand_ins
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program
-from fspmd.programs.schedule import Event, price_of_step, schedule
+from fspmd.programs.schedule import Event, communications, schedule
 from fspmd.programs.text import program_text
 from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
@@ -27,7 +27,6 @@ from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.watching.communication_log import CommunicationLog
-from fspmd.watching.watch import Communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +109,7 @@ class Lowered:
 
         It is what `communication_log` records of the function when it runs.
         """
-        return CommunicationLog(self._communications())
-
-    def _communications(self) -> list[Communication]:
-        found = []
-        for node in (*self.program.steps, *self.program.deferred):
-            price = price_of_step(node)
-            if price is not None:
-                call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
-                backward, cause = node.meta["backward"], node.meta["cause"]
-                of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
-                found.append(Communication(*of, price, backward, cause))
-        return found
+        return CommunicationLog(communications((*self.program.steps, *self.program.deferred)))
 
     def schedule(self, links: Topology | None = None) -> list[Event]:
         """When each step runs, by the cost model."""

@@ -20,10 +20,12 @@ from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.record import is_as, memory_of
 from fspmd.programs.replay import below_autograd, taken
+from fspmd.programs.schedule import communications
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten
+from fspmd.watching.watch import Communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Record:
     facts: Facts  # what its key is made of
     donation: Donation  # the tensors among the leaves that ``run`` takes out of lists
     halves: Halves | None  # where results have a gradient
+    moved: tuple[Communication, ...]  # what is communicated when it runs
 
 
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
@@ -144,9 +147,12 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
             run = taken(run)  # autograd keeps them
     if autocasts():
         run = _as_recorded(run)
+    moved = communications(program.steps)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
     strides = list(map(strides_of, found.leaves))
-    return Record(run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts, donation, halves)
+    return Record(
+        run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts, donation, halves, moved
+    )
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:

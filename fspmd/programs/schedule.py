@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from torch.utils import flop_counter
 from fspmd.programs.calls import is_wait
 from fspmd.programs.program import Program, Value, owner
 from fspmd.redistribution.cost import Price, Topology, topology, work
-from fspmd.watching.watch import communicates, price_of
+from fspmd.watching.watch import Communication, communicates, price_of
 
 aten: Final = torch.ops.aten
 
@@ -74,6 +74,18 @@ def price_of_step(node: fx.Node) -> Price | None:
         return None
     operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
     return price_of(call, operand.shape, operand.dtype)
+
+
+def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+    """What `communication_log` is told of steps."""
+    found = []
+    for node in nodes:
+        price = price_of_step(node)
+        if price is not None:
+            call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
+            of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
+            found.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
+    return tuple(found)
 
 
 def flops_of(node: fx.Node) -> int:

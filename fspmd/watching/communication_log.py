@@ -13,6 +13,8 @@ from fspmd.watching.watch import Communication, Watcher, add, remove
 class CommunicationLog(list[Communication], Watcher):
     """The collectives in the order in which they began; printing it shows them as a table."""
 
+    of_records = True
+
     def told(self, moved: Communication) -> None:
         self.append(moved)
 
@@ -67,6 +69,8 @@ def communication_log() -> Iterator[CommunicationLog]:
     ran within a log, too. A pcast, a slice or a group of one rank moves nothing and is not recorded; nor are shapes and
     complaints that ranks tell each other. In a simulation a collective of all ranks counts once. Leaves of a tree that
     a process group packs into one collective are one; in a simulation each is its own.
+
+    Of a recorded program that is replayed (`jit`) it is what the record communicates, in the record's order.
 
     Nothing is communicated, and nothing costs anything outside the context.
 

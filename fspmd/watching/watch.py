@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.meshes.mesh import Mesh
-from fspmd.pairs import Call, StandIn, watch_with
+from fspmd.pairs import Call, StandIn, watch_with, watches_with
 from fspmd.redistribution.cost import Price, moves, price
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
@@ -45,6 +46,9 @@ class Communication:
 class Watcher:
     """Who wants to know of communication; does nothing."""
 
+    #: whether it is enough to be told of what a recorded program communicates, when that runs
+    of_records = False
+
     def before(self, x: Any, call: Call, trace: Trace) -> None:
         """A call is about to be applied to ``x``; its transpose follows in backward without being told here."""
 
@@ -67,6 +71,18 @@ def remove(watcher: Watcher) -> None:
         gone = max(i for i, one in enumerate(_watchers) if one is watcher)
         _watchers = _watchers[:gone] + _watchers[gone + 1 :]
         watch_with(_watched if _watchers else None)
+
+
+def hears_of_records() -> bool:
+    """Whether somebody watches, and all who do only want to be told."""
+    return bool(_watchers) and watches_with(_watched) and all(one.of_records for one in _watchers)
+
+
+def tell(communications: Iterable[Communication]) -> None:
+    """Tell of collectives that a recorded program runs."""
+    for watcher in _watchers:
+        for one in communications:
+            watcher.told(one)
 
 
 class _Watched(StandIn):
