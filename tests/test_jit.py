@@ -58,8 +58,8 @@ def _another(x: Any) -> Any:
 # --- programs of the other tests ------------------------------------------------------------------------------------
 
 
-#: a branch on a value; sizes that are values, which a record cannot hold as long as they are Python's
-REFUSED_OF_JAX = ("cond_on_invariant", "ragged_all_to_all", "ragged_all_to_all_from_the_documentation")
+#: a branch on a value, which a record cannot hold
+REFUSED_OF_JAX = ("cond_on_invariant",)
 ANSWERED = [name for name in oracle.SMOOTH if name not in REFUSED_OF_JAX]
 
 
@@ -98,6 +98,7 @@ def test_chains_of_torch_calls_on_sharded_values(seed: int) -> None:
 
 def _on_processes(seeds: range) -> None:
     chains.check_seeds(seeds, 4, replayed)
+    check_sizes_that_are_values(fspmd.make_mesh((4,), ("x",)))
     names = [name for name in ANSWERED if math.prod(oracle.PROGRAMS[name].mesh_shape) == 4]
     for name in names[:: 1 if FULL else 12]:
         test_programs_that_jax_has_answered(name)
@@ -382,6 +383,46 @@ def test_writes_into_arguments_go_through() -> None:
         assert device_get(x).tolist() == [0, n] * 4
 
 
+def _sent(x: Tensor, sizes: Tensor) -> Tensor:
+    """Rows sent by sizes that are values: twice, the second time back."""
+    starts = sizes.cumsum(0) - sizes
+    received = fspmd.all_to_all(sizes, "x", 0, 0, tiled=True)
+    every = fspmd.all_gather(sizes, "x")
+    before = (every.cumsum(0) - every)[fspmd.axis_index("x")]
+    out = x.new_zeros(12, 2)
+    landed = fspmd.ragged_all_to_all(x, out, starts, sizes, before, received, axis_name="x", wait=False).wait()
+    back, home = (fspmd.all_to_all(numbers, "x", 0, 0, tiled=True) for numbers in (before, starts))
+    return fspmd.ragged_all_to_all(landed.sin(), x, back, received, home, sizes, axis_name="x")
+
+
+def check_sizes_that_are_values(mesh: fspmd.Mesh) -> None:
+    sent = shard_map(_sent, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    within = fspmd.value_and_grad(lambda x, sizes: (device_get(sent(x, sizes)) ** 2 * torch.arange(24)[:, None]).sum())
+    recorded, also = jit(sent), jit(within)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        sizes = torch.randint(0, 3, (16,)).clamp(max=1 + seed % 2)
+        x = torch.randn(24, 2)
+        for mine, theirs in zip(also(x, sizes), within(x, sizes), strict=True):
+            torch.testing.assert_close(mine, theirs)
+        found = []
+        for f in (recorded, sent):
+            leaf = x.clone().requires_grad_()
+            out = device_get(f(leaf, sizes))
+            found.append((out.detach(), *torch.autograd.grad((out**3).sum(), leaf)))
+        torch.testing.assert_close(*found)
+    assert recorded.cache_info() == also.cache_info() == (3, 1, 1)
+
+
+def test_sizes_that_are_values() -> None:
+    check_sizes_that_are_values(MESH)
+    one = shard_map(_sent, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    recorded = jit(one)
+    recorded(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))
+    with pytest.raises(fspmd.ShapeError, match=r"^ragged_all_to_all: on rank 0 at x=0 slice 3, 9 rows from"):
+        recorded(torch.ones(24, 2), torch.ones(16, dtype=torch.int64).index_fill(0, torch.tensor(3), 9))
+
+
 # --- within others ----------------------------------------------------------------------------------------------------
 
 
@@ -412,12 +453,23 @@ def test_within_bodies_transforms_and_other_recordings() -> None:
 
 # --- what cannot be recorded ------------------------------------------------------------------------------------------
 
+STATE = torch.Generator().manual_seed(5).get_state()
 Y = torch.ones(3)
 V = torch.ones(3).requires_grad_()
 
 
 def _seeded(x: Tensor) -> Tensor:
     torch.manual_seed(1)
+    return x + torch.rand(3)
+
+
+def _seeded_alike(x: Tensor) -> Tensor:
+    torch.manual_seed(5)  # the state it has at the first of two calls
+    return x + torch.rand(3)
+
+
+def _set_alike(x: Tensor) -> Tensor:
+    torch.set_rng_state(STATE)
     return x + torch.rand(3)
 
 
@@ -470,6 +522,8 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "pickled": (lambda x: pickle.loads(pickle.dumps(x)), r"^jit cannot record pickling a tensor"),
     "random": (lambda x: x * random.random(), r"^jit cannot record numbers of Python's module random"),
     "seeded": (_seeded, r"^jit cannot record what sets the state .*\(test_jit.py:\d+\)$"),
+    "seeded alike": (_seeded_alike, r"^jit cannot record what sets the state of a generator"),
+    "set alike": (_set_alike, r"^jit cannot record what sets the state of a generator"),
     "forked": (_forked, r"^jit cannot record what sets the state of a generator"),
     "generator": (
         lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(0)),

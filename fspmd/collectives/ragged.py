@@ -17,6 +17,7 @@ from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described
 from fspmd.pairs import Call, apply, depart, land
+from fspmd.tracing import step
 from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
 from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
@@ -181,25 +182,42 @@ def _plan(
     n: int,
 ) -> tuple[Routes, Tensor]:
     """Which rows go where, on this rank or on all simulated ones, and which rows of the result arrive."""
-    mesh, transport = body.mesh, body.transport
     with outside_transforms():
-        starts, sizes, targets, receiving = (unwrapped(value).detach().to(torch.int64) for value in numbers)
-        told, told_to = torch.stack([targets, sizes]), Options(dim=1, concat_dim=1, index_groups=o.index_groups)
-        incoming = transport.exchange(told, mesh, axes, told_to).wait()
+        plain = [unwrapped(value) for value in numbers]
         held: Frame | None = None
-        columns: list[list[Tensor]] = [[x] for x in (starts, sizes, targets, receiving, incoming)]
-        lengths = [[operand.shape[0]], [output.shape[0]]]
-        if mesh.transport == "simulation":
-            values = (*(column[0] for column in columns), unwrapped(operand).detach(), unwrapped(output).detach())
-            held = functools.reduce(union, (frame_of(x, mesh) for x in values), frame(mesh, axes))
-            columns = [shards_of(x, held) for (x,) in columns]
-            lengths = [[shape[0] for shape in shapes_of(x, held)] for x in (operand, output)]
+        lengths = [(operand.shape[0], output.shape[0])]
+        if body.mesh.transport == "simulation":
+            values = (*plain, unwrapped(operand), unwrapped(output))
+            held = functools.reduce(union, (frame_of(x, body.mesh) for x in values), frame(body.mesh, axes))
+            lengths = list(zip(*([shape[0] for shape in shapes_of(x, held)] for x in (operand, output)), strict=True))
+        routes, mask = _routes(body, axes, o, plain, held, lengths, n, operand.device)
+        return routes, mask
+
+
+@step
+def _routes(
+    body: Body,
+    axes: tuple[str, ...],
+    o: Options,
+    numbers: list[Tensor],
+    held: Frame | None,
+    lengths: list[tuple[int, int]],
+    n: int,
+    device: torch.device,
+) -> tuple[Routes, Tensor]:
+    """The same of the rows of operand and output, with the values of the numbers; ranks tell each other theirs."""
+    mesh, transport = body.mesh, body.transport
+    with torch.no_grad(), outside_transforms():
+        starts, sizes, targets, receiving = (value.detach().to(torch.int64) for value in numbers)
+        told, told_to = torch.stack([targets, sizes]), Options(dim=1, concat_dim=1, index_groups=o.index_groups)
+        columns: list[Any] = [starts, sizes, targets, receiving, transport.exchange(told, mesh, axes, told_to).wait()]
+        columns = [[x] if held is None else shards_of(x, held) for x in columns]
         routes, complaint = [], ""
-        for place, (row, rows) in enumerate(zip(zip(*columns, strict=True), zip(*lengths, strict=True), strict=True)):
+        for place, (row, rows) in enumerate(zip(zip(*columns, strict=True), lengths, strict=True)):
             *lists, there = (x.tolist() for x in row)
             complaint = complaint or _complaint(body, held, place, lists, there, rows)
             if not complaint:
-                routes.append(plan_route(lists[0], lists[1], there[0], lists[3], rows, n, operand.device))
+                routes.append(plan_route(lists[0], lists[1], there[0], lists[3], rows, n, device))
         if complaint := transport.agree(complaint, mesh):
             raise ShapeError(complaint)
         masks = [landing_mask(route) for route in routes]

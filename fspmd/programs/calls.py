@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from fspmd.pairs import Call
 from fspmd.programs.program import Value, owner
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
+from fspmd.transport.rows import Routes
 
 #: what a step is told by the step in whose place, or for whose sake, it is made
 _INHERITED = ("cause", "backward", "deferred")
@@ -28,6 +30,24 @@ def runner(call: Call, waits: bool) -> Callable[[Tensor], Any]:
 
 def _has_gaps(call: Call) -> bool:
     return call.mesh.transport != "simulation" and call.pair.kernel in ("exchange", "reduce_scatter")
+
+
+class Routed:
+    """What runs a ragged call along routes that the program works out of values."""
+
+    def __init__(self, call: Call, waits: bool) -> None:
+        self.__name__ = self.__qualname__ = call.pair.name
+        self.call, self.waits = call, waits
+
+    def __call__(self, x: Tensor, routes: Routes) -> Any:
+        plain = self.call
+        made = Call(plain.pair.name, plain.mesh, plain.axes, dataclasses.replace(plain.options, routes=routes))
+        return made.run(x) if self.waits else made.start(x)
+
+
+def way_back(routes: Routes) -> Routes:
+    """The routes of the transposed call."""
+    return routes.transposed
 
 
 def landed(pending: Pending) -> Tensor:

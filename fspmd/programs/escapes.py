@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fspmd import tracing
 from fspmd.errors import RecordError
 from fspmd.transport.randomness import outside_transforms
 from fspmd.watching.causes import trace
@@ -136,10 +138,7 @@ class Generators:
             with outside_transforms(), torch._C.DisableTorchFunction():
                 if torch.equal(_state(one), self.states[key]):
                     continue
-            raise RecordError(
-                "jit cannot record what sets the state of a generator, as torch.manual_seed, set_rng_state and "
-                f"fork_rng do; do it outside of the jitted function{line()}"
-            )
+            raise _state_set()
         for generator in used:
             if _number(generator) not in self.known:
                 raise RecordError(
@@ -151,6 +150,64 @@ class Generators:
         """Raises where Python's own generator was used."""
         if random.getstate() != self.python:
             raise constant_of("numbers of Python's module random, which torch does not know")
+
+
+def _state_set() -> RecordError:
+    return RecordError(
+        "jit cannot record what sets the state of a generator, as torch.manual_seed, set_rng_state and fork_rng do; do "
+        f"it outside of the jitted function{line()}"
+    )
+
+
+_random: Any = torch.random
+
+
+class SeedsSeen:
+    """What stands for the default generator in the module `torch.random`, which its functions of states go through.
+
+    It refuses to the recording thread what sets a state, though it be the one that the generator has: the same calls
+    would set it in a replay, when it has another. States that were asked for within may be restored.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._generator = _random.default_generator
+        self._asked: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        _random.default_generator = self
+
+    def __exit__(self, *_: object) -> None:
+        _random.default_generator = self._generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_state(self) -> Tensor:
+        """The state, which may be restored."""
+        found = _state(self._generator)
+        if tracing.recorder() is self._recorder:
+            self._asked.append(found)
+        return found.clone()
+
+    def set_state(self, state: Tensor) -> Any:
+        """Refused, but for restoring."""
+        with outside_transforms(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            restored = any(torch.equal(state, one) for one in self._asked)
+        return self._setting("set_state", state, allowed=restored)
+
+    def manual_seed(self, seed: int) -> Any:
+        """Refused."""
+        return self._setting("manual_seed", seed)
+
+    def seed(self) -> Any:
+        """Refused."""
+        return self._setting("seed")
+
+    def _setting(self, name: str, *args: Any, allowed: bool = False) -> Any:
+        if tracing.recorder() is self._recorder and not allowed:
+            raise self._recorder.refusal(_state_set())
+        return getattr(self._generator, name)(*args)
 
 
 def _number(generator: Any) -> int:

@@ -23,8 +23,8 @@ from fspmd import tracing
 from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, watch_with
-from fspmd.programs.calls import runner
-from fspmd.programs.escapes import Escapes, Generators, generators_of
+from fspmd.programs.calls import Routed, runner, way_back
+from fspmd.programs.escapes import Escapes, Generators, SeedsSeen, generators_of
 from fspmd.programs.program import value_of
 from fspmd.programs.refusals import check
 from fspmd.sharded import Sharded, above
@@ -32,6 +32,7 @@ from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.rows import Routes
 from fspmd.watching.causes import Cause, trace
 
 aten: Final = torch.ops.aten
@@ -276,13 +277,23 @@ class Recorder(RecordingMode):
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
                 out = out.wait() if waits else out
             else:
-                out = runner(call, waits)(x)
+                out = (runner(call, waits) if call.options.routes is None else call.run if waits else call.start)(x)
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
             self._know(out, placed)
             return out
+        if call.options.routes is not None:
+            node = self._put(Routed(call, waits), (placed, self._routes(call.options.routes)), {}, call.pair.name)
+            node.meta["effect"] = True
+            return self._results(out, node)
         node = self._put(runner(call, waits), (placed,), {}, call.pair.name)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
+
+    def _routes(self, routes: Routes) -> fx.Node:
+        """The step that gives routes, or the way back along them."""
+        if id(routes) not in self._objects:
+            self._objects[id(routes)] = routes, self._put(way_back, (self._placed(routes.transposed),), {})
+        return self._objects[id(routes)][1]
 
     def values_of(self, x: Any) -> Any:
         """A constant with its values, where it is imagined without."""
@@ -330,7 +341,7 @@ class Recorder(RecordingMode):
         dispatch = above.dispatch
         above.dispatch = self._typed(dispatch)
         try:
-            with self, Escapes(self):
+            with self, Escapes(self), SeedsSeen(self):
                 yield
         finally:
             above.dispatch = dispatch
