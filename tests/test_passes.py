@@ -39,14 +39,17 @@ from fspmd import (
     set_topology,
     shard_map,
     topology,
+    value_and_grad,
 )
-from fspmd.programs.calls import is_collective
+from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.capture import capture
+from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes.coalesce import Coalesce
-from fspmd.programs.passes.memory import Memory, in_flight, is_view, is_wait, wait_of, written
+from fspmd.programs.passes.memory import Memory, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.overlap import Overlap
+from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
-from fspmd.programs.program import Program
+from fspmd.programs.program import Program, owner
 from fspmd.redistribution.cost import moves
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
@@ -520,6 +523,67 @@ def test_an_operand_is_not_written_into_while_it_is_under_way() -> None:
     (write,) = (i for i, node in enumerate(nodes) if written(node))
     assert [is_wait(node) for node in nodes[:write]].count(True) == 1
     assert flights(now)[0] == 2
+
+
+def deep(x: Any, w: Any) -> Any:
+    """Layers of which backward needs matmuls, which are dear, and functions of elements, which are not."""
+    for _ in range(4):
+        x = ((x @ w).sin() * 2).tanh().exp()
+    return x.mean()
+
+
+def _deep_arguments() -> tuple[Sharded, Sharded]:
+    w = torch.eye(64, dtype=F64).cumsum(0) / 64
+    return device_put(torch.ones(256, 64, dtype=F64), P("x"), mesh=MESH), device_put(w, P(), mesh=MESH).requires_grad_()
+
+
+def kept_bytes(program: Program) -> int:
+    memories = {owner(node) for node in program.kept} - {owner(node) for node in (*program.inputs, *program.results)}
+    return sum(node.meta["value"].nbytes for node in memories)
+
+
+def test_recompute_within_a_budget() -> None:
+    """First what is cheap: with two values a layer no matmul is repeated. Less is kept, less is held at the peak."""
+    x, w = _deep_arguments()
+    size = x.local.shards[0].nbytes
+    before = programs_of(deep, x, w, passes=["dead_code"])[1]
+    assert kept_bytes(before) == 12 * size  # x @ w, tanh and exp, each
+    peaks = []
+    for budget, again in ((12, 0), (8, 0), (4, 4), (0, 4)):
+        now = programs_of(deep, x, w, passes=["dead_code", Recompute(budget * size)])[1]
+        assert kept_bytes(now) == budget * size
+        matmuls = [node for node in now.graph.nodes if node.target is torch.ops.aten.mm.default]
+        assert len(matmuls) == 4 + 7 + again
+        peaks.append(memory_of_program(now).peak)
+        total = with_passes(["dead_code", Recompute(budget * size)])(deep, x, w)
+        (gradient,) = torch.autograd.grad(total.local, [w.local])
+        (expected,) = torch.autograd.grad(deep(x, w).local, [w.local])
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert peaks[2] < peaks[1] < peaks[0]
+
+
+def test_recompute_in_steps_that_compute_their_own_gradients() -> None:
+    x, w = (y.detach() for y in _deep_arguments())
+    step = value_and_grad(deep, argnums=1)
+    was, now = programs_of(step, x, w, passes=["dead_code", Recompute(4 * x.local.shards[0].nbytes)])
+    assert not now.deferred
+    assert memory_of_program(now).peak < memory_of_program(was).peak
+    for found, want in zip(with_passes([Recompute()])(step, x, w), step(x, w), strict=True):
+        torch.testing.assert_close(device_get(found), device_get(want), rtol=1e-12, atol=1e-12)
+
+
+def test_recompute_repeats_no_draws_and_collectives_only_when_asked() -> None:
+    def f(x: Sharded, w: Sharded) -> Any:
+        return (torch.nn.functional.dropout(x, 0.5) @ reshard(w, P())).sin().sum()
+
+    x, _ = _deep_arguments()
+    w = device_put(torch.eye(64, dtype=F64).cumsum(0), P("x"), mesh=MESH).requires_grad_()
+    x.requires_grad_()
+    whole, mask = 64 * 64 * 8, 256 * 64 // 4
+    assert kept_bytes(programs_of(f, x, w, passes=[Recompute()])[1]) in (whole + 8 * mask, whole + mask)
+    asked = programs_of(f, x, w, passes=[Recompute(collectives=True)])[1]
+    assert kept_bytes(asked) in (8 * mask, mask)
+    assert collectives(asked).count("all_gather_invariant") == 2
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

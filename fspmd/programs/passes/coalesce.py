@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call, call
-from fspmd.programs.calls import add_collective, add_step, is_collective, replace
+from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, replace
 from fspmd.programs.passes.dead_code import has_effect
-from fspmd.programs.passes.memory import is_wait
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program, Value
 from fspmd.redistribution.cost import moves, price, topology

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fspmd.programs.calls import is_aten, is_collective
+from fspmd.programs.calls import is_aten, is_collective, is_wait
 from fspmd.programs.program import Program, owner
 from fspmd.programs.record import shard_of
 from fspmd.transport.local_tensor import LocalTensor
@@ -150,8 +150,3 @@ def in_flight(node: fx.Node) -> bool:
 def wait_of(node: fx.Node) -> fx.Node | None:
     """Of a collective that was begun, the step that waits for it."""
     return next((user for user in node.users if is_wait(user)), None)
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a step waits for a collective."""
-    return node.op == "call_function" and bool(node.all_input_nodes) and in_flight(node.all_input_nodes[0])

@@ -10,8 +10,8 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import add_step, is_collective, runner, waiter
-from fspmd.programs.passes.memory import in_flight, is_view, is_wait, wait_of
+from fspmd.programs.calls import add_step, is_collective, is_wait, runner, waiter
+from fspmd.programs.passes.memory import in_flight, is_view, wait_of
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
 from fspmd.redistribution.cost import moves

@@ -11,6 +11,7 @@ from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.dead_code import dead_code
 from fspmd.programs.passes.equal_steps import equal_steps
 from fspmd.programs.passes.overlap import Overlap
+from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.rewrites import rewrites
 from fspmd.programs.program import Program
 
@@ -24,6 +25,7 @@ PASSES: Final[dict[str, Pass]] = {
     "dead_code": dead_code,
     "coalesce": Coalesce(),
     "overlap": Overlap(),
+    "recompute": Recompute(),
 }
 #: those that always gain, and change no numbers but by the order of sums
 DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")

@@ -1,0 +1,165 @@
+"""What backward needs of forward is computed again in backward, as far as a memory budget asks for it."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from dataclasses import dataclass
+from math import inf
+
+from torch import fx
+
+from fspmd.pairs import Call
+from fspmd.programs.calls import is_aten, is_collective
+from fspmd.programs.passes.memory import Memory
+from fspmd.programs.program import Program, owner
+from fspmd.programs.record import is_pure, shard_of
+from fspmd.programs.schedule import bytes_of, flops_of, price_of_step
+from fspmd.redistribution.cost import moves, topology, work
+from fspmd.transport.frame import UNEVEN
+from fspmd.transport.local_tensor import LocalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Keep at most ``budget`` bytes for backward, and compute the rest again: first what frees most bytes in a µs.
+
+    Random draws are never repeated, nor steps whose operands are written into meanwhile; collectives are with
+    ``collectives=True``, on meshes whose blocks are even, so that all ranks choose alike. Arguments and results do
+    not count, they are there anyway.
+    """
+
+    budget: float = 0.0
+    collectives: bool = False
+
+    def __call__(self, program: Program) -> int:
+        """How many bytes less are kept."""
+        plan = _Plan(program, self.collectives)
+        before = held = sum(map(plan.bytes_of, plan.groups))
+        waiting = [(-inf, i, group) for i, group in enumerate(plan.groups)]
+        while waiting and held > self.budget:
+            _, i, group = heapq.heappop(waiting)
+            cost = plan.cost(group)
+            if cost is None:
+                continue
+            rank = -(plan.bytes_of(group) / cost if cost else inf)
+            if waiting and (rank, i) > waiting[0][:2]:  # others may be better; what this one costs only grows
+                heapq.heappush(waiting, (rank, i, group))
+                continue
+            plan.drop(group)
+            held -= plan.bytes_of(group)
+        plan.rewrite()
+        return int(before - held)
+
+
+class _Plan:
+    """What is kept, by the memory that it lies in, and what is computed again."""
+
+    def __init__(self, program: Program, collectives: bool) -> None:
+        self.graph = program.graph
+        self.collectives = collectives
+        self.memory = memory = Memory(program)
+        self.ends = {*program.results, *program.gradients}
+        late = program.deferred or [node for node in program.steps if node.meta["backward"]]
+        self.late = dict.fromkeys(late)
+        self.first: dict[fx.Node, fx.Node] = {}  # of each memory that is kept, who needs it first
+        self.groups: dict[fx.Node, list[fx.Node]] = {}
+        for step in late:
+            for node in step.all_input_nodes:
+                root = memory.of(node)
+                if node.op != "call_function" or node in self.late or memory.is_outside(node) or memory.escapes(node):
+                    continue
+                self.first.setdefault(root, step)
+                group = self.groups.setdefault(root, [])
+                if node not in group:
+                    group.append(node)
+        self.owners = {owner(node) for group in self.groups.values() for node in group}
+        self.dropped: set[fx.Node] = set()
+        self.again: dict[fx.Node, None] = {}
+
+    def bytes_of(self, group: fx.Node) -> int:
+        """Of the tensors of one memory."""
+        owners = dict.fromkeys(owner(node) for node in self.groups[group])
+        return sum(one.meta["value"].nbytes for one in owners if "value" in one.meta)
+
+    def cost(self, group: fx.Node) -> float | None:
+        """µs to compute it again from what is still kept; None where that cannot be."""
+        steps = self._steps(group)
+        return None if steps is None else sum(map(_cost, steps))
+
+    def drop(self, group: fx.Node) -> None:
+        """Compute it again."""
+        self.again.update(self._steps(group) or {})
+        self.dropped.add(group)
+
+    def _steps(self, group: fx.Node) -> dict[fx.Node, None] | None:
+        found: dict[fx.Node, None] = {}
+        waiting = list(self.groups[group])
+        while waiting:
+            node = waiting.pop()
+            if node in found or node in self.again or self._is_there(node, group):
+                continue
+            if not self._may_run_again(node, self.first[group]):
+                return None
+            found[node] = None
+            waiting += node.all_input_nodes
+        return found
+
+    def _is_there(self, node: fx.Node, group: fx.Node) -> bool:
+        root = self.memory.of(node)
+        if node.op != "call_function" or node in self.late:
+            return True
+        return root is not group and root in self.groups and root not in self.dropped and owner(node) in self.owners
+
+    def _may_run_again(self, node: fx.Node, user: fx.Node) -> bool:
+        if is_collective(node):
+            again = bool(node.meta["waits"]) and (self.collectives or not moves(node.meta["call"].pair.kernel))
+            again = again and _is_alike(node.meta["call"])
+        else:
+            again = node.target in (shard_of, LocalTensor, operator.getitem) or (is_aten(node) and is_pure(node.target))
+        return (
+            again
+            and not self.memory.is_written(node, node)
+            and not any(self.memory.is_written(x, node, user) for x in node.all_input_nodes)
+        )
+
+    def rewrite(self) -> None:
+        """Let the steps that need what is dropped need copies of its steps, put before the first of them."""
+        copies: dict[fx.Node, fx.Node] = {}
+        for step in self.late:
+            if any(map(self._is_gone, step.all_input_nodes)):
+                with self.graph.inserting_before(step):
+                    for node in step.all_input_nodes:
+                        if self._is_gone(node):
+                            step.replace_input_with(node, self._copy(node, step, copies))
+            if owner(step) in copies:  # a view
+                step.meta["memory"] = copies[owner(step)]
+        for node in sorted(self.again, key=self.memory.place.__getitem__, reverse=True):
+            if not node.users and node not in self.ends:
+                self.graph.erase_node(node)
+
+    def _is_gone(self, node: fx.Node) -> bool:
+        return node in self.again or (self.memory.of(node) in self.dropped and node not in self.late)
+
+    def _copy(self, node: fx.Node, step: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        for one in node.all_input_nodes:
+            if self._is_gone(one):
+                self._copy(one, step, copies)
+        made = copies[node] = self.graph.node_copy(node, lambda one: copies.get(one, one))
+        made.meta.update(deferred=step.meta["deferred"], backward=True)
+        if "memory" in node.meta:
+            above = owner(node)
+            made.meta["memory"] = made if above is node else copies.get(above, above)
+        return made
+
+
+def _is_alike(call: Call) -> bool:
+    """Whether all ranks know the sizes of all blocks, or none communicates."""
+    return not moves(call.pair.kernel) or call.mesh.transport == "simulation" or call.mesh not in UNEVEN
+
+
+def _cost(node: fx.Node) -> float:
+    price = price_of_step(node)
+    return price.time if price is not None else work(flops_of(node) / 2, bytes_of(node), topology())
