@@ -19,11 +19,24 @@ from fspmd.transport.frame import UNEVEN
 class Body:
     """What holds inside a body. One object serves every call of the same plan."""
 
-    __slots__ = ("_uneven", "axes", "calls", "checked", "foreign", "mesh", "name", "outer", "transport", "typed")
+    __slots__ = (
+        "_uneven",
+        "asks",
+        "axes",
+        "calls",
+        "checked",
+        "foreign",
+        "mesh",
+        "name",
+        "outer",
+        "transport",
+        "typed",
+    )
     mesh: Mesh
     axes: frozenset[str]  # bound axes, those of enclosing bodies too
     typed: frozenset[str]  # axes over which the types of values are known
     foreign: frozenset[str]  # axes of enclosing bodies whose types are not kept as they are here: no collectives
+    asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
         self.mesh = mesh
@@ -36,6 +49,7 @@ class Body:
         self.foreign = axes - self.typed if checked else self.typed
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
+        self.asks = True
         self._uneven = False
 
     @property

@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
     "cross entropy": (_bce, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a loss of rows": (F.cosine_embedding_loss, [((8, 8), WHOLE), ((8, 8), ROWS), ((8,), WHOLE)], 6 * 64),
     "distances": (F.triplet_margin_loss, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
-    "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64 + 2),
+    "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "rows set by places": (_index_copy, [((8, 8), COLUMNS), ((8, 8), COLUMNS)], 12 * 64),
     "places in a whole table": (_gathered, [((8, 8), WHOLE)], 6 * 16),
     "a transform of two dims": (lambda x: torch.fft.fft2(x).abs(), [((8, 8), ROWS)], 6 * 16 * 2 * 2),

@@ -74,9 +74,19 @@ def test_operands_that_lie_differently() -> None:
         "  y: f64[8, 4@x] → f64[8@x, 4] [all_to_all over 'x', 48 B, 13 µs]\n"
         "other ways:\n"
         "  1. f64[8, 4@x], f64[8, 4@x] → f64[8, 4@x] [48 B, 13 µs]\n"
-        "  2. f64[8, 4], f64[8, 4] → f64[8, 4] [384 B, 26 µs]\n"
         "write y = reshard(y, P('x'))"
     )
+
+
+def test_operands_that_a_function_only_compares_have_no_gradient() -> None:
+    x, target = put(8, 3, spec=P("x")), put(8, 3)
+    with explicit():
+        losses = [F.hinge_embedding_loss(x, target, reduction=r) for r in ("mean", "sum", "none")]
+    with communication_log() as log:
+        losses[2].sum().backward()
+    assert not log
+    assert target.grad is None
+    assert "in backward" in refusal(lambda: F.margin_ranking_loss(x, x, put(8, 3), reduction="none"))
 
 
 def test_what_backward_will_do_is_told_forward() -> None:

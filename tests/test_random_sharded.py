@@ -281,6 +281,15 @@ def test_mistakes(call: Callable[[Any], Any], message: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("bad", [-1.0, torch.inf, torch.nan, 0.0])
+def test_weights_that_are_cut_over_ranks_fail_on_all_of_them(bad: float) -> None:
+    """One rank has them; what it makes of them is the greatest that all are told of."""
+    weights = torch.tensor([[0.0, 0, 0, 0, bad], [1, 2, 3, 4, 5]])
+    for call in (lambda x: x.multinomial(2), lambda x: x.multinomial(7, replacement=True)):
+        with pytest.raises(fspmd.ArgumentError, match="weights of which not all are finite"):
+            call(device_put(weights, P(None, "x"), mesh=LINE))
+
+
 def test_a_leaf_is_written_only_without_gradients() -> None:
     x = put(LINE, P("x")).requires_grad_()
     with pytest.raises(RuntimeError, match="leaf"):

@@ -169,6 +169,8 @@ def check_alike(
     simulated = body.mesh.transport == "simulation"
     if simulated and size is None and not any(is_uneven(x) for x in tensors):
         return
+    if not (simulated or body.asks):
+        return
     asks = simulated or lengths is not None or body.uneven
     if not asks and size is None:
         return

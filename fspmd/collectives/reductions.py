@@ -54,7 +54,7 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     body = state.body
     if body is not None and wait is True and axis_index_groups is None and isinstance(x, Tensor):
         known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
-        if known is not None and not body.uneven:
+        if known is not None and not (body.uneven and body.asks):
             with torch._C.DisableTorchFunction():
                 if x.dtype is not torch.bool and not torch._C._are_functorch_transforms_active():
                     y = apply(x, known[0])

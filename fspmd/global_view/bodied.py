@@ -12,20 +12,21 @@ from fspmd.local_view.entry import typed_entry
 from fspmd.local_view.exit import leave_as
 from fspmd.local_view.modes import again
 from fspmd.local_view.tracking import Tracker
-from fspmd.rules import Site
+from fspmd.rules import Bodied, Site
 from fspmd.spec import TensorSpec
 
 
 def as_local_call(
-    function: Callable[..., Any],
+    bodied: Bodied,
     name: str,
     site: Site,
     operands: Sequence[tuple[int | tuple[int, int], TensorSpec]],
     results: Sequence[TensorSpec],
 ) -> Callable[..., Any]:
-    """``function(site, *args)`` run with types tracked, on arguments of which those at ``operands`` are blocks."""
+    """``bodied.body(site, *args)`` run with types tracked, on arguments of which those at ``operands`` are blocks."""
     mesh = site.mesh
     body = Body(mesh, frozenset(mesh.axis_names), True, name)
+    body.asks = bodied.asks
     body.uneven = not all(spec.even for spec in (*(spec for _, spec in operands), *results))
     entries = [(place, typed_entry(spec)) for place, spec in operands]
 
@@ -38,7 +39,7 @@ def as_local_call(
                 values[place] = enter(values[place])
         given = dict(zip(kwargs, values[len(args) :], strict=True))
         with again(body, Tracker(body)):
-            out = function(site, *values[: len(args)], **given)
+            out = bodied.body(site, *values[: len(args)], **given)
         if isinstance(out, Tensor):
             return leave_as(out, results[0], body, "result")
         left = [leave_as(x, spec, body, f"result[{i}]") for i, (x, spec) in enumerate(zip(out, results, strict=True))]

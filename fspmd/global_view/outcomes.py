@@ -112,6 +112,29 @@ def on_meta(
         return None
 
 
+def differentiated(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> frozenset[Place]:
+    """The operands that get a gradient where all ask for one: a function may only compare some. All, if unknown."""
+    made: list[Tensor] = []
+
+    def make(spec: TensorSpec) -> Tensor:
+        follows = spec.dtype.is_floating_point or spec.dtype.is_complex
+        made.append(torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=follows))
+        return made[-1]
+
+    try:
+        with torch._C.DisableTorchFunction(), torch.enable_grad():
+            out = _on(make, func, args, kwargs, operands)
+            results = [x for x in ((out,) if isinstance(out, Tensor) else out) if x.requires_grad]
+            leaves = [x for x in made if x.requires_grad]
+            found = torch.autograd.grad(results, leaves, list(map(torch.empty_like, results)), allow_unused=True)
+    except Exception:
+        return frozenset(place for place, _ in operands)
+    unused = {id(x) for x, gradient in zip(leaves, found, strict=True) if gradient is None}
+    return frozenset(place for (place, _), x in zip(operands, made, strict=True) if id(x) not in unused)
+
+
 def _outcome(out: Any) -> Outcome | None:
     found = (out,) if isinstance(out, Tensor) else out
     if not isinstance(found, (tuple, list)) or not found or not all(isinstance(one, Tensor) for one in found):

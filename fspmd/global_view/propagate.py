@@ -262,7 +262,7 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
         site = Site(named or best.axes, best.operands, final)
         places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
-        body = as_local_call(row.body.body, shown(func), site, places, final)
+        body = as_local_call(row.body, shown(func), site, places, final)
         if question.views:
             body = functools.partial(copying, body, shown(func), False)
         return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)

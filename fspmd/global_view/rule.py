@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import optree
@@ -64,7 +65,7 @@ def rule(
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
         raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
-    bodied = reducing(2)(_checked(body, shown(func))) if body is not None else None
+    bodied = replace(reducing(2)(_checked(body, shown(func))), asks=True) if body is not None else None
     register(func, Row(_fitting(shown(func), pattern, body is not None), linear, body=bodied))
     forget_plans()
     if _is_dispatched(func):

@@ -148,7 +148,7 @@ def strategies(
     """
     every = (
         layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
-        for way in _ways(factors, linear, operands, body, topology)
+        for way in _ways(factors, linear, operands, body, topology, () if fixed else results)
     )
     found = (_strategy(laid, operands, topology, gradients, weighs, inf) for laid in every if laid is not None)
     return [one for one in found if one is not None and _may(one, operands[0], fixed)]

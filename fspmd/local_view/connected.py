@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+_engine = torch.autograd.Variable._execution_engine
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -37,8 +38,8 @@ def _is_empty(x: Any) -> bool:
 
 
 def _nothing_of(x: Tensor) -> Tensor:
-    """Zero, which depends on ``x``."""
-    return x.flatten()[:0].abs().sum()
+    """Zero, which depends on ``x``, and does not keep it."""
+    return x.flatten()[:0].sum().abs()
 
 
 def _outline(x: Any) -> Any:
@@ -63,6 +64,13 @@ class _Link:
             return x
         self.arrived.append(x.new_zeros(()))
         return _result(x, self, len(self.arrived) - 1)
+
+    def arrive(self, place: int, g: Tensor) -> None:
+        """Note the gradient of a result until backward ends: its graph may hold this."""
+        self.arrived[place] = g
+        if g.requires_grad:
+            nothing = g.new_zeros(())
+            _engine.queue_callback(lambda: self.arrived.__setitem__(place, nothing))
 
     def sources(self, place: int) -> list[Tensor]:
         """What the gradient of an operand depends on where blocks are not empty: operands, gradients of results."""
@@ -120,7 +128,7 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        ctx.link.arrived[ctx.place] = g
+        ctx.link.arrive(ctx.place, g)
         return g, None, None
 
 

@@ -20,10 +20,11 @@ from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.random.poisson import counts
 from fspmd.rules.likes import Handler, Value, drawn_like, settle
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.rules.values import all_fit
+from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, shards_of
+from fspmd.transport.local_tensor import shards_of
 from fspmd.transport.randomness import draw_seed
 
 Then = Callable[[Tensor], Tensor]
@@ -89,15 +90,7 @@ def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> 
 
 
 def _check_each(name: str, parameter: str, values: Any, fits: Callable[[Any], Any], bounds: str) -> None:
-    """Of values cut over ranks a rank looks at its block, as with places out of range; pending sums go unchecked."""
-    if is_sharded(values):
-        values = None if values.spec.partition.unreduced else values.local
-    if isinstance(values, (int, float)):
-        values = torch.tensor(values)
-    if not isinstance(values, Tensor):
-        return
-    good = fits(values.detach())
-    if not all(bool(block.all()) for block in (good.shards if type(good) is LocalTensor else [good])):
+    if not all_fit(values, fits):
         raise ArgumentError(f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
 
 
@@ -135,6 +128,7 @@ def _new(name: str, x: Value, *args: Any, **options: Any) -> Value:
 
 def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
     """Ones with the probabilities ``p``, in the shape and dtype of ``x``."""
+    p = settle(p.detach()) if is_sharded(p) else p
     _check_each("bernoulli", "p", p, lambda p: (p >= 0) & (p <= 1), "between 0 and 1")
     with torch.no_grad():
         hit = drawn_like(x, lambda dtype: FRACTIONS, None, torch.float64, generator) < p
@@ -169,12 +163,21 @@ def _multinomial(
         )
     with torch.no_grad():
         weights = settle(x.detach())
-        _check_each("multinomial", "weights", weights, lambda w: (w >= 0) & w.isfinite(), "finite and not below 0")
-        if not replacement:
-            scaled = weights / drawn_like(weights, exponential, generator=generator)
-            return scaled.topk(num_samples, -1).indices
-        each = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
-        return (each / drawn_like(each, exponential, generator=generator)).argmax(-1)
+        if weights.spec.partition[-1] is None:
+            _check_weights(weights, lambda w: ((w >= 0) & w.isfinite()).all(-1) & (w > 0).any(-1))
+        else:  # what is no weight becomes nan, the greatest of all, which all ranks of a row are told
+            weights = above.dispatch(torch.where, (), ((weights >= 0) & weights.isfinite(), weights, torch.nan))
+        if replacement:
+            weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
+        scaled = weights / drawn_like(weights, exponential, generator=generator)
+        found = scaled.max(-1) if replacement else scaled.topk(num_samples, -1)
+        if weights.spec.partition[-1] is not None:
+            _check_weights(found.values if replacement else found.values.select(-1, 0), lambda greatest: greatest > 0)
+        return found.indices
+
+
+def _check_weights(values: Value, fits: Callable[[Any], Any]) -> None:
+    _check_each("multinomial", "weights", values, fits, "finite, not below 0, and not all of a row 0")
 
 
 def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:

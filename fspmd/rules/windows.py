@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.body import state
 from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply
@@ -53,9 +54,19 @@ def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], 
     def made() -> Tensor:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             shards = [make(at).to(site.mesh.device) for at in positions(site.mesh, axes)]
-            return local_tensor(shards, frame(site.mesh, axes)) if site.mesh.transport == "simulation" else shards[0]
+            if site.mesh.transport == "simulation":
+                return local_tensor(shards, frame(site.mesh, axes))
+            if shards[0].dim() == 1:  # rows to take
+                _note_lengths([len(make(at)) for at in range(site.mesh.axis_size(axes))])
+            return shards[0]
 
     return set_variance(site.once(key, made), Variance(varying=axes))
+
+
+def _note_lengths(lengths: Sequence[int]) -> None:
+    """Ranks that take more or fewer rows than others have other blocks from here on, of which some may be empty."""
+    if len(set(lengths)) > 1 and state.body is not None:
+        state.body.uneven = True
 
 
 def block_places(cut: Sequence[tuple[int, int]], at: int) -> Tensor:
@@ -95,6 +106,7 @@ def exchanged(
         with torch._C.DisableTorchFunction(), torch.no_grad():
             places = range(site.mesh.axis_size(axes))
             before, after = [held(at) for at in places], [wanted(at) for at in places]
+            _note_lengths(list(map(len, after)))
             routes = tuple(_route(site, before, after, at) for at in positions(site.mesh, axes))
         ranks = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
         return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks)))

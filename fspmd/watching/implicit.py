@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.global_view.outcomes import Place
+from fspmd.global_view.outcomes import Place, differentiated
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
@@ -70,8 +70,20 @@ def followed(x: Any) -> bool:
 
 def implied(x: Tensor, call: Call, trace: Trace) -> tuple[Call, ...]:
     """What applying a call to ``x`` communicates: the call, and its transpose if ``x`` will have a gradient."""
-    later = (call.transposed,) if followed(x) and _has_gradient(trace.dispatches[0]) else ()
-    return tuple(one for one in (call, *later) if communicates(one))
+    dispatched = trace.dispatches[0]
+    later = (call.transposed,) if followed(x) and _has_gradient(dispatched) else ()
+    found = tuple(one for one in (call, *later) if communicates(one))
+    return () if later and found == later and _is_only_read(x, dispatched) else found
+
+
+def _is_only_read(x: Tensor, dispatched: FrameType) -> bool:
+    """Whether a block is that of operands of a torch function through which no gradient comes."""
+    names = dispatched.f_locals
+    func, args, kwargs = names["func"], names["args"], names["kwargs"] or {}
+    operands = _operands(func, args, kwargs, [], {}, True)
+    given = (*args, *kwargs.values())
+    own = [place for place in operands if (one := _at(given, place)) is x or (is_sharded(one) and one.local is x)]
+    return bool(own) and not any(operands[place].followed for place in own)
 
 
 def _has_gradient(dispatched: FrameType) -> bool:
@@ -94,7 +106,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     sources = operands_of(expression, cause.what, len(args)) if inner is outer else []
     if name_of(func) in _REFLECTED:
         sources.reverse()
-    operands = _operands(args, kwargs, sources, _names(trace.user), _has_gradient(inner))
+    operands = _operands(func, args, kwargs, sources, _names(trace.user), _has_gradient(inner))
     rows, needs, others = _solved(func, args, kwargs, operands)
     lines += [
         f"  {row}"
@@ -149,8 +161,17 @@ def _names(user: FrameType | None) -> dict[int, str]:
     return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
 
 
+def _at(given: Sequence[Any], place: Place) -> Any:
+    return given[place[0]][place[1]] if isinstance(place, tuple) else given[place]
+
+
 def _operands(
-    args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[str], names: dict[int, str], has_gradient: bool
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sources: list[str],
+    names: dict[int, str],
+    has_gradient: bool,
 ) -> dict[Place, _Operand]:
     """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
     tree: Any = (args, kwargs)
@@ -166,7 +187,10 @@ def _operands(
                 name = known or source or f"operand {len(found) + 1}"
                 later = has_gradient and followed(x.local if isinstance(x, Sharded) else x)
                 found[(i, k) if listed else i] = _Operand(name, known is not None, spec, later)
-    return found
+    if not any(one.followed for one in found.values()):
+        return found
+    taken = differentiated(func, args, kwargs, [(place, one.spec) for place, one in found.items()])
+    return {place: replace(one, followed=one.followed and place in taken) for place, one in found.items()}
 
 
 # --- what moves -----------------------------------------------------------------------------------------------------
