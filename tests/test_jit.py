@@ -171,6 +171,34 @@ def test_a_generator_that_is_an_argument() -> None:
     assert recorded.cache_info().hits == 2
 
 
+class _Holds(torch.nn.Module):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.inner = {"generators": [generator]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(3, generator=self.inner["generators"][0])
+
+
+def test_generators_that_are_closed_over() -> None:
+    a, b, c, d = (torch.Generator().manual_seed(3) for _ in range(4))
+    model = _Holds(d)
+
+    def drawn(x: Tensor, generator: torch.Generator = c) -> Tensor:
+        return (
+            torch.rand(3, generator=a) + torch.rand(3, generator=OTHER) + torch.rand(3, generator=generator) + model(x)
+        )
+
+    recorded = jit(drawn)
+    OTHER.manual_seed(3)
+    for i in range(4):
+        if i == 2:
+            for generator in (a, b, c, d, OTHER):
+                generator.manual_seed(4)
+        assert torch.equal(recorded(torch.zeros(3)), 4 * torch.rand(3, generator=b))
+    assert recorded.cache_info().hits == 3
+
+
 # --- what tells records apart -----------------------------------------------------------------------------------------
 
 
@@ -454,6 +482,7 @@ def test_within_bodies_transforms_and_other_recordings() -> None:
 # --- what cannot be recorded ------------------------------------------------------------------------------------------
 
 STATE = torch.Generator().manual_seed(5).get_state()
+OTHER = torch.Generator()
 Y = torch.ones(3)
 V = torch.ones(3).requires_grad_()
 
@@ -527,8 +556,9 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "forked": (_forked, r"^jit cannot record what sets the state of a generator"),
     "generator": (
         lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(0)),
-        r"^jit cannot record random numbers of a torch.Generator that is not an argument",
+        r"^jit cannot record random numbers of a torch.Generator that is made within the function",
     ),
+    "seeded generator": (lambda x: x + torch.rand(3, generator=OTHER.manual_seed(3)), r"^jit cannot record what sets"),
     "caught": (_caught, r"^jit cannot record a branch or x.item\(\)"),
     "data": (_through_data, r"^jit cannot record a branch or x.item\(\)"),
     "other data": (_another_data, r"^jit cannot record x.data = y, which writes"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated
+from fspmd.programs.generators import closed_over
 from fspmd.programs.program import Program
 from fspmd.programs.record import Recorder, state_of
 from fspmd.sharded import Sharded, is_sharded
@@ -74,7 +75,8 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return _tensors(function(*given, **named))
 
     drawn = kept_states()
-    recorder = Recorder((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), imagines)
+    known = [*(leaf for leaf in leaves if isinstance(leaf, torch.Generator)), *closed_over(function)]
+    recorder = Recorder(known, imagines)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     with recorder.recording():

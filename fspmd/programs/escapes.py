@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -10,11 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fspmd import tracing
 from fspmd.errors import RecordError
-from fspmd.transport.randomness import outside_transforms
 from fspmd.watching.causes import trace
 
 Knows = Callable[[Tensor], bool]
@@ -112,121 +108,3 @@ def _within(data: Any) -> list[Tensor]:
     if not isinstance(data, (list, tuple)):
         return []
     return [x for one in data for x in ([one] if isinstance(one, Tensor) else _within(one))]
-
-
-class Generators:
-    """Whether generators are left alone between the steps that draw from them."""
-
-    def __init__(self, given: Iterable[torch.Generator]) -> None:
-        # by number, since torch gives dispatch another object
-        self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
-        self.python = random.getstate()
-        self.settle()
-
-    def settle(self) -> None:
-        """They are as they should be."""
-        self.states = {key: _state(one) for key, one in self.known.items()}
-
-    def restore(self) -> None:
-        """They become so again."""
-        for key, one in self.known.items():
-            one.set_state(self.states[key])
-
-    def check(self, used: Iterable[Any] = ()) -> None:
-        """Raises where somebody has set one since, or where a step draws from one that is not known."""
-        for key, one in self.known.items():
-            with outside_transforms(), torch._C.DisableTorchFunction():
-                if torch.equal(_state(one), self.states[key]):
-                    continue
-            raise _state_set()
-        for generator in used:
-            if _number(generator) not in self.known:
-                raise RecordError(
-                    "jit cannot record random numbers of a torch.Generator that is not an argument, since it could not "
-                    f"tell whether it is made or seeded anew each time; pass it as an argument{line()}"
-                )
-
-    def check_python(self) -> None:
-        """Raises where Python's own generator was used."""
-        if random.getstate() != self.python:
-            raise constant_of("numbers of Python's module random, which torch does not know")
-
-
-def _state_set() -> RecordError:
-    return RecordError(
-        "jit cannot record what sets the state of a generator, as torch.manual_seed, set_rng_state and fork_rng do; do "
-        f"it outside of the jitted function{line()}"
-    )
-
-
-_random: Any = torch.random
-
-
-class SeedsSeen:
-    """What stands for the default generator in the module `torch.random`, which its functions of states go through.
-
-    It refuses to the recording thread what sets a state, though it be the one that the generator has: the same calls
-    would set it in a replay, when it has another. States that were asked for within may be restored.
-    """
-
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
-        self._generator = _random.default_generator
-        self._asked: list[Tensor] = []
-
-    def __enter__(self) -> None:
-        _random.default_generator = self
-
-    def __exit__(self, *_: object) -> None:
-        _random.default_generator = self._generator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def get_state(self) -> Tensor:
-        """The state, which may be restored."""
-        found = _state(self._generator)
-        if tracing.recorder() is self._recorder:
-            self._asked.append(found)
-        return found.clone()
-
-    def set_state(self, state: Tensor) -> Any:
-        """Refused, but for restoring."""
-        with outside_transforms(), torch._C.DisableTorchFunction(), _disable_current_modes():
-            restored = any(torch.equal(state, one) for one in self._asked)
-        return self._setting("set_state", state, allowed=restored)
-
-    def manual_seed(self, seed: int) -> Any:
-        """Refused."""
-        return self._setting("manual_seed", seed)
-
-    def seed(self) -> Any:
-        """Refused."""
-        return self._setting("seed")
-
-    def _setting(self, name: str, *args: Any, allowed: bool = False) -> Any:
-        if tracing.recorder() is self._recorder and not allowed:
-            raise self._recorder.refusal(_state_set())
-        return getattr(self._generator, name)(*args)
-
-
-def _number(generator: Any) -> int:
-    return generator._cdata  # type: ignore[no-any-return]
-
-
-def _state(generator: torch.Generator) -> Tensor:
-    with outside_transforms(), torch._C.DisableTorchFunction():
-        return generator.get_state()
-
-
-def generators_of(values: Iterable[Any]) -> list[torch.Generator]:
-    """Those among arguments, and in containers of them."""
-    found: list[torch.Generator] = []
-    for value in values:
-        if isinstance(value, torch.Generator):
-            found.append(value)
-        elif isinstance(value, dict):
-            found += generators_of(value.values())
-        elif type(value) in (list, tuple):
-            found += generators_of(value)
-    return found

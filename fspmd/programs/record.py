@@ -24,7 +24,8 @@ from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, watch_with
 from fspmd.programs.calls import Routed, runner, way_back
-from fspmd.programs.escapes import Escapes, Generators, SeedsSeen, generators_of
+from fspmd.programs.escapes import Escapes
+from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.program import value_of
 from fspmd.programs.refusals import check
 from fspmd.sharded import Sharded, above
@@ -244,7 +245,7 @@ class Recorder(RecordingMode):
             out = func(*args, **kwargs)
         if random:
             with self.real():
-                self.generators.settle()
+                self.generators.hide()
         if func in _ALIASES:
             self._know(out, placed[0])
             return out
@@ -264,7 +265,7 @@ class Recorder(RecordingMode):
             with self.real() if real else self.pause():
                 out = function(*args, **kwargs)
         with self.real():
-            self.generators.settle()
+            self.generators.hide()
         node = self._put(function, placed, named)
         node.meta["effect"] = True
         return self._results(out, node)
@@ -324,10 +325,11 @@ class Recorder(RecordingMode):
             self.paused = before
 
     def check_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises where a step would draw other numbers when it is replayed."""
+        """Raises where a step would draw other numbers when it is replayed; it may draw from here on."""
         with self.real():
             try:
                 self.generators.check(generators_of((*args, kwargs)))
+                self.generators.show()
             except RecordError as error:
                 self.refusal(error)
                 raise
@@ -340,10 +342,12 @@ class Recorder(RecordingMode):
         modules = register_module_forward_pre_hook(self._module)
         dispatch = above.dispatch
         above.dispatch = self._typed(dispatch)
+        self.generators.hide()
         try:
-            with self, Escapes(self), SeedsSeen(self):
+            with self, Escapes(self):
                 yield
         finally:
+            self.generators.show()
             above.dispatch = dispatch
             modules.remove()
             watch_with(None)

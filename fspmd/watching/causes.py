@@ -16,7 +16,8 @@ from fspmd.global_view.refusals import shown
 
 _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # which run what the user gave them
-_LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
+#: folders of code that is not the user's
+LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
 #: our functions that are called with a torch function ``func`` and its arguments: (file, name)
 _DISPATCH: Final = (f"{_HERE}/global_view/dispatch.py", "dispatch")
 _OPS: Final = (_DISPATCH, (f"{_HERE}/local_view/tracking.py", "__torch_function__"))
@@ -69,7 +70,7 @@ def trace() -> Trace:
     outermost: FrameType | None = None
     edges = ""  # whether a body's entries or exits are at work
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (file := frame.f_code.co_filename).startswith(_LIBRARIES):
+    while frame is not None and (file := frame.f_code.co_filename).startswith(LIBRARIES):
         if file.startswith(_HERE) and not file.startswith(_RECORDERS):
             outermost = frame
             key = (file, frame.f_code.co_name)
