@@ -50,6 +50,7 @@ from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
 from fspmd.programs.program import Program, owner
+from fspmd.programs.schedule import schedule
 from fspmd.redistribution.cost import moves
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
@@ -201,6 +202,13 @@ def test_chains_of_torch_calls_on_sharded_values() -> None:
 def on_processes(seeds: range) -> None:
     mesh = make_mesh((2, 2), ("x", "y"))
     x = device_put(torch.arange(32, dtype=F64).reshape(16, 2).sin(), P("x"), mesh=make_mesh((4,), ("x",)))
+    before = topology()
+    set_topology(SLOW)
+    for body, _, _ in PRODUCTS.values():
+        f = shard_map(body, mesh=x.spec.mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
+        y = device_put(torch.arange(384, dtype=F64).reshape(16, 3, 8).sin(), P("x"), mesh=x.spec.mesh)
+        torch.testing.assert_close(device_get(with_passes(["chunked"])(f, y, W)), device_get(f(y, W)))
+    set_topology(before)
     expected = device_get(small_ones(x))
     torch.testing.assert_close(device_get(with_passes(["coalesce"])(small_ones, x)), expected)
     for seed in seeds:
@@ -584,6 +592,77 @@ def test_recompute_repeats_no_draws_and_collectives_only_when_asked() -> None:
     asked = programs_of(f, x, w, passes=[Recompute(collectives=True)])[1]
     assert kept_bytes(asked) in (8 * mask, mask)
     assert collectives(asked).count("all_gather_invariant") == 2
+
+
+SLOW = Topology(Link(0.001, 10.0), launch=0.001, memory=1e9, flops=1e3)
+W = torch.arange(48, dtype=F64).reshape(8, 6).cos()
+#: body of blocks [4, 3, 8] of x and [8, 6] of w, what communicates, and in how many chunks
+PRODUCTS: dict[str, tuple[Function, str, int]] = {
+    "gather of rows": (lambda x, w: all_gather(x[:, 0], "x", axis=0, tiled=True) @ w, "all_gather", 4),
+    "of three dims": (lambda x, w: all_gather(x, "x", axis=0, tiled=True) @ w, "all_gather", 4),
+    "of inner rows": (lambda x, w: all_gather(x.transpose(0, 1), "x", axis=1, tiled=True) @ w, "all_gather", 4),
+    "with a bias": (
+        lambda x, w: torch.nn.functional.linear(all_gather(x[:, 0], "x", axis=0, tiled=True), w.t(), w[0]),
+        "all_gather",
+        4,
+    ),
+    "sum": (lambda x, w: psum(x @ w, "x"), "psum_varying", 4),
+    "scatter": (lambda x, w: psum_scatter(x.repeat(2, 1, 1) @ w, "x", tiled=True), "psum_scatter", 2),
+    "scatter of inner rows": (
+        lambda x, w: psum_scatter(x.repeat(1, 8, 1) @ w, "x", scatter_dimension=1, tiled=True),
+        "psum_scatter",
+        2,
+    ),
+}
+
+
+@pytest.fixture
+def slow() -> Any:
+    """Links and arithmetic so slow that chunks pay."""
+    before = topology()
+    set_topology(SLOW)
+    yield
+    set_topology(before)
+
+
+def _time(program: Program) -> float:
+    return max(event.start + event.duration for event in schedule(program))
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_matmuls_in_chunks(name: str) -> None:
+    """Values and gradients, of programs that keep what was gathered for them; all but one chunk are overlapped."""
+    body, what, chunks = PRODUCTS[name]
+
+    def f(x: Sharded) -> Any:
+        return shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)(x, W)
+
+    x = device_put(torch.arange(384, dtype=F64).reshape(16, 3, 8).sin(), P("x"), mesh=MESH)
+    for passes in (["chunked"], ["equal_steps", "rewrites", "dead_code", "chunked", "overlap"]):
+        was, now = programs_of(f, x, passes=())[1], check_gain(f, x, passes, [what], [what] * chunks)
+        assert len([steps for steps in flights(now) if steps]) >= chunks - 1
+        assert _time(now) < _time(was)
+        y, z = (x.detach().requires_grad_() for _ in range(2))
+        device_get(with_passes(passes)(f, y)).sin().sum().backward()
+        device_get(f(z)).sin().sum().backward()
+        torch.testing.assert_close(device_get(y.grad), device_get(z.grad), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_was_gathered_for_several_is_there_for_all() -> None:
+    def body(x: Tensor) -> Tensor:
+        whole = all_gather(x, "x", axis=0, tiled=True)
+        return whole @ W @ W.t() + (whole @ W.flip(0)) @ W.t() * whole
+
+    f = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x = device_put(torch.arange(384, dtype=F64).reshape(16, 3, 8).sin(), P("x"), mesh=MESH)
+    check_gain(f, x, ["chunked"], ["all_gather"], ["all_gather"] * 4)
+
+
+def test_matmuls_stay_whole_where_chunks_do_not_pay() -> None:
+    f = of_blocks()(lambda x: all_gather(x, "x", axis=0, tiled=True) @ W[:2])
+    check_gain(f, X, ["chunked"], ["all_gather"], ["all_gather"])
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fspmd.pairs import Call
 from fspmd.programs.program import Value, owner
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
+from fspmd.transport.frame import UNEVEN
 from fspmd.transport.rows import Routes
 
 #: what a step is told by the step in whose place, or for whose sake, it is made
@@ -29,7 +30,10 @@ def runner(call: Call, waits: bool) -> Callable[[Tensor], Any]:
 
 
 def _has_gaps(call: Call) -> bool:
-    return call.mesh.transport != "simulation" and call.pair.kernel in ("exchange", "reduce_scatter")
+    if call.mesh.transport == "simulation":
+        return False
+    kernel = call.pair.kernel
+    return kernel in ("exchange", "reduce_scatter") or (kernel in ("gather", "gather_once") and call.options.dim != 0)
 
 
 class Routed:
@@ -80,14 +84,32 @@ def add_collective(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node)
     """A step that begins a call and waits for it, where the graph is being added to, in the name of ``like``."""
     node = graph.create_node("call_function", runner(call, True), (operand,), {}, call.pair.name)
     _inherit(node, like)
-    before: Value = operand.meta["value"]
-    node.meta.update(
-        call=call,
-        waits=True,
-        value=Value(shape_after(call.pair.kernel, before.shape, call.mesh, call.axes, call.options), before.dtype),
-        memory=node,
-    )
+    node.meta.update(call=call, waits=True, value=_value_after(call, operand), memory=node)
     return node
+
+
+def _value_after(call: Call, operand: fx.Node) -> Value:
+    before: Value = operand.meta["value"]
+    shape = shape_after(call.pair.kernel, before.shape, call.mesh, call.axes, call.options)
+    return Value(shape, before.dtype)
+
+
+def add_begun(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node) -> fx.Node:
+    """A step that begins a call."""
+    node = add_step(graph, runner(call, False), (operand,), like)
+    node.meta.update(call=call, waits=False)
+    return node
+
+
+def add_wait(graph: fx.Graph, begun: fx.Node, like: fx.Node) -> fx.Node:
+    """A step that waits for what was begun."""
+    call = begun.meta["call"]
+    return add_step(graph, waiter(call), (begun,), like, _value_after(call, begun.all_input_nodes[0]))
+
+
+def is_alike(call: Call) -> bool:
+    """Whether all ranks that take part know of each other's blocks what they are like."""
+    return call.mesh.transport == "simulation" or call.mesh not in UNEVEN
 
 
 def add_step(

@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import add_step, is_collective, is_wait, runner, waiter
+from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_wait
 from fspmd.programs.passes.memory import in_flight, is_view, wait_of
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
@@ -137,6 +137,8 @@ class _Schedule:
 
 def _can_fly(node: fx.Node) -> bool:
     one = node.meta["call"]
+    if isinstance(node.target, Routed):  # what it waits for is more than its operand
+        return False
     return bool(node.meta["waits"]) and one.pair.kernel not in _WHOLE and one.mesh.axis_size(one.axes) > 1
 
 
@@ -151,12 +153,10 @@ def _computes(node: fx.Node) -> bool:
 
 def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """A step that begins a collective, and one that waits for it, in whose place both are."""
-    graph, one = node.graph, node.meta["call"]
-    with graph.inserting_before(node):
-        begun = add_step(graph, runner(one, False), (node.all_input_nodes[0],), node)
-        begun.meta.update(call=one, waits=False)
-        wait = add_step(graph, waiter(one), (begun,), node, node.meta["value"])
-    wait.meta["held"] = node.meta.get("held")
+    with node.graph.inserting_before(node):
+        begun = add_begun(node.graph, node.meta["call"], node.all_input_nodes[0], node)
+        wait = add_wait(node.graph, begun, node)
+    wait.meta.update(value=node.meta["value"], held=node.meta.get("held"))
     node.meta["memory"] = wait
     node.replace_all_uses_with(wait)
     return begun, wait

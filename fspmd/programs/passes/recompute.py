@@ -9,14 +9,12 @@ from math import inf
 
 from torch import fx
 
-from fspmd.pairs import Call
-from fspmd.programs.calls import is_aten, is_collective
+from fspmd.programs.calls import is_alike, is_aten, is_collective
 from fspmd.programs.passes.memory import Memory
 from fspmd.programs.program import Program, owner
 from fspmd.programs.record import is_pure, shard_of
 from fspmd.programs.schedule import bytes_of, flops_of, price_of_step
 from fspmd.redistribution.cost import moves, topology, work
-from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor
 
 
@@ -113,8 +111,8 @@ class _Plan:
 
     def _may_run_again(self, node: fx.Node, user: fx.Node) -> bool:
         if is_collective(node):
-            again = bool(node.meta["waits"]) and (self.collectives or not moves(node.meta["call"].pair.kernel))
-            again = again and _is_alike(node.meta["call"])
+            call = node.meta["call"]
+            again = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or (self.collectives and is_alike(call)))
         else:
             again = node.target in (shard_of, LocalTensor, operator.getitem) or (is_aten(node) and is_pure(node.target))
         return (
@@ -153,11 +151,6 @@ class _Plan:
             above = owner(node)
             made.meta["memory"] = made if above is node else copies.get(above, above)
         return made
-
-
-def _is_alike(call: Call) -> bool:
-    """Whether all ranks know the sizes of all blocks, or none communicates."""
-    return not moves(call.pair.kernel) or call.mesh.transport == "simulation" or call.mesh not in UNEVEN
 
 
 def _cost(node: fx.Node) -> float:

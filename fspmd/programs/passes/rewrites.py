@@ -97,6 +97,9 @@ ROWS: Final = (
     ),
 )
 
+_FIRSTS: Final = frozenset(kernel for row in ROWS for kernel in row.first)
+_SECONDS: Final = frozenset(kernel for row in ROWS for kernel in row.second)
+
 
 def rewrites(program: Program) -> int:
     """Rewrite as long as a row applies; how many times."""
@@ -111,7 +114,7 @@ def rewrites(program: Program) -> int:
 
 def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
     """What now stands in the place of a step, if some row applies to it."""
-    if not is_collective(node) or not node.meta["waits"]:
+    if not is_collective(node, *_SECONDS) or not node.meta["waits"]:
         return None
     first, between = _before(node)
     if first is None or not _may_be_one(memory, first, between, node):
@@ -163,7 +166,7 @@ def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     while is_collective(before, *NAMES):
         between.append(before)
         (before,) = before.all_input_nodes
-    return (before if is_collective(before) and before.meta["waits"] else None), between
+    return (before if is_collective(before, *_FIRSTS) and before.meta["waits"] else None), between
 
 
 def _as_it_was(memory: Memory, node: fx.Node, x: fx.Node, names: Call) -> fx.Node | None:

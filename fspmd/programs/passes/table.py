@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
+from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.dead_code import dead_code
 from fspmd.programs.passes.equal_steps import equal_steps
@@ -23,6 +24,7 @@ PASSES: Final[dict[str, Pass]] = {
     "equal_steps": equal_steps,
     "rewrites": rewrites,
     "dead_code": dead_code,
+    "chunked": Chunked(),
     "coalesce": Coalesce(),
     "overlap": Overlap(),
     "recompute": Recompute(),
