@@ -11,6 +11,7 @@ from typing import Any
 import optree
 
 from fspmd.auto.apply import Step, applied, short
+from fspmd.auto.eliminate import TooWide
 from fspmd.auto.model import Builder
 from fspmd.auto.record import is_value, record
 from fspmd.auto.repeats import Ties, ties
@@ -135,7 +136,7 @@ def auto_spec(
     own = {numbers[name]: spec for name, spec in given.items()}
 
     def solving(tied: Ties) -> Solver:
-        return Solver(Builder(program, topology(), own, tied, known), solver)
+        return Solver(Builder(program, topology(), own, tied, known), "elimination" if tied.ops else solver)
 
     try:
         solved, best = _solve(solving, ties(program, own) if solver != "milp" else Ties(), memory_limit)
@@ -143,6 +144,12 @@ def auto_spec(
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that a rank can hold is "
             f"{error.least:,.0f}"
+        ) from None
+
+    except TooWide:
+        raise ArgumentError(
+            "auto_spec: the graph of this function is too wide for solver='elimination'; write solver='milp', or leave "
+            "it out"
         ) from None
 
     def laid(found: Found) -> Layouts:
@@ -157,15 +164,14 @@ def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -
 
     What they cost alike is quickly solved, and leaves few moves to be priced for the rest.
     """
-    if not tied.ops:
-        solver = solving(tied)
-        return solver, solver.best(limit)
-    alike, found = solving(tied), None
-    with suppress(DoesNotFit):
-        found = alike.best(limit)
+    alike = found = None
+    if tied.ops:
+        with suppress(DoesNotFit, TooWide):
+            alike = solving(tied)
+            found = alike.best(limit)
     apart = solving(Ties())  # after the moves of the others are priced
     other = apart.best(limit)
-    if found is None or other.time < found.time * (1 - _ROUNDING):
+    if alike is None or found is None or other.time < found.time * (1 - _ROUNDING):
         return apart, other
     return alike, replace(found, bound=other.bound)
 

@@ -6,6 +6,7 @@ Programming", 1972). On a chain or a tree these are tables of one variable; the 
 
 from __future__ import annotations
 
+import functools
 import heapq
 from dataclasses import dataclass
 from math import prod
@@ -106,10 +107,8 @@ def eliminate(model: Model, sequence: list[int], price: float | None) -> Solved:
         found = tables.pop(v)
         others = tuple(sorted({other for scope in found for other in scope} - {v}))
         scope = (*others, v)
-        shape = [len(model.choices[x]) for x in scope]
-        costs = torch.zeros(shape, dtype=torch.float64)
-        for own_scope, table in found.items():
-            costs += _aligned(table, own_scope, scope)
+        rows = [_aligned(table, own_scope, scope) for own_scope, table in found.items()]
+        costs = functools.reduce(torch.add, sorted(rows, key=Tensor.numel))
         buckets.append(Bucket(v, others, costs))
         least = costs.amin(-1)
         if others:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fspmd.auto.record import Op, Program
 from fspmd.auto.repeats import Ties
 from fspmd.auto.ways import Need, Way, layouts, ways
-from fspmd.redistribution.bounds import at_least
+from fspmd.redistribution.bounds import least_times
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
@@ -308,13 +308,7 @@ class Builder:
         laid, own = self.model.choices[variable], self._ways[op]
         key = laid, tuple(way.needs[operand] for way in own)
         if key not in self.tables:
-            needs = tuple(dict.fromkeys(key[1]))
-            rows = [[_at_least(one, need, self.topology) for need in needs] for one in laid]
-            table = torch.tensor(rows, dtype=torch.float64).reshape(len(laid), len(needs), 3)
-            places = torch.tensor([needs.index(need) for need in key[1]])
-            self.tables[key] = Prices(
-                laid, needs, places, Cost(table[..., 0].clone(), table[..., 1].clone()), table[..., 2].bool()
-            )
+            self.tables[key] = _least_prices(laid, key[1], self.topology)
         found: Prices = self.tables[key]
         return found
 
@@ -339,25 +333,37 @@ class Builder:
         return found
 
 
-def _at_least(laid: Laid, need: Need, topology: Topology) -> tuple[float, float, bool]:
-    """µs that a move takes at least, the bytes of what backward keeps of it, and whether these are its µs."""
-    spec = laid.spec
-    if spec is need.spec:
-        if laid.summed or not need.casts:  # summed once for all that read it
-            return (0.0 if laid.summed.issuperset(need.casts) else inf), 0.0, True
-        return moves(spec, need.spec, need.casts, topology).casting, 0.0, True
-    if need.stays:
-        return inf, 0.0, True
-    least = _route_at_least(spec, need.spec, topology)
-    if need.followed:
-        partition = need.spec.dual.partition
-        pending = partition.unreduced.union(need.casts) - partition.reduced
-        gradient = need.spec.with_partition(P(*partition, unreduced=pending, reduced=partition.reduced))
-        least += _route_at_least(gradient, spec.dual, topology)
-    return least, float(size(need.spec)) if need.saved else 0.0, False
+def _least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], topology: Topology) -> Prices:
+    """What moves take at least, the bytes of what backward keeps of them; exactly, where nothing moves."""
+    needs = tuple(dict.fromkeys(needs_of_ways))
+    places = torch.tensor([needs.index(need) for need in needs_of_ways])
+    specs = [one.spec for one in laid]
+    time = least_times(specs, [need.spec for need in needs], topology)
+    if needs[0].followed:
+        gradients = [_gradient(need) for need in needs]
+        time += least_times(gradients, [spec.dual for spec in specs], topology).mT
+    sizes = torch.tensor([float(size(need.spec)) if need.saved else 0.0 for need in needs], dtype=torch.float64)
+    memory = sizes.expand_as(time).clone()
+    exact = torch.zeros(time.shape, dtype=torch.bool)
+    if needs[0].stays:
+        time[:], exact[:] = inf, True
+    of_spec: dict[TensorSpec, list[int]] = {}
+    for k, need in enumerate(needs):
+        of_spec.setdefault(need.spec, []).append(k)
+    for i, one in enumerate(laid):
+        for k in of_spec.get(one.spec, ()):
+            time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], topology), 0.0, True
+    return Prices(laid, needs, places, Cost(time, memory), exact)
 
 
-def _route_at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
-    """µs that no route can beat; the last of its collectives writes a block that is no smaller than that of the end."""
-    least = at_least(spec, target, topology)
-    return least + size(target) / topology.memory if least else 0.0
+def _as_it_lies(laid: Laid, need: Need, topology: Topology) -> float:
+    if laid.summed or not need.casts:  # summed once for all that read it
+        return 0.0 if laid.summed.issuperset(need.casts) else inf
+    return moves(laid.spec, need.spec, need.casts, topology).casting
+
+
+def _gradient(need: Need) -> TensorSpec:
+    """How the gradient of what an op reads lies, before its sums over ranks end."""
+    partition = need.spec.dual.partition
+    pending = partition.unreduced.union(need.casts) - partition.reduced
+    return need.spec.with_partition(P(*partition, unreduced=pending, reduced=partition.reduced))

@@ -16,7 +16,6 @@ from torch import Tensor
 from fspmd.auto import integer
 from fspmd.auto.eliminate import Bucket, TooWide, eliminate, order
 from fspmd.auto.model import Builder, Cost
-from fspmd.errors import ArgumentError
 
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 _BYTES = 1e3  # µs for each byte: of all plans that which holds least
@@ -54,11 +53,8 @@ class Solver:
             try:
                 self.order = order(builder.model)
             except TooWide:
-                if solver is not None:
-                    raise ArgumentError(
-                        "auto_spec: the graph of this function is too wide for solver='elimination'; write "
-                        "solver='milp', or leave it out"
-                    ) from None
+                if solver == "elimination":
+                    raise
                 self.integer = True
         if self.integer:
             builder.price_all()

@@ -10,14 +10,17 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
+
+import torch
+from torch import Tensor
 
 from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
-from fspmd.transport.windows import lacking
+from fspmd.transport.windows import lacking, window
 
 Rows = tuple[tuple[int, int], ...]  # of one dim: from, to
 
@@ -51,6 +54,39 @@ def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
         return 0.0
     latency, bandwidth = _best_link(spec.mesh, topology)
     return _begun(_grown(spec, target), latency, topology) + float(lacks * _trust(target) / bandwidth)
+
+
+def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> Tensor:
+    """µs ``[sources, targets]`` that no route can beat, of many layouts of one tensor at a time.
+
+    As `at_least` tells it. Of sums that end a rank receives its whole block, and the last collective writes one.
+    """
+    mesh = targets[0].mesh
+    if mesh.size == 1 or any(spec.flat for spec in (*sources, *targets)):  # which have no windows
+        return torch.zeros(len(sources), len(targets), dtype=torch.float64)
+    at, ndim = tuple([n - 1 for n in mesh.shape.values()]), targets[0].ndim
+    held, wanted = (
+        torch.tensor([window(spec, at) for spec in specs]).reshape(len(specs), ndim, 2) for specs in (sources, targets)
+    )
+    begin = torch.maximum(held[:, None, :, 0], wanted[None, :, :, 0])
+    end = torch.minimum(held.sum(-1)[:, None], wanted.sum(-1)[None])
+    whole = wanted[:, :, 1].prod(-1)
+    lacks = whole - (end - begin).clamp(min=0).prod(-1)
+    axes = [axis for axis, n in mesh.shape.items() if n > 1]
+    sums, stay = (
+        torch.tensor([sum((axis in spec.partition.unreduced) << i for i, axis in enumerate(axes)) for spec in specs])
+        for specs in (sources, targets)
+    )
+    lacks = torch.where((sums[:, None] & ~stay) != 0, whole, lacks) * targets[0].dtype.itemsize
+    blocks_of = [torch.tensor([prod(spec.block_shape) for spec in specs]).clamp(min=1) for specs in (sources, targets)]
+    even = torch.tensor([spec.even for spec in sources])
+    grown = torch.where(even[:, None], (blocks_of[1] // blocks_of[0][:, None]).clamp(min=2), 2)
+    latency, bandwidth = _best_link(mesh, topology)
+    counts, of = grown.unique(return_inverse=True)
+    begun = torch.tensor([_begun(count, latency, topology) for count in counts.tolist()], dtype=torch.float64)[of]
+    trust = torch.tensor([_trust(spec) for spec in targets], dtype=torch.float64)
+    writing = torch.tensor([prod(spec.block_shape) for spec in targets]) * targets[0].dtype.itemsize / topology.memory
+    return torch.where(lacks > 0, begun + lacks * trust / bandwidth + writing, 0.0)
 
 
 def _grown(spec: TensorSpec, target: TensorSpec) -> int:
