@@ -350,6 +350,21 @@ def test_arguments_and_results_that_are_views() -> None:
     assert jit(lambda x: x * 2 if isinstance(x, torch.nn.Parameter) else x)(w).tolist() == [2, 2]
 
 
+def test_writes_into_views_of_results() -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        part = y[1:]
+        part.relu_()
+        return y, part * part
+
+    recorded = jit(f)
+    for _ in range(3):
+        x = torch.tensor([-1.0, -2.0, 3.0]).requires_grad_()
+        y, z = recorded(x)
+        (g,) = torch.autograd.grad((y * y).sum() + z.sum(), x)
+        assert g.tolist() == [-8, 0, 48]
+
+
 def test_inference_mode() -> None:
     recorded = jit(lambda x: x.sin() * 2 + torch.ones(3))
     x = torch.ones(3).requires_grad_()

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.pairs import is_watched
-from fspmd.programs.program import Program
+from fspmd.programs.program import Program, owner
 from fspmd.programs.record import Recorder
 from fspmd.programs.replay import compiled, has_randomness
 from fspmd.programs.schedule import communications
@@ -43,6 +43,7 @@ class Halves(Followed):
     again: Callable[..., list[Tensor]]  # the recorded function itself, of the tensors among its leaves
     draws: bool
     moved: tuple[Communication, ...]  # what backward communicates
+    shared: tuple[int, ...]  # which of what backward needs are views of results, or of what those are views of
 
 
 def differentiated(
@@ -99,7 +100,9 @@ def halves_of(
     make: Callable[..., Callable[..., Any]] = compiled,
 ) -> Halves:
     """Both parts of a program as functions, which ``make`` makes."""
-    kept = program.kept
+    kept, given = program.kept, set(program.results)
+    memory = {owner(node) for node in given}
+    shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
     return Halves(
         facts.closed,
         facts.results,
@@ -112,6 +115,7 @@ def halves_of(
         again,
         any(has_randomness(node) for node in program.steps),
         communications(program.deferred),
+        shared,
     )
 
 
@@ -196,7 +200,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, halves: Halves, *inputs: Tensor) -> Any:
         ctx.drawn = kept_states() if halves.draws else None
         every = halves.forward(*inputs)
-        outs, saved = every[: halves.results], every[halves.results :]
+        outs, saved = every[: halves.results], list(every[halves.results :])
+        for i in halves.shared:  # autograd would take results for new values, and these for views of the old ones
+            saved[i] = saved[i].detach()
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
         ctx.others = [x for x in saved if not isinstance(x, Tensor)]

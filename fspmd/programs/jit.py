@@ -105,8 +105,8 @@ def jit(
             donated one has a gradient, or is given twice.
         RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
             torch (``tolist()``, ``numpy()``, ``print``; there is `debug_print`), writes into tensors that ``f`` closes
-            over, ``backward()`` into ``.grad`` of what was there before, seeds that are set, generators that are no
-            arguments, lists and dicts of the arguments that change.
+            over, ``backward()`` into ``.grad`` of what was there before, seeds that are set, generators that are made
+            within, lists and dicts of the arguments that change.
 
     ``jit(f).lower(*args)`` records and runs nothing: `Lowered` tells what the program is and costs. A `TensorSpec` may
     stand for a `Sharded`, on a mesh without ranks too (``make_mesh(..., transport="abstract")``).
