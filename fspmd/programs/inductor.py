@@ -95,6 +95,7 @@ def _fit(steps: list[fx.Node]) -> set[fx.Node]:
                 isinstance(node.target, torch._ops.OpOverload)
                 and node.target is not torch.ops.aten.as_strided.default  # of a whole storage
                 and is_pure(node.target)
+                and bool(parts)  # else it gives no tensor
                 and all(map(is_left, (*parts, *node.all_input_nodes)))
                 and all(map(is_plain, (*node.args, *node.kwargs.values())))
             )

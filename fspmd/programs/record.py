@@ -220,7 +220,7 @@ class Recorder(RecordingMode):
             self._objects[id(out)] = out, node
         elif isinstance(out, Pending):
             return _Landing(out, node, self)
-        elif out is not None:
+        elif out is not None and type(out) is not bool:  # there is but one True
             self._objects[id(out)] = out, node
         return out
 
