@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
@@ -74,7 +75,7 @@ class Generators:
     def _is_hidden(self, key: int) -> bool:
         """Whether one has the state that it was left with; or was left with earlier, when it was to have the same."""
         one = self.known[key]
-        with outside_transforms(), torch._C.DisableTorchFunction():
+        with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():  # states have values
             was = self.before.get((key, one.initial_seed()))
             if was is None or not torch.equal(was, self.own[key]):
                 return False
