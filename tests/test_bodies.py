@@ -68,6 +68,8 @@ CASES: dict[str, Case] = {
     "cdist of order 1": (lambda x, y: torch.cdist(x, y, 1.0), ((2, 3, 5), (4, 5))),
     "cdist of order 3": (lambda x, y: torch.cdist(x, torch.cat([x[:1], y]), 3.0), ((5, 6), (3, 6))),
     "cdist of order 0": (lambda x, y: (torch.cdist(_tied(x), _tied(y), 0.0), x + 0, y + 0), ((5, 6), (3, 6))),
+    "pdist": (lambda x: (F.pdist(x), F.pdist(x, 3.0), F.pdist(x, math.inf)), ((5, 6),)),
+    "pdist of ties": (lambda x: (F.pdist(_tied(x), 0.0), F.pdist(_tied(x), 1.0)), ((5, 6),)),
     "cdist of order math.inf": (lambda x, y: torch.cdist(x, y, math.inf), ((5, 6), (3, 6))),
     "softmax, backward": (lambda g, y: torch._softmax_backward_data(g, y, 0, g.dtype), ((5, 6), (5, 6))),
     "log_softmax, backward": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +52,42 @@ def test_nothing_is_recorded_of_what_needs_no_communication() -> None:
         total.backward()
     assert not log
     assert str(log) == "nothing is communicated"
+
+
+#: functions, and operands of which the first dim is a batch
+_BATCHES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "searchsorted": (lambda x, y: torch.searchsorted(x.sort(-1).values, y), ((8, 5), (8, 3))),
+    "searchsorted in one row": (lambda x: torch.searchsorted(torch.arange(5.0).double(), x, right=True), ((8, 3),)),
+    "embedding_bag": (lambda x: F.embedding_bag((x > 0).long(), torch.ones(3, 4).double(), mode="sum"), ((8, 3),)),
+    "solve": (torch.linalg.solve, ((8, 3, 3), (8, 3, 2))),
+    "solve for vectors": (lambda x, y: torch.linalg.solve_ex(x, y, check_errors=True)[0], ((8, 3, 3), (8, 3))),
+    "inv": (torch.linalg.inv, ((8, 3, 3),)),
+    "cholesky": (lambda x: torch.linalg.cholesky(x @ x.mT), ((8, 3, 3),)),
+    "lu_factor": (torch.linalg.lu_factor, ((8, 3, 3),)),
+    "bilinear": (lambda x, y: F.bilinear(x, y, torch.ones(2, 4, 5).double()), ((8, 4), (8, 5))),
+    "max_unpool": (lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), ((8, 2, 4, 4),)),
+    "gaussian_nll_loss": (lambda x, y: F.gaussian_nll_loss(x, y, y * y, reduction="none"), ((8, 4), (8, 4))),
+}
+
+
+@pytest.mark.parametrize("name", _BATCHES)
+def test_batches_need_none(name: str) -> None:
+    function, shapes = _BATCHES[name]
+    operands = [put(*shape, spec=P("x")) for shape in shapes]
+    plain = [device_get(x.detach()).requires_grad_() for x in operands]
+    with communication_log() as log:
+        found = function(*operands)
+        first = found[0] if isinstance(found, tuple) else found
+        if first.requires_grad:
+            first.sum().backward()
+    assert str(log) == "nothing is communicated"
+    want = function(*plain)
+    want = want[0] if isinstance(want, tuple) else want
+    torch.testing.assert_close(device_get(first.detach()), want.detach())
+    if want.requires_grad:
+        want.sum().backward()
+        for x, whole in zip(operands, plain, strict=True):
+            torch.testing.assert_close(device_get(x.grad), whole.grad)
 
 
 def test_column_and_row_parallel_layers_cost_one_sum_forward_and_one_backward() -> None:

@@ -20,6 +20,14 @@ def batched(*trailing: int) -> Rule:
     return rule
 
 
+def solved(whole: Whole) -> Factors:
+    """Of matrices and what they are multiplied with: columns (rows, where that stands left), or vectors."""
+    left, (a, b) = whole.argument(2, "left", True), whole.shapes
+    vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+    found, given = ("... 1", "... [p]") if vectors else ("... 1 k", "... [p] k") if left else ("... k 1", "... k [p]")
+    return match(parse(f"... [n] [m], {given} -> {found}, ... 1 1, ... 1, ..."), whole.shapes)
+
+
 def _each(whole: Whole) -> range:
     return range(len(whole.results))
 

@@ -42,6 +42,14 @@ def distances(whole: Whole) -> Factors:
 _DISTANCES: Final = {False: parse("... m [k], ... n [k] -> ... m n"), True: parse("... m 1, ... n 1 -> ... m n")}
 
 
+def distances_within(whole: Whole) -> Factors:
+    """The same between the rows of one matrix."""
+    return match(_WITHIN[whole.argument(1, "p", 2.0) == inf], whole.shapes)
+
+
+_WITHIN: Final = {False: parse("1 [k] -> 1"), True: parse("1 1 -> 1")}
+
+
 def convolution(whole: Whole) -> Factors:
     """aten's: x ``[n, i, ...]``, weight ``[o, i, ...]`` (``[i, o, ...]`` transposed), a bias ``[o]``.
 

@@ -19,8 +19,23 @@ from fspmd.rules.foreach import each_of
 from fspmd.rules.likes import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.sharded import above
+from fspmd.transport.local_tensor import LocalTensor
 
-HANDLERS: Final[dict[str, Handler]] = {**LIKES, **DRAWS, **DROPOUTS, **RESHAPED}
+
+def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
+    """What a factorization tells of its matrices: a rank looks at those it has."""
+    with torch._C.DisableTorchFunction():
+        for block in info.local.shards if type(info.local) is LocalTensor else [info.local]:
+            torch._linalg_check_errors(block, name, is_matrix=is_matrix)
+
+
+HANDLERS: Final[dict[str, Handler]] = {
+    **LIKES,
+    **DRAWS,
+    **DROPOUTS,
+    **RESHAPED,
+    "_linalg_check_errors": _check_errors,
+}
 #: set on `above` later than this
 _ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.grad: lambda: above.gradients,

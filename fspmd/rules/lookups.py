@@ -149,3 +149,26 @@ def taken_whole(whole: Whole) -> Factors:
     """From the whole of x, by the elements of an index of any shape."""
     dims = tuple(range(len(whole.shapes[1])))
     return Factors(((None,) * whole.ndim, dims), (dims,))
+
+
+def searched(whole: Whole) -> Factors:
+    """Places of values in sorted rows: the sums of those in the blocks of a row, but where a sorter names elements."""
+    sorter = whole.kwargs.get("sorter") is not None
+    row = "[b]" if sorter else "b"
+    number = isinstance(whole.argument(1, "input", whole.kwargs.get("self")), (int, float))
+    if number:
+        text = f"{row}, {row} -> " if sorter else f"{row} -> "
+    elif whole.ndim == 1:
+        text = f"{row}, ..., {row} -> ..."
+    else:
+        text = f"... {row}, ... v, ... {row} -> ... v"
+    return match(parse(text), whole.shapes)
+
+
+def embedding_bag(whole: Whole) -> Factors:
+    """Bags of equal size, or one after another, of a table; whole for what looks at all places, or writes."""
+    others = zip((3, 5, 7), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
+    if any(whole.argument(place, name) for place, name in others):
+        return _nothing(whole)
+    text = "n [i], [v] d, n [i] -> n d" if whole.ndim == 2 else "[n], [v] d, [o], [n] -> 1 d"
+    return match(parse(text), whole.shapes)

@@ -42,7 +42,17 @@ def vector_norm(
 @reducing(1, 0, each=True)
 def distances(site: Site, x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
     """One all-reduce of one number per pair of rows forward, none backward."""
-    own: Tensor = torch.ops.aten._cdist_forward.default(x, y, p, mode)
+    return _added_up(site, torch.ops.aten._cdist_forward.default(x, y, p, mode), p)
+
+
+@reducing(1, 0, each=True)
+def distances_within(site: Site, x: Tensor, p: float = 2) -> Tensor:
+    """The same of the rows of one matrix."""
+    return _added_up(site, torch.ops.aten._pdist_forward.default(x, p), p)
+
+
+def _added_up(site: Site, own: Tensor, p: float) -> Tensor:
+    """Distances, from those along the columns of each block."""
     if p == 0:
         return psum(own, site.over(("k",)))
     found = psum(_power(own, p), site.over(("k",)))

@@ -31,10 +31,18 @@ from fspmd.rules import (
     tables,
     views,
 )
-from fspmd.rules.batches import batched, gathered
+from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import COMPOSITES, renormed_embedding
-from fspmd.rules.contractions import convolution, convolution_of_blocks, distances, einsum, matmul, with_added
+from fspmd.rules.contractions import (
+    convolution,
+    convolution_of_blocks,
+    distances,
+    distances_within,
+    einsum,
+    matmul,
+    with_added,
+)
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED
@@ -109,9 +117,9 @@ _CASTS: Final = _names(
     "conj _conj _conj_physical _neg_view resolve_conj resolve_neg real imag alias_copy type_as"
 )
 _GATHERED: Final = _names(
-    "as_strided as_strided_copy as_strided_scatter masked_scatter put searchsorted _pdist_forward segment_reduce "
-    "native_group_norm embedding_bag _ctc_loss nonzero_static hash_tensor max_unpool2d max_unpool3d "
-    "fractional_max_pool2d fractional_max_pool3d _linalg_solve_ex linalg_lstsq linalg_tensorsolve linalg_tensorinv"
+    "as_strided as_strided_copy as_strided_scatter masked_scatter put segment_reduce native_group_norm embedding_bag "
+    "_ctc_loss nonzero_static hash_tensor fractional_max_pool2d fractional_max_pool3d linalg_lstsq linalg_tensorsolve "
+    "linalg_tensorinv"
 )
 _RESHAPES: Final = _names(
     "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
@@ -147,9 +155,10 @@ _BATCHED: Final = {
     },
     **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,)},
     **dict.fromkeys(
-        _names("max_pool2d_with_indices_backward"),
+        _names("max_pool2d_with_indices_backward max_unpool2d"),
         (2,),
     ),
+    "max_unpool3d": (3,),
     "view_as_complex": (1,),
 }
 
@@ -179,6 +188,8 @@ ROWS: Final[dict[str, Row]] = {
     "linalg_cross": Row(elementwise_over(2, "dim", -1)),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
     "_cdist_forward": Row(distances, body=norms.distances),
+    "_pdist_forward": Row(distances_within, body=norms.distances_within),
+    "bilinear": Row(with_added("... i, ... j, o i j -> ... o", 3), "product", empty=False),
     "_trilinear": Row(gathered),
     "sum": Row(reductions.summed, "first"),
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
@@ -245,6 +256,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
+    "_linalg_solve_ex": Row(solved, empty=False),
     "convolution": Row(convolution, "product", local=convolution_of_blocks, empty=False, body=halos.convolution),
     **{f"avg_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
     "max_pool1d": Row(pools.pooled(1), empty=False, body=pools.max_pool(1, places=False)),
@@ -267,12 +279,14 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(lookups.index_put, body=tables.index_put) for name in _names("index_put _unsafe_index_put")},
     "take": Row(lookups.taken_whole),
     "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
+    "searchsorted": Row(lookups.searched),
     "histc": Row(reductions.histogram),
     **{name: Row(gathered) for name in _GATHERED},
 }
 #: of functions that share a name with another
 _OWN: Final[dict[Any, Row]] = {
     F.embedding: Row(lookups.embedding, body=tables.embedding),
+    F.embedding_bag: Row(lookups.embedding_bag, empty=False),
     torch.ops.aten.view.dtype: Row(views.bits),
 }
 
@@ -342,7 +356,7 @@ def is_ragged(func: Any, tensors: int) -> bool:
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
-        "is_same_size _linalg_check_errors "
+        "is_same_size "
         "histogram histogramdd numpy __array__"
     )
 )
