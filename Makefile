@@ -31,6 +31,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/local.py
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/jit.py
+	$(BIN)/python benchmarks/auto_spec.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fspmd needs Python 3.11 or later: make PYTHON=python3.12 ...")'
