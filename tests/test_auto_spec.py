@@ -272,6 +272,52 @@ def test_what_is_predicted_to_be_quicker_sends_less() -> None:
     assert hand[1] < gathered[1]
 
 
+def _step(w: Any, m: Any, x: Any) -> Any:
+    """Of a descent with momentum."""
+    loss, grads = value_and_grad(mlp_loss)(w, x)
+    m = {name: 0.9 * m[name] + grads[name] for name in w}
+    return loss, {name: w[name] - 0.1 * m[name] for name in w}, m
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("shapes", [((64, 8), (8, 64), (256, 64)), ((8, 64), (64, 8), (4, 8))])
+def test_what_is_carried_to_the_next_step_lies_as_it_did(shapes: Any) -> None:
+    up, down, x = shapes
+    w, m = ({"up": meta(*up), "down": meta(*down)} for _ in range(2))
+    values: Any = optree.tree_map(_filled, (w, m, meta(*x)))
+    found = auto_spec(_step, LINE, *values, carried={"1": "w", "2": "m"}, fixed={"x": P("x")}, alternatives=0)
+    placed = device_put(values, found.specs, mesh=LINE)
+    with communication_log() as log:
+        _, *out = found.apply(_step)(*placed)
+    assert sum(one.price.time for one in log) == pytest.approx(found.communication)
+    expected = _step(*values)[1:]
+    assert optree.tree_map(lambda y: y.spec.partition, tuple(out), is_leaf=is_sharded) == found.specs[:2]
+    for got, want in zip(optree.tree_leaves(out, is_leaf=is_sharded), optree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(device_get(got), want)
+
+
+def test_optimizer_states_are_sharded_where_weights_are_not_split() -> None:
+    w, m = ({"up": meta(1024, 4096), "down": meta(4096, 1024)} for _ in range(2))
+    found = auto_spec(_step, LINE, w, m, meta(1 << 16, 1024), carried={"1": "w", "2": "m"}, fixed={"x": P("x")})
+    assert all(spec.axes for spec in optree.tree_leaves(found.specs[1]))
+    whole = auto_spec(_step, LINE, w, m, meta(1 << 16, 1024), carried={"1": "w", "2": "m"}, fixed={"[wm].*": P()})
+    assert found.time < whole.time
+    assert found.memory < whole.memory
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_would_not_fit_is_sharded() -> None:
+    f, args = WHOLE[-1]
+    fixed = {"ids": P("x"), "target": P("x")}
+    free = auto_spec(f, LINE, *args, fixed=fixed, alternatives=0)
+    limit = round(0.9 * free.memory)
+    small = auto_spec(f, LINE, *args, fixed=fixed, memory_limit=limit, alternatives=0)
+    assert small.memory <= limit
+    assert free.time <= small.bound <= small.time
+    by_integers = auto_spec(f, LINE, *args, fixed=fixed, memory_limit=limit, alternatives=0, solver="milp")
+    assert small.bound * (1 - 1e-6) <= by_integers.time <= small.time * (1 + 1e-6)
+
+
 def test_the_function_may_say_how_a_value_lies() -> None:
     def f(w: Any, x: Any) -> Any:
         return with_spec(torch.relu(x @ w), P("x")).sum()
@@ -291,6 +337,10 @@ def test_errors_say_what_to_write() -> None:
         auto_spec(mlp, LINE, *args, fixed={"w.upp": P()})
     with pytest.raises(SpecError, match=r"fixed\['w.up'\] for w.up, of shape \(8, 8\)"):
         auto_spec(mlp, LINE, *args, fixed={"w.up": P("z")})
+    with pytest.raises(ArgumentError, match="carried has '1', which is no result"):
+        auto_spec(mlp, LINE, *args, carried={"1": "x"})
+    with pytest.raises(ArgumentError, match="there is no argument 'w'"):
+        auto_spec(mlp, LINE, *args, carried={"": "w"})
     with pytest.raises(ArgumentError, match="solver='simplex'"):
         auto_spec(mlp, LINE, *args, solver="simplex")
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):

@@ -52,8 +52,10 @@ def short(spec: TensorSpec) -> str:
     return repr(spec).partition(" on ")[0]
 
 
-def applied(f: Callable[..., Any], mesh: Mesh, steps: Sequence[Step]) -> Callable[..., Any]:
-    """``f``, whose calls follow the steps in their order."""
+def applied(
+    f: Callable[..., Any], mesh: Mesh, steps: Sequence[Step], results: Sequence[P | None]
+) -> Callable[..., Any]:
+    """``f``, whose calls follow the steps in their order; where its results must lie, if they must."""
     calls = Calls(mesh)
 
     @functools.wraps(f)
@@ -61,15 +63,15 @@ def applied(f: Callable[..., Any], mesh: Mesh, steps: Sequence[Step]) -> Callabl
         guide = _Guide(calls, steps)
         with instead_of_dispatch(guide.dispatch):
             out = f(*args, **kwargs)
-        return optree.tree_map(_settled, out, is_leaf=is_sharded, none_is_leaf=True)
+        leaves, treedef = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
+        ends = iter(results)
+        return treedef.unflatten([_ended(x, next(ends, None)) if isinstance(x, Sharded) else x for x in leaves])
 
     return run
 
 
-def _settled(x: Any) -> Any:
-    if not isinstance(x, Sharded) or not x.spec.partition.unreduced:
-        return x
-    target = x.spec.with_partition(P(*x.spec.partition))
+def _ended(x: Sharded, partition: P | None) -> Sharded:
+    target = x.spec.with_partition(P(*x.spec.partition) if partition is None else partition)
     return Sharded(redistribute(x.local, x.spec, target), target)
 
 

@@ -13,7 +13,7 @@ import optree
 from fspmd.auto.apply import Step, applied, short
 from fspmd.auto.eliminate import TooWide
 from fspmd.auto.model import Builder
-from fspmd.auto.record import is_value, record
+from fspmd.auto.record import Op, Program, is_value, record
 from fspmd.auto.repeats import Ties, ties
 from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import ArgumentError, MeshError, SpecError
@@ -45,6 +45,8 @@ class Layouts:
     """Key path and layout of each tensor among the arguments."""
     steps: tuple[Step, ...]
     """Each op: how its operands lie, and how they must."""
+    results: tuple[P | None, ...]
+    """How the tensors that are returned must lie: as the arguments of the next call, or None."""
     alternatives: tuple[Layouts, ...] = ()
     """The runners-up, the quickest first: plans in which some argument lies otherwise."""
 
@@ -67,10 +69,11 @@ class Layouts:
     def apply(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """``f`` with intermediate values laid out as was found: operands are moved before each call, as by `reshard`.
 
-        Of results pending sums end. Communication is what was predicted, forward and backward.
+        Of results pending sums end, or they are moved to where the next call has them. Communication is what was
+        predicted, forward and backward.
         Without it each torch function by itself chooses what is cheapest for it alone. Apply it before `jit`.
         """
-        return applied(f, self.mesh, self.steps)
+        return applied(f, self.mesh, self.steps, self.results)
 
 
 def auto_spec(
@@ -78,6 +81,7 @@ def auto_spec(
     mesh: Mesh,
     *args: Any,
     fixed: Mapping[str, P] | None = None,
+    carried: Mapping[str, str] | None = None,
     memory_limit: float | None = None,
     alternatives: int = 3,
     solver: str | None = None,
@@ -98,6 +102,8 @@ def auto_spec(
         args: Its arguments: pytrees of tensors (on any device, "meta" too), `Sharded` or `TensorSpec`, of which only
             shape, dtype and ``requires_grad`` count.
         fixed: Layouts that are given, by glob on key paths: ``{"params.*.w": P("x"), "x": P("x")}``.
+        carried: Results that are arguments of the next call, so that they lie alike, by key paths: of a step that
+            returns ``(loss, params, moments)`` it is ``{"1": "params", "2": "moments"}``.
         memory_limit: Bytes that a rank may hold; what would not fit is sharded though that takes longer. Counted are
             arguments (states of an optimizer among them), their gradients, what ``f`` returns, and what backward
             keeps: operands of products and of functions that are not linear, where they were moved as copies, too.
@@ -132,8 +138,9 @@ def auto_spec(
     program = record(f, mesh, leaves, treedef)
     of_leaves = [name for name, x in zip(names, leaves, strict=True) if is_value(x)]
     numbers = dict(zip(of_leaves, program.leaves, strict=True))
-    known: dict[Any, Any] = {}
     own = {numbers[name]: spec for name, spec in given.items()}
+    _carry(program, carried or {}, numbers, own)
+    known: dict[Any, Any] = {}
 
     def solving(tied: Ties) -> Solver:
         return Solver(Builder(program, topology(), own, tied, known), "elimination" if tied.ops else solver)
@@ -197,13 +204,15 @@ def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any
     tree = treedef.unflatten([next(own).partition if is_value(x) else None for x in leaves])
     steps = tuple(_steps(builder, found))
     named = tuple(zip(names, specs, strict=True))
-    return Layouts(program.mesh, tree, found.time, found.bound, round(found.memory), named, steps)
+    ends = {op.operands[0]: builder.chosen_value(op.results[0], found.chosen) for op in program.ops if op.carried}
+    results = tuple(ends[n].partition if n in ends else None for n in program.outputs)
+    return Layouts(program.mesh, tree, found.time, found.bound, round(found.memory), named, steps, results)
 
 
 def _steps(builder: Builder, found: Found) -> Iterator[Step]:
     """The ops; where the function says how a value lies is none."""
     for i, op in enumerate(builder.program.ops):
-        if op.pinned is None:
+        if op.pinned is None and not op.carried:
             way = builder.chosen_way(i, found.chosen)
             before = tuple(builder.chosen_value(number, found.chosen) for number in op.operands)
             needs, casts = tuple(need.spec for need in way.needs), tuple(need.casts for need in way.needs)
@@ -232,3 +241,25 @@ def _given(fixed: Mapping[str, P], names: Sequence[str], leaves: Sequence[Any], 
                 raise SpecError(f"auto_spec: fixed[{pattern!r}] for {name}, of shape {shapes[name]}: {complaint}")
             found[name] = spec
     return found
+
+
+def _carry(program: Program, carried: Mapping[str, str], leaves: Mapping[str, int], fixed: Mapping[int, P]) -> None:
+    """One more op for each result that is an argument of the next call."""
+    outputs = dict(zip(program.results, program.outputs, strict=True))
+    for result, argument in carried.items():
+        matched = [name for name in outputs if name == result or name.startswith(f"{result}.") or not result]
+        if not matched:
+            raise ArgumentError(f"auto_spec: carried has {result!r}, which is no result{near(result, outputs)}")
+        for name in matched:
+            rest = name.removeprefix(result).strip(".")
+            target = f"{argument}.{rest}" if rest else argument
+            number = leaves.get(target)
+            if number is None or program.values[number] is not program.values[outputs[name]]:
+                given = short(program.values[outputs[name]])
+                raise ArgumentError(
+                    f"auto_spec: carried has {result!r}: {argument!r}, but the result {name!r} is {given}, and there "
+                    f"is no argument {target!r} of that shape and dtype{near(target, leaves)}"
+                )
+            program.ops.append(
+                Op("result", None, (outputs[name],), (number,), frozenset(), fixed.get(number), carried=True)
+            )

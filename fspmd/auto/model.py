@@ -154,8 +154,8 @@ class Builder:
 
     def _ways_of(self, op: Op) -> tuple[Way, ...]:
         values = self.program.values
-        key = op.question, op.followed, op.pinned, *((values[n] for n in op.operands) if op.question is None else ())
-        key = (id(op.question), *key[1:])
+        given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
+        key = id(op.question), op.followed, op.pinned, op.carried, given
         if key not in self.tables:
             self.tables[key] = ways(op, values, self.topology)
         found: tuple[Way, ...] = self.tables[key]
@@ -221,12 +221,13 @@ class Builder:
     def _remember(self) -> None:
         """What each value takes: its place in memory, the sums of its gradients, and pending sums that must end."""
         written = {number for number, _ in self.program.written}
+        ending = {*self.program.outputs} - {n for op in self.program.ops if op.carried for n in op.operands}
         for number in range(len(self.program.values)):
             variable = self.of_value[number]
             laid: tuple[Laid, ...] = self.model.choices[variable]
             times = 0 if number in written or number in self.program.constants else self._held(number)
             memory = [float(times * size(one.spec)) for one in laid]
-            time = [self._settled(one.spec) if number in self.program.outputs else 0.0 for one in laid]
+            time = [self._settled(one.spec) if number in ending else 0.0 for one in laid]
             if number not in self._homes:
                 time = [t + self._sum(one) for t, one in zip(time, laid, strict=True)]
             self.model.own[variable] += Cost(

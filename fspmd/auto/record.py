@@ -38,7 +38,8 @@ from fspmd.transport.local_tensor import LocalTensor
 class Op:
     """One call: what its rule asks, the numbers of the values it reads and makes, and which operands have gradients.
 
-    Without a question the operands are whole (``pinned`` is None), or the one operand is moved to a layout.
+    Without a question its operands are whole; or the one operand is ``pinned``, moved to a layout; or it is ``carried``
+    to the layout of what the op seems to make, an argument: that of the next call.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Op:
     results: tuple[int, ...]
     followed: frozenset[int]
     pinned: P | None = None
+    carried: bool = False
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class Program:
     ops: list[Op] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)  # the tensors among the arguments
     outputs: list[int] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)  # the key path of each output
     constants: set[int] = field(default_factory=set)  # that are whole on every rank
     gradients: list[tuple[int, int]] = field(default_factory=list)  # and of what; they lie as that does
     written: list[tuple[int, int]] = field(default_factory=list)  # results that are an operand, and which
@@ -223,8 +226,10 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
         ) from error
     finally:
         watch_with(None)
-    found = optree.tree_leaves(out, is_leaf=is_sharded)
+    paths, found, _ = optree.tree_flatten_with_path(out, is_leaf=is_sharded)
     by.program.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
+    named = zip(paths, found, strict=True)
+    by.program.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
     return by.program
 
 

@@ -54,6 +54,8 @@ def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way,
     """Of one op of a program."""
     if op.question is not None:
         return _ways(op.question, op.followed, topology)
+    if op.carried and op.pinned is None:
+        return tuple(Way((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
     specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
     if op.pinned is not None:
         specs = [spec.with_partition(op.pinned) for spec in specs]
