@@ -63,13 +63,16 @@ def arguments() -> tuple[Any, ...]:
     return [dict(one) for _ in range(LAYERS)], spec((BATCH, LENGTH, WIDTH), ACTIVATIONS)
 
 
+FIRST = ("equal_steps", "rewrites", "dead_code")
+AHEAD = Overlap(overtake=True)
 SETS: dict[str, tuple[Any, ...]] = {
     "none": (),
-    "default": ("equal_steps", "rewrites", "dead_code"),
-    "+ coalesce": ("equal_steps", "rewrites", "dead_code", "coalesce"),
-    "+ overlap": ("equal_steps", "rewrites", "dead_code", "coalesce", Overlap()),
-    "+ chunked": ("equal_steps", "rewrites", "dead_code", "chunked", "coalesce", Overlap()),
-    "+ recompute 2 GiB": ("equal_steps", "rewrites", "dead_code", Recompute(2 << 30), "chunked", "coalesce", Overlap()),
+    "default": FIRST,
+    "and coalesce": (*FIRST, "coalesce"),
+    "and overlap": (*FIRST, "coalesce", "overlap"),
+    "which overtakes": (*FIRST, "coalesce", AHEAD),
+    "and chunked": (*FIRST, "chunked", "coalesce", AHEAD),
+    "and recompute": (*FIRST, Recompute(256 << 20, collectives=True), "chunked", "coalesce", AHEAD),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_wait
+from fspmd.programs.calls import Routed, add_begun, add_wait, is_alike, is_collective, is_wait
 from fspmd.programs.passes.memory import in_flight, is_view, wait_of
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
@@ -27,26 +27,30 @@ class Overlap:
     """Issue early, wait late: at no time are more bytes of results under way than ``budget``.
 
     Collectives begin in the order in which they did, so all ranks begin them in one order. One that has nothing to
-    compute meanwhile, or that does not fit the budget, stays a single step.
+    compute meanwhile, or that does not fit the budget, stays a single step. With ``overtake=True`` they may begin
+    before others, as gathers of the next layer's weights do; that is for functions whose Python takes the same way on
+    all ranks, and on meshes with uneven blocks the order stays.
     """
 
     budget: float = 1 << 29
+    overtake: bool = False
 
     def __call__(self, program: Program) -> int:
         """How many more collectives are under way while something is computed."""
         nodes = list(program.graph.nodes)
-        flights = _Schedule(nodes, dependencies(program), self.budget).flights
+        made = _Schedule(nodes, dependencies(program), self.budget, self.overtake)
+        flights, views = made.flights, made.moved
         parts: dict[int, list[tuple[int, fx.Node]]] = {}
-        elsewhere = set()
+        for view in filter(views.__contains__, nodes):
+            parts.setdefault(views[view][0], []).append((views[view][1], view))
         for flight in flights:
             begun, wait = _split(flight.node)
-            parts.setdefault(flight.begin[0], []).extend((flight.begin[1], step) for step in (*flight.views, begun))
+            parts.setdefault(flight.begin[0], []).append((flight.begin[1], begun))
             parts.setdefault(flight.wait[0], []).append((flight.wait[1], wait))
-            elsewhere.update(flight.views)
         order: list[fx.Node] = []
         for i, node in enumerate(nodes):
             order += [step for _, step in sorted(parts.get(i, ()), key=itemgetter(0))]
-            if node not in elsewhere:
+            if node not in views:
                 order.append(node)
         for one, other in pairwise(order):
             if one.next is not other:
@@ -71,11 +75,12 @@ class _Schedule:
     nodes: Sequence[fx.Node]
     before: dict[fx.Node, set[fx.Node]]
     budget: float
+    overtake: bool
     flights: list[_Flight] = field(default_factory=list)
+    moved: dict[fx.Node, Place] = field(default_factory=dict)  # views that are taken when they are needed
     _index: dict[fx.Node, int] = field(default_factory=dict)
     _needed: dict[fx.Node, int] = field(default_factory=dict)  # by which step first
     _landed: dict[fx.Node, Place] = field(default_factory=dict)  # from where on the results of flights are there
-    _moved: set[fx.Node] = field(default_factory=set)  # views
     _load: list[float] = field(default_factory=list)  # bytes under way during each step
 
     def __post_init__(self) -> None:
@@ -92,15 +97,17 @@ class _Schedule:
         for i, node in enumerate(self.nodes):
             if not is_collective(node) or not moves(node.meta["call"].pair.kernel):
                 continue
-            flight = self._flight(node, last) if _can_fly(node) else None
+            overtakes = self.overtake and is_alike(node.meta["call"])
+            flight = self._flight(node, (0, _BEGIN) if overtakes else last) if _can_fly(node) else None
             if flight is None or work[flight.wait[0]] == work[flight.begin[0]]:
-                last = i + 1, _BEGIN
+                last = max(last, (i + 1, _BEGIN))
                 continue
             self.flights.append(flight)
-            self._moved.update(flight.views)
+            for view in flight.views:
+                self.moved[view] = min(flight.begin, self.moved.get(view, flight.begin))
             self._landed[node] = flight.wait[0], _AFTER_WAIT
             self._fly(flight.begin[0], flight.wait[0], node.meta["value"].nbytes)
-            last = flight.begin
+            last = max(last, flight.begin)
 
     def _fly(self, begin: int, wait: int, nbytes: int) -> None:
         for i in range(begin, wait):
@@ -115,7 +122,7 @@ class _Schedule:
             begin -= 1
         if begin > here or wait <= here:
             return None
-        views = [one for one in self._views_of(node) if self._index[one] >= begin]
+        views = [one for one in _views_of(node) if self._index[one] >= begin]
         return _Flight(node, views, max(earliest, (begin, _BEGIN)), (wait, _WAIT))
 
     def _ready(self, node: fx.Node) -> Place:
@@ -126,13 +133,11 @@ class _Schedule:
             return max([(0, _BEGIN), *map(self._ready, self.before[node])])
         return self._index[node] + 1, _BEGIN
 
-    def _views_of(self, node: fx.Node) -> list[fx.Node]:
-        """The views that an operand is made by, in order."""
-        found: list[fx.Node] = []
-        for one in node.all_input_nodes:
-            if _is_moved_along(one) and one not in self._moved:
-                found += [*self._views_of(one), one]
-        return list(dict.fromkeys(found))
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """The views that an operand is made by."""
+    views = [one for one in node.all_input_nodes if _is_moved_along(one)]
+    return list(dict.fromkeys([one for view in views for one in (*_views_of(view), view)]))
 
 
 def _can_fly(node: fx.Node) -> bool:
