@@ -115,9 +115,11 @@ def test_peak(name: str) -> None:
             torch.testing.assert_close(device_get(x), device_get(y))
     plain, donated = peaks
     assert plain <= eager
-    whole = N * N * 4
-    # of 4 or 8 new matrices hardly one is there beside the old ones; gradients take their place as it is
-    assert donated <= plain - whole * (0 if f is train else 2.5)
+    whole = N * N * 4 * 1.01
+    if f is train:  # gradients need as much as new weights, which take their place as it is
+        assert donated <= plain
+    else:  # new values take the place of the old ones; the product beside them is all there is
+        assert donated <= whole < plain / 4
 
 
 USES: dict[str, Function] = {
@@ -172,6 +174,22 @@ def test_views_of_donated_tensors_stay_what_they_are() -> None:
         assert alias.tolist() == [0, 1, 2, 3]
         assert out[2].data_ptr() == alias[1:].data_ptr()
         assert repr(first) == "<a tensor of shape (4,), donated as state['w'][0] of <lambda>>"
+
+
+def test_views_of_blocks_stay_what_they_are() -> None:
+    step = jit(lambda x: (x * 2).exp() + 1, donate_argnums=0)
+    apart = fspmd.shard_map(lambda x: fspmd.pcast(x, "x", to="varying"), mesh=MESH, in_specs=P(), out_specs=P("x"))
+    plain = torch.arange(6.0)
+    for _ in range(3):
+        for made in (
+            lambda: (x := device_put(plain, P("x"), mesh=MESH), fspmd.Sharded(x.local.detach(), x.spec)),
+            lambda: (x := device_put(plain, P(), mesh=MESH), apart(x)),
+            lambda: (apart(x := device_put(plain, P(), mesh=MESH)), x),
+        ):
+            x, other = made()
+            before, given = device_get(other).clone(), device_get(x).clone()
+            torch.testing.assert_close(device_get(step(x)), (given * 2).exp() + 1)
+            assert torch.equal(device_get(other), before)
 
 
 def test_what_autograd_has_saved_stays_what_it_is() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, DonationError
 from fspmd.programs.arguments import Chosen
+from fspmd.programs.reuse import own
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten, leaf_paths, parameter_names
 
@@ -68,6 +69,7 @@ class Donation:
 
     places: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    written: frozenset[int] = frozenset()  # those that a replay writes results into
 
     def __bool__(self) -> bool:
         return bool(self.places)
@@ -86,7 +88,8 @@ class Donation:
                     f"jit was given the tensor donated as {name} as another argument, too; pass x.clone()"
                 )
         for place, name in zip(self.places, self.names, strict=True):
-            found[place] = [give_away(values[place], name)]
+            kept = give_away(values[place], name)
+            found[place] = [own(kept) if place in self.written else kept]  # a list, so that nobody else holds it
         return found
 
 

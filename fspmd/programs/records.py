@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.record import is_as, memory_of
 from fspmd.programs.replay import below_autograd, taken
+from fspmd.programs.reuse import reuse
 from fspmd.programs.schedule import communications
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -137,6 +138,7 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     """What replays a program."""
     program, halves = found.program, None
     if found.followed is None:
+        donation = replace(donation, written=reuse(found, donation.places)) if donation else donation
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
         run = below_autograd(make(program.steps, inputs, program.results, program.constants, donated))

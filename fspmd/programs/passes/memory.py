@@ -119,18 +119,19 @@ def written(node: fx.Node) -> list[fx.Node]:
         given = [(a, x) for a, x in zip(arguments, node.args, strict=False)]
         given += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
         return [x for a, value in given if a.alias_info is not None and a.alias_info.is_write for x in _nodes_in(value)]
-    return list(node.all_input_nodes) if _is_unknown(node) else []
+    return list(node.all_input_nodes) if is_unknown(node) else []
 
 
 def _shares(node: fx.Node) -> Iterable[fx.Node]:
     """Other values in whose memory the result of a step may lie."""
     found = [owner(node)]
-    if _is_unknown(node) or node.target in (LocalTensor, shard_of, operator.getitem):  # several tensors
+    if is_unknown(node) or node.target in (LocalTensor, shard_of, operator.getitem):  # several tensors
         found += node.all_input_nodes
     return found
 
 
-def _is_unknown(node: fx.Node) -> bool:
+def is_unknown(node: fx.Node) -> bool:
+    """Whether nothing says what a step writes into."""
     if node.op != "call_function" or is_aten(node) or is_collective(node) or getattr(node.target, "reads", False):
         return False
     return bool(node.meta.get("effect")) or hasattr(node.target, "_schema")

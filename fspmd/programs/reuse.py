@@ -1,0 +1,94 @@
+"""Results written into the memory of donated arguments, where nobody reads those anymore."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.programs.capture import Capture
+from fspmd.programs.passes.memory import is_unknown
+from fspmd.programs.program import owner
+from fspmd.programs.record import shard_of
+from fspmd.transport.local_tensor import LocalTensor
+
+aten: Final = torch.ops.aten
+#: functions of elements that have a form which writes its result into the first argument
+IN_PLACE: Final[dict[Any, Any]] = {
+    getattr(getattr(aten, name), kind): getattr(getattr(aten, f"{name}_"), kind)
+    for names, kinds in (
+        (("add", "sub", "mul", "div"), ("Tensor", "Scalar")),
+        (("addcmul", "addcdiv", "clamp", "exp", "neg", "relu", "sigmoid", "sqrt", "tanh"), ("default",)),
+        (("lerp",), ("Tensor", "Scalar")),
+    )
+    for name in names
+    for kind in kinds
+}
+
+
+def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
+    """Have steps write into donated arguments instead of making new tensors; which arguments are written into.
+
+    A step may, if it is the last that reads the memory of its first operand, which is the whole argument, and its
+    result is like it. Memory that others hold, too, is copied first (`own`), so that they see none of it.
+    """
+    program = captured.program
+    place = {node: i for i, node in enumerate(program.graph.nodes)}
+    for i in places:
+        argument, leaf = program.inputs[i], captured.leaves[i]
+        if not _is_dense(leaf) or leaf.requires_grad:
+            continue
+        here = argument
+        while (step := _last(here, argument, place)) is not None and _fits(step, here):
+            step.target = IN_PLACE[step.target]
+            step.meta["memory"] = argument
+            step.meta["reuses"] = True
+            here = step
+    written = {owner(node) for node in place if node.meta.get("reuses")}  # now, or when it was compiled before
+    return frozenset(i for i in places if program.inputs[i] in written)
+
+
+def _is_dense(x: Tensor) -> bool:
+    return all(shard.is_contiguous() for shard in (x.shards if type(x) is LocalTensor else [x]))
+
+
+def _last(here: fx.Node, argument: fx.Node, place: dict[fx.Node, int]) -> fx.Node | None:
+    """The last step that reads the memory of an argument, if it reads the value ``here`` itself."""
+    views = [node for node in place if owner(node) is argument]
+    readers = sorted({user for node in views for user in node.users}, key=place.__getitem__)
+    odd = any(is_unknown(user) or user.target in (LocalTensor, shard_of) or user.op == "output" for user in readers)
+    if not readers or odd or here not in readers[-1].all_input_nodes:
+        return None
+    return readers[-1]
+
+
+def _fits(step: fx.Node, here: fx.Node) -> bool:
+    """Whether the result of a step may lie where its first operand does."""
+    mine = owner(here)
+    return (
+        step.target in IN_PLACE
+        and step.args[0] is here
+        and all(x is here or owner(x) is not mine for x in step.all_input_nodes)
+        and step.meta.get("value") == here.meta.get("value")
+        and step.meta.get("held", False) == here.meta["held"]
+    )
+
+
+def own(x: Tensor) -> Tensor:
+    """A tensor that was given away, if nobody else holds its memory; else a copy."""
+    if type(x) is not LocalTensor:
+        return x if _is_alone(x) else x.detach().clone()
+    held = all(sys.getrefcount(shard) <= _HELD and _is_alone(shard) for shard in x.shards)
+    return x if held and not x.borrowed else x.detach().clone()
+
+
+_HELD: Final = 3  # by the list, the loop, and the call
+
+
+def _is_alone(x: Tensor) -> bool:
+    storage = x.untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    return uses <= 2 and x._use_count() == 1  # type: ignore[attr-defined]
