@@ -25,6 +25,7 @@ from fspmd import (
     communication_log,
     device_get,
     device_put,
+    functional_call,
     jit,
     make_mesh,
     set_topology,
@@ -324,6 +325,42 @@ def test_the_function_may_say_how_a_value_lies() -> None:
 
     found = auto_spec(f, LINE, meta(256, 256), meta(1 << 16, 256))
     assert found.specs == (P(None, None), P("x", None))
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_value_that_is_said_to_be_whole_is_whole() -> None:
+    def f(w: Any, x: Any) -> Any:
+        return with_spec(torch.relu(x @ w), P()).sum()
+
+    values: Any = optree.tree_map(_filled, (meta(8, 8), meta(256, 8)))
+    found = auto_spec(value_and_grad(f), LINE, *values)
+    with communication_log() as log:
+        found.apply(value_and_grad(f))(*device_put(values, found.specs, mesh=LINE))
+    assert sum(one.price.time for one in log) == pytest.approx(found.communication)
+    assert any(one.kind != "psum_unreduced" for one in log)  # it was sharded before, and is gathered
+
+
+@pytest.mark.usefixtures("slow")
+def test_ops_of_many_kinds_run_as_was_found() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)).double()
+    weights = {name: x.detach() for name, x in module.named_parameters()}
+
+    def f(p: Any, w: Any, x: Any) -> Any:
+        h = F.conv1d(x, w, padding=1)
+        parts = torch.cat([h, 2 * h], 1).split(4, 1)
+        y = functional_call(module, p, sum(part.sin() for part in parts))
+        return torch.einsum("btd,bsd->bts", y, y).softmax(-1)[:, 1:].var(0).sum() + sum(part.mean() for part in parts)
+
+    torch.manual_seed(0)
+    args: Any = (weights, torch.randn(6, 4, 3, dtype=torch.float64), torch.randn(16, 4, 8, dtype=torch.float64))
+    found = auto_spec(value_and_grad(f), LINE, *args)
+    placed = device_put(args, found.specs, mesh=LINE)
+    with communication_log() as log:
+        out = found.apply(value_and_grad(f))(*placed)
+    expected = optree.tree_leaves(value_and_grad(f)(*args))
+    for got, want in zip(optree.tree_leaves(out, is_leaf=is_sharded), expected, strict=True):
+        torch.testing.assert_close(device_get(got), want)
+    assert sum(one.price.time for one in log) == pytest.approx(found.communication, rel=0.01)
 
 
 def test_specs_stand_in_for_tensors() -> None:

@@ -23,6 +23,8 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 
+_AHEAD = 4  # steps that may be left out: what is recorded of whole values may be less of such that are no sums yet
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -88,22 +90,29 @@ class _Guide:
         asked = self.calls.ask(func, args, kwargs)
         if asked.run is not None:
             return asked.run(args, kwargs)
-        name = shown(func)
-        if self.at < len(self.steps) and self.steps[self.at].name == name:
-            step = self.steps[self.at]
-            self.at += 1
-            if asked.question is not None:
-                operands = operands_of(asked.question, args, kwargs)
-                places = [place for place, _ in asked.question.operands]
-                rows = zip(places, operands, step.needs, step.casts, strict=True)
-                moved = {at: _moved(x, need, axes) for at, x, need, axes in rows if isinstance(x, Sharded)}
-                args, kwargs = _replaced(args, kwargs, moved)
+        if asked.question is None:
+            self._next(shown(func), None)
+            return self.plain(func, types, args, kwargs)
+        operands = operands_of(asked.question, args, kwargs)
+        step = self._next(shown(func), [tuple(x.shape) for x in operands])
+        if step is not None:
+            places = [place for place, _ in asked.question.operands]
+            rows = zip(places, operands, step.needs, step.casts, strict=True)
+            moved = {at: _moved(x, need, axes) for at, x, need, axes in rows if isinstance(x, Sharded)}
+            args, kwargs = _replaced(args, kwargs, moved)
         return self.plain(func, types, args, kwargs)
+
+    def _next(self, name: str, shapes: list[tuple[int, ...]] | None) -> Step | None:
+        """The step of a call, if one of the next is of that name and of operands of those shapes."""
+        for at in range(self.at, min(self.at + _AHEAD, len(self.steps))):
+            step = self.steps[at]
+            if step.name == name and (shapes is None or [spec.shape for spec in step.needs] == shapes):
+                self.at = at + 1
+                return step
+        return None
 
 
 def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
-    if x.shape != need.shape:
-        return x  # it is another call
     target = x.spec.with_partition(need.partition)
     if target is x.spec:
         return x

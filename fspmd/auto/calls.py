@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import optree
+import torch
+from torch import Tensor
 
 from fspmd.global_view.dispatch import hashable
 from fspmd.global_view.planning import gathered, places_of, plan_call
@@ -15,7 +17,7 @@ from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.likes import LIKES
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P
 
 #: functions that draw or make values of the shape of an operand, as which they lie
@@ -48,6 +50,8 @@ class Calls:
         return self._known[key]
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+        if func is Tensor.__radd__ and type(args[1]) is int and not args[1] and args[0].dtype is not torch.bool:
+            return Asked(run=_copied)  # Python's sum starts so, for which no pending sum ends
         if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
             return Asked()
         plan = plan_call(func, args, kwargs)
@@ -55,6 +59,10 @@ class Calls:
             gathers = getattr(plan.whole, "func", None) is gathered
             return Asked(gathers=True) if gathers else Asked(run=plan.whole)
         return Asked(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
+
+
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return above.dispatch(Tensor.clone, (), args[:1], {})
 
 
 def whole_of(x: Sharded) -> Sharded:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fspmd.auto.calls import Calls, operands_of
 from fspmd.body import state
-from fspmd.errors import FspmdError, RecordError
+from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.dispatch import instead_of_dispatch
 from fspmd.global_view.outcomes import on_meta
@@ -26,6 +26,7 @@ from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
+from fspmd.placing.reshard import telling
 from fspmd.rules import Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_sharded
@@ -112,6 +113,17 @@ class Recorder(TorchDispatchMode):
             self._moved[number, partition] = moved
         return self._moved[number, partition]
 
+    def told(self, x: Sharded, target: TensorSpec) -> Sharded:
+        """The function itself says how a value lies."""
+        if target.mesh != self.program.mesh:
+            raise RecordError(f"auto_spec cannot record a move of {x!r} to {target.mesh!r}; it solves for one mesh")
+        moved = self.value(x.shape, x.dtype, x.requires_grad and torch.is_grad_enabled())
+        followed = frozenset((0,) if moved.requires_grad else ())
+        self.program.ops.append(
+            Op("with_spec", None, (self.number(x),), (self.number(moved),), followed, target.partition)
+        )
+        return moved
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
@@ -189,7 +201,13 @@ class Recorder(TorchDispatchMode):
     def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call on whole operands."""
         numbers = tuple(self.number(x) for x in tensors_of(args, kwargs))
-        out: Any = gathered(func, args, kwargs)
+        try:
+            out: Any = gathered(func, args, kwargs)
+        except ArgumentError as error:
+            raise RecordError(
+                f"auto_spec cannot record {shown(func)}: what it gives, or its shape, depends on values; leave it out "
+                "of the function"
+            ) from error
         values = [x for x in optree.tree_leaves(out, is_leaf=is_sharded) if isinstance(x, Sharded)]
         for x in values:
             self._numbers[_memory(x.local)] = len(self.program.values)
@@ -216,7 +234,7 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
         raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
     watch_with(by.watched)
     try:
-        with by, instead_of_dispatch(by.dispatch):
+        with by, instead_of_dispatch(by.dispatch), telling(by.told):
             out = f(*treedef.unflatten(given))
     except FspmdError:
         raise

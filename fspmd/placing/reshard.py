@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +71,7 @@ def with_spec(tree: Any, specs: Any) -> Any:
 
 
 def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
-    if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None:  # the common case, quickly
+    if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None and _told is None:
         target = _target(tree.spec, specs)
         if target is not None and target.mesh.coordinate() is not None:
             return Sharded(redistribute(tree.local, tree.spec, target), target)
@@ -82,6 +84,20 @@ def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
     return treedef.unflatten(moved)
 
 
+_told: Callable[[Sharded, TensorSpec], Sharded] | None = None
+
+
+@contextmanager
+def telling(told: Callable[[Sharded, TensorSpec], Sharded]) -> Iterator[None]:
+    """While the block runs, ``told`` has the `Sharded` that are to lie in some way, and gives what they become."""
+    global _told
+    _told = told
+    try:
+        yield
+    finally:
+        _told = None
+
+
 @functools.lru_cache(maxsize=8192)
 def _target(source: TensorSpec, partition: P) -> TensorSpec | None:
     """The same tensor under another partition, None where it does not fit."""
@@ -91,7 +107,9 @@ def _target(source: TensorSpec, partition: P) -> TensorSpec | None:
 def _moved(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
     target = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, Sharded):
-        return Sharded(redistribute(leaf.local, leaf.spec, target), target)
+        return (
+            _told(leaf, target) if _told is not None else Sharded(redistribute(leaf.local, leaf.spec, target), target)
+        )
     return Sharded(to_blocks(leaf.to(mesh.device), target), target)
 
 
