@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import optree
 import pytest
 import torch
+from global_programs import leaf, program, run
 from processes import Processes
 from simulated import MESH
 from torch import Tensor
@@ -20,6 +22,7 @@ from fspmd import ArgumentError, DonationError, P, device_get, device_put, jit
 from fspmd.transport.local_tensor import LocalTensor
 
 Function = Callable[..., Any]
+FULL = os.environ.get("FSPMD_FULL") == "1"
 N = 64
 
 
@@ -255,3 +258,24 @@ def _on_processes() -> None:
 def test_on_processes() -> None:
     with Processes(2) as pool:
         pool.run(_on_processes, seconds=60)
+
+
+@pytest.mark.parametrize("seed", range(400 if FULL else 10))
+def test_chains_of_torch_calls_on_donated_values(seed: int) -> None:
+    written = program(seed)
+    mesh = fspmd.make_mesh(written.axes, ("x", "y")[: len(written.axes)], transport="simulation")
+    step = jit(lambda *leaves: run(written, list(leaves)), donate_argnums=tuple(range(len(written.leaves))))
+    with torch.no_grad():
+        for _ in range(3):
+            mine = [device_put(leaf(i, shape), spec, mesh=mesh) for i, (shape, spec) in enumerate(written.leaves)]
+            copies = [x.clone() for x in mine]
+            kept = [fspmd.Sharded(x.local.detach(), x.spec) for x in mine[::2]]  # others hold the memory of some
+            try:
+                expected = run(written, copies)
+            except fspmd.VarianceError:
+                return
+            values = [device_get(x).clone() for x in copies]
+            for one, two in zip(step(*mine), expected, strict=True):
+                torch.testing.assert_close(device_get(one), device_get(two), equal_nan=True)
+            for one, two in zip(kept, values[::2], strict=True):
+                torch.testing.assert_close(device_get(one), two, equal_nan=True)
