@@ -679,3 +679,24 @@ def test_public_functions_reach_the_aten_function_that_was_recorded(name: str) -
         callable_of(target)(*args)
     assert seen.names == [name]
     assert callable_of(target) is not target._op
+
+
+_CHECKED: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
+    "inv": (lambda x: torch.linalg.inv(x + torch.eye(3)), (4, 3, 3)),
+    "inv of a plain tensor": (lambda x: x @ torch.linalg.inv(device_get(x)[2] + torch.eye(3)), (4, 3, 3)),
+    "bernoulli": (lambda x: torch.bernoulli(x + 1), (4, 3)),
+    "multinomial": (lambda x: torch.multinomial(x + 1, 2), (4, 3)),
+    "gaussian_nll_loss": (lambda x: F.gaussian_nll_loss(x, x, x + 1), (4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", _CHECKED)
+def test_values_are_checked_in_every_replay(name: str) -> None:
+    function, shape = _CHECKED[name]
+    recorded = jit(function)
+    x, bad = torch.zeros(shape), torch.zeros(shape)
+    bad[2] = -torch.eye(3) if len(shape) == 3 else -2.0
+    for _ in range(2):
+        recorded(device_put(x, P("x"), mesh=MESH))
+    with pytest.raises((ArgumentError, torch.linalg.LinAlgError)):
+        recorded(device_put(bad, P("x"), mesh=MESH))

@@ -20,7 +20,7 @@ from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.random.poisson import counts
 from fspmd.rules.likes import Handler, Value, drawn_like, settle
-from fspmd.rules.values import all_fit
+from fspmd.rules.values import check_values
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
@@ -90,8 +90,7 @@ def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> 
 
 
 def _check_each(name: str, parameter: str, values: Any, fits: Callable[[Any], Any], bounds: str) -> None:
-    if not all_fit(values, fits):
-        raise ArgumentError(f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
+    check_values(values, fits, f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
 
 
 _LAWS: Final[dict[str, Callable[..., tuple[Law, Then]]]] = {

@@ -18,15 +18,13 @@ from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.foreach import each_of
 from fspmd.rules.likes import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
+from fspmd.rules.values import check_matrices
 from fspmd.sharded import above
-from fspmd.transport.local_tensor import LocalTensor
 
 
 def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
     """What a factorization tells of its matrices: a rank looks at those it has."""
-    with torch._C.DisableTorchFunction():
-        for block in info.local.shards if type(info.local) is LocalTensor else [info.local]:
-            torch._linalg_check_errors(block, name, is_matrix=is_matrix)
+    check_matrices(info.local, name, is_matrix)
 
 
 HANDLERS: Final[dict[str, Handler]] = {

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fspmd.errors import ShapeError
 from fspmd.rules.factors import Factors
 from fspmd.rules.reductions import along
-from fspmd.rules.values import all_fit
+from fspmd.rules.values import check_values
 from fspmd.rules.whole import Whole
 from fspmd.sharded import Sharded, above
 
@@ -53,8 +53,7 @@ def gaussian(x: Any, target: Any, var: Any, eps: float, full: bool) -> Any:
 def _gaussian_nll(x: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
     if isinstance(var, float):
         var = torch.full_like(x, var)
-    if not all_fit(var < 0, torch.logical_not):
-        raise ValueError("var has negative entry/entries")
+    check_values(var < 0, torch.logical_not, "gaussian_nll_loss got var with negative entries; give it variances")
     if var.shape != x.shape:
         if var.shape == x.shape[:-1]:
             var = var.unsqueeze(-1)

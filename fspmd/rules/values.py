@@ -1,4 +1,8 @@
-"""Whether values are such as a function takes, as far as a rank can tell."""
+"""Whether values are such as a function takes, as far as a rank can tell.
+
+Of values cut over ranks a rank looks at its own block, as torch does with places out of range. To ask all ranks would
+be a collective in every call, and a wait for its answer.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.sharded import is_sharded
+from fspmd.tracing import reading
 from fspmd.transport.local_tensor import LocalTensor
 
 
-def all_fit(values: Any, fits: Callable[[Any], Any]) -> bool:
-    """Of values cut over ranks a rank looks at its own block, as torch does with places out of range.
-
-    To ask all ranks would be a collective in every call, and a wait for its answer. Pending sums are not looked at.
-    """
+def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
+    """Raises `ArgumentError` with a message where some do not fit. Pending sums are not looked at."""
     if is_sharded(values):
         values = None if values.spec.partition.unreduced else values.local
     if isinstance(values, (int, float)):
         values = torch.tensor(values)
-    if not isinstance(values, Tensor):
-        return True
-    good = fits(values.detach())
-    return all(bool(block.all()) for block in (good.shards if type(good) is LocalTensor else [good]))
+    if isinstance(values, Tensor):
+        _require(fits(values.detach()), message)
+
+
+@reading
+def _require(good: Tensor, message: str) -> None:
+    if not all(bool(block.all()) for block in _blocks(good)):
+        raise ArgumentError(message)
+
+
+@reading
+def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
+    """Raises what torch makes of numbers by which a factorization tells that its matrices are singular."""
+    with torch._C.DisableTorchFunction():
+        for block in _blocks(info):
+            torch._linalg_check_errors(block, name, is_matrix=is_matrix)
+
+
+def _blocks(x: Tensor) -> list[Tensor]:
+    return x.shards if type(x) is LocalTensor else [x]

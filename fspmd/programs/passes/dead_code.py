@@ -37,4 +37,6 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return bool(node.meta.get("effect"))
-    return draws(target) or (target.namespace != "aten" and not is_pure(target))
+    schema = target._schema
+    checks = not schema.returns and not schema.is_mutable
+    return checks or draws(target) or (target.namespace != "aten" and not is_pure(target))
