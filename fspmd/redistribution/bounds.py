@@ -32,7 +32,7 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     speeds = sorted({link.bandwidth for link in links.values()})
     islands = [frozenset(axis for axis, link in links.items() if link.bandwidth > speed) for speed in speeds]
     latency = min((link.latency for link in links.values()), default=0.0)
-    scale = target.dtype.itemsize * _trust(target)
+    scale = target.dtype.itemsize
     lacked_by = [_lacked_by(target, island) for island in islands]
 
     @functools.cache
@@ -53,7 +53,7 @@ def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
     if not lacks:
         return 0.0
     latency, bandwidth = _best_link(spec.mesh, topology)
-    return _begun(_grown(spec, target), latency, topology) + float(lacks * _trust(target) / bandwidth)
+    return _begun(_grown(spec, target), latency, topology) + float(lacks / bandwidth)
 
 
 def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> Tensor:
@@ -109,12 +109,6 @@ def _best_link(mesh: Mesh, topology: Topology) -> tuple[float, float]:
     """The least latency and the greatest bandwidth along any axis."""
     links = [topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1]
     return min(link.latency for link in links), max(link.bandwidth for link in links)
-
-
-def _trust(spec: TensorSpec) -> float:
-    """How much of what uneven blocks lack the formulas of even ones reckon at least."""
-    size = spec.mesh.size
-    return 1.0 if all(n % size == 0 for n in spec.shape) else 0.25 if all(n >= size for n in spec.shape) else 0.0
 
 
 def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:

@@ -111,6 +111,7 @@ _KERNELS: Final = {
     **{"gather_once": "gather", "reduce_once": "reduce", "mean": "reduce", "reduce_to_root": "reduce"},
     "broadcast_once": "broadcast",
 }
+_IN_PARTS: Final = frozenset({"gather", "reduce_scatter", "exchange"})  # a message is what two ranks' blocks share
 _VIEWS: Final = frozenset({"alias", "apart", "pick", "slice", "view"})  # kernels that read and write nothing
 
 
@@ -128,12 +129,14 @@ def price(
     topology: Topology | None = None,
     traffic: tuple[int, int] | None = None,
     ranks: int | None = None,
+    message: int | None = None,
 ) -> Price:
     """Of a kernel of the pair table over axes, on blocks of ``before`` bytes that become blocks of ``after`` bytes.
 
     A kernel that moves nothing between ranks costs what reading and writing the blocks does, or nothing. ``traffic``:
     the messages and bytes that the busiest rank receives, of a kernel that has no formula because it depends on how
     blocks lie; it puts together its new block piece by piece. ``ranks``: of a group, where axes are cut into several.
+    ``message``: the bytes of the longest one, where blocks are uneven, and all wait for it.
 
     >>> from fspmd import make_mesh
     >>> slow = Topology(Link(1.0, 1000.0), launch=2.0, memory=float("inf"))
@@ -147,6 +150,8 @@ def price(
     local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
     name = _KERNELS.get(kernel)
     rounds, moved = (0, 0.0) if name is None or n == 1 else _FORMULAS[name](n, before, after)
+    if message is not None and name in _IN_PARTS:
+        moved = rounds * message
     if traffic is not None:
         rounds, moved = traffic
         local += 2 * after / topology.memory

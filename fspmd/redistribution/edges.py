@@ -174,7 +174,10 @@ def _reblocks(
     if anywhere:
         goals |= _placements(spec.with_partition(P(unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)))
     for after in goals:
-        if after is not spec and not _is_native(spec, now, after) and worth(after):
+        if after is spec or not worth(after):
+            continue
+        uneven = not (spec.even and after.even)  # a gather of such waits for the longest block
+        if (anywhere and uneven) or not _is_native(spec, now, after):
             yield reblock(spec, after)
 
 

@@ -278,8 +278,10 @@ def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology)
     blocks = move.options.move
     moved = None if blocks is None else traffic(blocks)
     received = None if moved is None else (moved.messages, moved.elements * before.dtype.itemsize)
-    held = 0 if move.options.dims is not None else _bytes(before)
-    cost = price(move.pair.kernel, before.mesh, move.axes, held, _bytes(after), topology, received)
+    held, message = 0 if move.options.dims is not None else _bytes(before), None
+    if not (before.even and after.even) and moved is None:
+        message = prod(map(min, before.block_shape, after.block_shape)) * before.dtype.itemsize
+    cost = price(move.pair.kernel, before.mesh, move.axes, held, _bytes(after), topology, received, message=message)
     return Step(move, after, cost)
 
 
