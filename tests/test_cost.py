@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from simulated import layouts
 from torch import Tensor
 
@@ -131,6 +132,22 @@ def test_the_strategy_that_is_taken_is_the_first_of_the_cheapest(name: str, size
         question = ask(function, args, {}, list(enumerate(specs)))
         assert question is not None
         for gradients in (frozenset[int](), frozenset(range(len(specs)))):
+            asked = question._replace(gradients=gradients)
+            best, cheapest = asked.best(), min(asked.solve(strategies), key=lambda one: one.time)
+            assert best is not None
+            assert (best.time, best.operands, best.results) == (cheapest.time, cheapest.operands, cheapest.results)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 1, 3), *([(2, 4, 2)] if FULL else [])])
+def test_of_operands_in_conflict_the_strategy_is_the_first_of_the_cheapest(sizes: tuple[int, ...]) -> None:
+    """Attention and a product of which every operand has every axis on another dim; (2, 4, 2) is on two hosts."""
+    mesh, draw = make_mesh(sizes, ("x", "y", "z"), transport="simulation"), random.Random(repr(sizes))
+    for function, shape in ((F.scaled_dot_product_attention, (8, 4, 6, 8)), (torch.baddbmm, (8, 8, 8))):
+        lie = [P(*order) for order in set(itertools.permutations(["x", "y", "z", None][: len(shape)]))]
+        specs = [TensorSpec(mesh, one, shape, torch.float32) for one in draw.sample(sorted(lie, key=repr), 3)]
+        question = ask(function, tuple(torch.empty(shape, device="meta") for _ in specs), {}, list(enumerate(specs)))
+        assert question is not None
+        for gradients in (frozenset[int](), frozenset(range(3))):
             asked = question._replace(gradients=gradients)
             best, cheapest = asked.best(), min(asked.solve(strategies), key=lambda one: one.time)
             assert best is not None

@@ -12,18 +12,19 @@ have to be cut and their gradients gathered.
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, entry_axes
 from fspmd.global_view.layouts import Choice, Layouts, aligned, layouts_of, state_of
-from fspmd.redistribution.bounds import at_least
+from fspmd.redistribution.bounds import at_least, closely
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.routes import route
+from fspmd.redistribution.routes import is_searched, route
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
@@ -73,27 +74,35 @@ def best_strategy(
 ) -> Strategy | None:
     """The cheapest combination; of equal ones that whose pending sums are, then the preferred one.
 
-    Those that take the least at best are priced first, and none that takes more at best than another does. ``known``:
-    those of the same call, made before for other ``gradients``; if it is empty it is filled.
+    That which takes the least at best is priced further first, bound by bound and route by route, until none can take
+    less than the best. ``known``: those of the same call, made before for other ``gradients``; if it is empty it is
+    filled.
     """
     known = [] if known is None else known
     if not known:
-        known += sorted(
-            _ways(factors, linear, operands, body, topology, () if fixed else results), key=lambda way: way.least
-        )
+        known += _ways(factors, linear, operands, body, topology, () if fixed else results)
+    queue: list[tuple[float, int, _Way, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
+    heapq.heapify(queue)
     best: tuple[tuple[float, float], int, Strategy] | None = None
-    for way in known:
-        limit = inf if best is None else best[0][0]
-        if way.least > limit + _ROUNDING:
-            break
-        if not way.made:
-            way.layouts = layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
-            way.made = True
-        one = None if way.layouts is None else _strategy(way.layouts, operands, topology, gradients, weighs, limit)
-        if one is not None and _may(one, operands[0], fixed) and (best is None or (one.time, way.place) < best[:2]):
-            best = one.time, way.place, one
-            if one.time == (0, 0):
-                break
+    while queue and (best is None or queue[0][0] <= best[0][0] + _ROUNDING):
+        least, place, way, pricing = heapq.heappop(queue)
+        if pricing is not None:
+            pricing.refine()
+        else:
+            if not way.made:
+                way.layouts = layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
+                way.made = True
+            if way.layouts is None:
+                continue
+            pricing = _Pricing(way.layouts, operands, topology, gradients, weighs)
+            if not _may(pricing, operands[0], fixed):
+                continue
+        if pricing.open:
+            heapq.heappush(queue, (max(least, pricing.least), place, way, pricing))
+            continue
+        one = pricing.strategy()
+        if best is None or (one.time, place) < best[:2]:
+            best = one.time, place, one
     return None if best is None else best[2]
 
 
@@ -123,8 +132,9 @@ def as_they_lie(
         casts.append(operands[0].mesh.ordered(over) if over else ())
     first, lead = factors.operands[0], operands[0].partition
     outs = tuple([lead if dims == first else P(*map(lies.get, dims)) for dims in factors.results])
-    found = Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
-    return found if not fixed or _may(found, operands[0], fixed) else None
+    if fixed and (casts[0] or outs[0] is not lead):
+        return None
+    return Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
 
 
 def strategies(
@@ -150,12 +160,12 @@ def strategies(
         layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
         for way in _ways(factors, linear, operands, body, topology, () if fixed else results)
     )
-    found = (_strategy(laid, operands, topology, gradients, weighs, inf) for laid in every if laid is not None)
-    return [one for one in found if one is not None and _may(one, operands[0], fixed)]
+    priced = (_Pricing(laid, operands, topology, gradients, weighs) for laid in every if laid is not None)
+    return [one.strategy() for one in priced if _may(one, operands[0], fixed)]
 
 
-def _may(strategy: Strategy, stays: TensorSpec, fixed: bool) -> bool:
-    lies = strategy.operands[0] is stays and not strategy.casts[0] and strategy.results[0] is stays.partition
+def _may(pricing: _Pricing, stays: TensorSpec, fixed: bool) -> bool:
+    lies = pricing.needs[0] is stays and not pricing.casts[0] and pricing.laid.results[0].partition is stays.partition
     return lies or not fixed
 
 
@@ -273,39 +283,76 @@ def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterat
                 yield factor
 
 
-def _strategy(
-    laid: Layouts,
-    operands: Sequence[TensorSpec],
-    topology: Topology,
-    gradients: frozenset[int],
-    weighs: bool,
-    limit: float,
-) -> Strategy | None:
-    """A combination and its price; None where that is more than ``limit``."""
-    needs, casts = laid.operands, laid.casts
-    if laid.by_body:  # it casts what it must
-        rows = enumerate(zip(operands, needs, casts, strict=True))
-        needs = tuple(cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows)
-        casts = ((),) * len(casts)
-    time, later = laid.work * (_PASSES if gradients else 1), 0.0
-    time += laid.body + (laid.back if gradients else 0.0)
-    if limit < inf and time + sum(map(at_least, operands, needs, itertools.repeat(topology))) > limit + _ROUNDING:
-        return None
-    for i, (spec, need, cast) in enumerate(zip(operands, needs, casts, strict=True)):
-        if time > limit + _ROUNDING:
-            return None
-        if spec is not need or (cast and i in gradients):
-            way = moves(spec, need, cast, topology)
-            time += way.forward + (way.backward + weighs * way.casting if i in gradients else 0.0)
-            later += way.casting if i in gradients else 0.0
-    if time <= limit + _ROUNDING:
+class _Pricing:
+    """The price of one combination, which is made exact step by step: so far it is at least ``least``."""
+
+    __slots__ = ("base", "casts", "gradients", "laid", "needs", "open", "operands", "terms", "topology", "weighs")
+
+    def __init__(
+        self,
+        laid: Layouts,
+        operands: Sequence[TensorSpec],
+        topology: Topology,
+        gradients: frozenset[int],
+        weighs: bool,
+    ) -> None:
+        self.laid, self.operands, self.topology, self.gradients = laid, operands, topology, gradients
+        self.weighs = weighs
+        self.needs, self.casts = laid.operands, laid.casts
+        if laid.by_body:  # it casts what it must
+            rows = enumerate(zip(operands, self.needs, self.casts, strict=True))
+            self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
+            self.casts = ((),) * len(self.casts)
+        self.base = laid.work * (_PASSES if gradients else 1) + laid.body + (laid.back if gradients else 0.0)
+        #: of each operand that moves: µs at least
+        self.terms = {i: self._least(i, at_least) for i, spec in enumerate(operands) if spec is not self.needs[i]}
+        self.open = [(i, self._takes_long(i)) for i in self.terms]  # what is not exact yet, and whether to bound first
+
+    @property
+    def least(self) -> float:
+        """µs, of which no more are known yet."""
+        return round(self.base + sum(self.terms.values()), 6)
+
+    def refine(self) -> None:
+        """Bound a move more closely whose route takes long to find; else route the one that takes the longest."""
+        i, bounded = max(self.open, key=lambda one: (one[1], self.terms[one[0]]))
+        self.open.remove((i, bounded))
+        if bounded:
+            self.terms[i] = max(self.terms[i], self._least(i, closely))
+            self.open.append((i, False))
+        else:
+            self.terms[i] = self._exact(i)[0]
+
+    def strategy(self) -> Strategy:
+        """With the exact price."""
+        laid, moved = self.laid, {i: self._exact(i) for i in self.terms}
+        also = [i for i, cast in enumerate(self.casts) if cast and i in self.gradients and i not in moved]
+        moved |= {i: self._exact(i) for i in also}
+        time, later = self.base, 0.0
+        for i in sorted(moved):
+            time, later = time + moved[i][0], later + moved[i][1]
         pending = [spec for spec in laid.results if spec.partition.unreduced]
-        settling = sum(route(spec, spec.with_partition(P(*spec.partition)), topology).price.time for spec in pending)
-        later += settling
-        if any(spec is not need for spec, need in zip(operands, needs, strict=True)):
-            time += settling / 2  # at least they are scattered
-    outs, times = tuple(spec.partition for spec in laid.results), (round(time, 6), round(later, 6))
-    return Strategy(needs, casts, outs, times, laid.by_body, laid.axes, laid.body)
+        settling = sum(
+            route(spec, spec.with_partition(P(*spec.partition)), self.topology).price.time for spec in pending
+        )
+        time += settling / 2 if self.terms else 0.0  # at least they are scattered
+        outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
+        return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body)
+
+    def _exact(self, i: int) -> tuple[float, float]:
+        way = moves(self.operands[i], self.needs[i], self.casts[i], self.topology)
+        if i not in self.gradients:
+            return way.forward, 0.0
+        return way.forward + way.backward + self.weighs * way.casting, way.casting
+
+    def _least(self, i: int, bound: Callable[[TensorSpec, TensorSpec, Topology], float]) -> float:
+        """There, and back where a gradient goes: unless a cast is what brings it."""
+        spec, need = self.operands[i], self.needs[i]
+        back = bound(need.dual, spec.dual, self.topology) if i in self.gradients and not self.casts[i] else 0.0
+        return bound(spec, need, self.topology) + back
+
+    def _takes_long(self, i: int) -> bool:
+        return is_searched(self.operands[i], self.needs[i], self.topology)
 
 
 def cast_where_gathered(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:

@@ -1,7 +1,8 @@
 """What a move of layouts takes at least, by any route: the estimate of the search in `routes`.
 
 An *island* is the ranks that fast links join. What an island lacks has to come over slower links, and is shared among
-its ranks at best; what a rank lacks beyond that comes over fast ones. Pending sums that end are lacked whole.
+its ranks at best; what a rank lacks beyond that comes over fast ones, in another collective: one alone goes at the
+speed of its slowest link. Pending sums that end are lacked whole.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ Rows = tuple[tuple[int, int], ...]  # of one dim: from, to
 
 
 def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], float]:
-    """A function from a layout to µs that no route from there to ``target`` can beat."""
+    """A function from a layout to µs that no route from there to ``target`` can beat.
+
+    It looks at the ranks that stand first or last along each axis: as a bound that of some of them will do.
+    """
     mesh = target.mesh
     links = {axis: topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1}
     speeds = sorted({link.bandwidth for link in links.values()})
@@ -38,13 +42,30 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     @functools.cache
     def least(spec: TensorSpec) -> float:
         time = told = 0.0
+        slowest = inf
         for speed, lacked_of in zip(speeds, lacked_by, strict=True):
             lacked = lacked_of(spec)
             if lacked > told:
                 time, told = time + (lacked - told) * scale / speed, lacked
-        return time + _begun(_grown(spec, target), latency, topology) if told else 0.0
+                slowest = min(slowest, speed)
+        if not told:
+            return 0.0
+        count = _grown(spec, target)
+        at_once = topology.launch + latency * (count - 1) + told * scale / slowest
+        return min(at_once, time + _begun(count, latency, topology, 2))
 
     return least
+
+
+def closely(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
+    """The same as a function of both."""
+    return bounded(target, topology)(spec)
+
+
+@functools.lru_cache(maxsize=256)
+def bounded(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], float]:
+    """`bound`, made once."""
+    return bound(target, topology)
 
 
 def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
@@ -84,9 +105,8 @@ def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], to
     latency, bandwidth = _best_link(mesh, topology)
     counts, of = grown.unique(return_inverse=True)
     begun = torch.tensor([_begun(count, latency, topology) for count in counts.tolist()], dtype=torch.float64)[of]
-    trust = torch.tensor([_trust(spec) for spec in targets], dtype=torch.float64)
     writing = torch.tensor([prod(spec.block_shape) for spec in targets]) * targets[0].dtype.itemsize / topology.memory
-    return torch.where(lacks > 0, begun + lacks * trust / bandwidth + writing, 0.0)
+    return torch.where(lacks > 0, begun + lacks / bandwidth + writing, 0.0)
 
 
 def _grown(spec: TensorSpec, target: TensorSpec) -> int:
@@ -94,13 +114,13 @@ def _grown(spec: TensorSpec, target: TensorSpec) -> int:
     return max(2, prod(target.block_shape) // prod(spec.block_shape)) if spec.even else 2
 
 
-def _begun(count: int, latency: float, topology: Topology) -> float:
-    """µs until a rank has so many blocks, its own among them.
+def _begun(count: int, latency: float, topology: Topology, fewest: int = 1) -> float:
+    """µs until a rank has so many blocks, its own among them, by ``fewest`` collectives or more.
 
     In a round it receives at most what another one holds, so after collectives of r, s ... rounds it has at most
     (1 + r)(1 + s) ... blocks; the rounds are fewest where all have as many.
     """
-    ways = range(1, count.bit_length())
+    ways = range(fewest, max(fewest + 1, count.bit_length()))
     return min(n * (topology.launch + latency * (math.pow(count, 1 / n) - 1)) for n in ways)
 
 
@@ -114,36 +134,26 @@ def _best_link(mesh: Mesh, topology: Topology) -> tuple[float, float]:
 def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
     """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most."""
     mesh, pending = target.mesh, target.partition.unreduced
-    islands = _some([1 if axis in island or axis in pending else n for axis, n in mesh.shape.items()])
-    needed = _held(target, island, islands)
+    needed = _held(target, island, pending)
     sizes: list[int] = [prod(map(_common, rows, rows)) for rows in needed]
     ranks = prod(mesh.shape[axis] for axis in island)
 
     def lacked(spec: TensorSpec) -> float:
-        if (spec.partition.unreduced - pending) - island:
+        if any(mesh.shape[axis] > 1 for axis in (spec.partition.unreduced - pending) - island):
             return float(max(sizes) / ranks)
-        pairs = zip(_held(spec, island, islands), needed, strict=True)
+        pairs = zip(_held(spec, island, pending), needed, strict=True)
         shared: list[int] = [prod(map(_common, own, rows)) for own, rows in pairs]
         return float(max(map(operator.sub, sizes, shared)) / ranks)
 
     return lacked
 
 
-def _some(counts: list[int]) -> list[tuple[int, ...]]:
-    """The places of islands, at most 64 of them: what some of them lack at most no route can beat either."""
-    most = max(2, int(64 ** (1 / max(1, sum(n > 1 for n in counts)))))
-    few = prod(counts) > 64
-    return list(itertools.product(*(_spread(n, most) if few else range(n) for n in counts)))
-
-
-def _spread(n: int, most: int) -> list[int]:
-    """Places from the first to the last."""
-    return sorted({round(i * (n - 1) / (most - 1)) for i in range(most)})
-
-
-def _held(spec: TensorSpec, island: frozenset[str], islands: list[tuple[int, ...]]) -> list[tuple[Rows, ...]]:
-    """Of each of some islands the rows of each dim that some rank of it holds."""
+@functools.lru_cache(maxsize=1 << 14)
+def _held(spec: TensorSpec, island: frozenset[str], pending: frozenset[str]) -> list[tuple[Rows, ...]]:
+    """Of each island at the corners, at the first ranks along pending axes, the rows of each dim that it holds."""
     names, sizes = spec.mesh.axis_names, spec.mesh.shape
+    corners = ({0, 0 if axis in island or axis in pending else n - 1} for axis, n in sizes.items())
+    islands = list(itertools.product(*map(sorted, corners)))
     dims = []
     for size, entry in zip(spec.shape, spec.partition, strict=True):
         axes = entry_axes(entry)

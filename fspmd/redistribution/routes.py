@@ -13,10 +13,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
+from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, call
-from fspmd.redistribution.bounds import bound
+from fspmd.redistribution.bounds import bounded
 from fspmd.redistribution.cost import FREE, Price, Topology, price
 from fspmd.redistribution.edges import edges, reblock
 from fspmd.spec import P, TensorSpec
@@ -24,6 +26,7 @@ from fspmd.transport import Options
 from fspmd.transport.windows import Reblock, Regroup, lacking, traffic
 
 Sizes = tuple[int, ...]
+Label = tuple[float, int, int]  # µs, bytes held, steps by weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,51 +203,54 @@ _EFFORT = 20_000  # edges that are looked at, before what is known is good enoug
 def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> tuple[Step, ...]:
     """A quicker way than a known one, by way of any layouts: A*, with `bound` for what is still to come.
 
-    An edge whose traffic has to be counted is queued at what it takes at least, and priced when its turn comes.
+    A reblock is queued at what any takes, then at what its last rank receives, and priced when its turn comes again.
     """
-    least, limit = bound(target, topology), sum(step.price.time for step in known) - 1e-6
-    order, looked = itertools.count(), 0
-    reached: dict[TensorSpec, tuple[float, int, int]] = {}
-    queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | None]] = []
+    least, limit = bounded(target, topology), sum(step.price.time for step in known) - 1e-6
+    order, looked, begin = itertools.count(), 0, _begins(source.mesh, topology)
+    reached: dict[TensorSpec, Label] = {}
+    queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | bool]] = []
 
-    def push(
-        label: tuple[float, int, int], spec: TensorSpec, steps: tuple[Step, ...], edge: Call | None = None
-    ) -> None:
+    def push(label: Label, spec: TensorSpec, steps: tuple[Step, ...], more: float = 0.0, edge: Any = False) -> None:
         time, peak, length = label
-        ahead = least(spec)
-        if edge is not None:
-            ahead += _least(edge, steps[-1].spec if steps else source, spec, topology)
+        ahead = more + least(spec)
         if time + ahead < limit and reached.get(spec, (limit, 0, 0)) > label:
             heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
 
-    def worth(label: tuple[float, int, int], after: TensorSpec) -> bool:
+    def offer(label: Label, before: TensorSpec, steps: tuple[Step, ...], after: TensorSpec) -> bool:
         nonlocal looked
-        pays = label[0] + least(after) < limit and reached.get(after, (limit, 0, 0)) > label
-        looked += not pays  # as those that are yielded are counted
-        return pays
+        looked += 1
+        begun = begin if before.even and after.even else 0.0  # something moves, or slices do the same
+        push(label, after, steps, begun, True)
+        return False
 
-    def priced(label: tuple[float, int, int], move: Call, after: TensorSpec, steps: tuple[Step, ...]) -> None:
-        step = _step(move, steps[-1].spec if steps else source, after, topology)
+    def take(label: Label, move: Call, before: TensorSpec, after: TensorSpec, steps: tuple[Step, ...]) -> None:
+        step = _step(move, before, after, topology)
         time, peak, length = label
         push((time + step.price.time, max(peak, step.price.peak), length + _weight(move)), after, (*steps, step))
 
     push((0.0, 0, 0), source, ())
     while queue and looked < _EFFORT:
-        _, peak, length, _, time, spec, steps, move = heapq.heappop(queue)
-        label = (time, peak, length)
-        if move is not None:
-            priced(label, move, spec, steps)
+        _, peak, length, _, time, spec, steps, edge = heapq.heappop(queue)
+        label, before = (time, peak, length), steps[-1].spec if steps else source
+        if edge is True:
+            move, _ = reblock(before, spec)
+            push(label, spec, steps, _least(move, before, spec, topology), move)
+        elif edge is not False:
+            take(label, edge, before, spec, steps)
         elif spec is target:
             return steps
         elif reached.get(spec, (limit, 0, 0)) > label:
             reached[spec] = label
-            for edge, after in edges(spec, target, True, functools.partial(worth, label)):
+            for move, after in edges(spec, target, True, functools.partial(offer, label, spec, steps)):
                 looked += 1
-                if edge.options.move is None:
-                    priced(label, edge, after, steps)
-                else:
-                    push(label, after, steps, edge)
+                take(label, move, spec, after, steps)
     return known
+
+
+@functools.lru_cache(maxsize=1024)
+def _begins(mesh: Mesh, topology: Topology) -> float:
+    """µs until anything that moves has begun to arrive."""
+    return topology.launch + min(topology.link(mesh, (axis,)).latency for axis in mesh.axis_names)
 
 
 def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
@@ -254,6 +260,11 @@ def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology
     link = topology.link(move.mesh, move.axes)
     sending = topology.launch + link.latency + lacks / link.bandwidth if lacks > 0 else 0.0
     return sending + 2 * size / topology.memory
+
+
+def is_searched(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
+    """Whether a route may take long to find."""
+    return not (source.flat or target.flat) and source.mesh == target.mesh and _round_pays(source, target, topology)
 
 
 def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:

@@ -78,14 +78,7 @@ class Reblock:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which anything may move: of each dim those behind the first that differs; () across meshes."""
-        moving = set[str]()
-        if self.across:
-            return ()
-        for before, after in zip(self.source.partition, self.target.partition, strict=True):
-            now, then = entry_axes(before), entry_axes(after)
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
-            moving.update(now[same:], then[same:])
-        return self.source.mesh.ordered(moving)
+        return () if self.across else _moving(self.source, self.target)
 
     @property
     def carries(self) -> bool:
@@ -103,6 +96,17 @@ class Reblock:
             return False
         pairs = ((source.mesh.coordinate(rank), target.mesh.coordinate(rank)) for rank in source.mesh.ranks)
         return all(_terms(source, a) == _terms(target, b) for a, b in pairs if a is not None and b is not None)
+
+
+@functools.lru_cache(maxsize=8192)
+def _moving(source: TensorSpec, target: TensorSpec) -> tuple[str, ...]:
+    moving = set[str]()
+    for before, after in zip(source.partition, target.partition, strict=True):
+        if before != after:
+            now, then = entry_axes(before), entry_axes(after)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
+            moving.update(now[same:], then[same:])
+    return source.mesh.ordered(moving)
 
 
 def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coordinate]:
@@ -131,10 +135,14 @@ def _cuts(spec: TensorSpec) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[tu
 
 def lacking(source: TensorSpec, target: TensorSpec) -> int:
     """Elements that the last rank of a mesh lacks of its new block; the busiest lacks no less."""
-    at = tuple([n - 1 for n in target.mesh.shape.values()])
-    mine = window(target, at)
-    own = _meet(window(source, at), mine)
+    mine = _last_window(target)
+    own = _meet(_last_window(source), mine)
     return prod([length for _, length in mine]) - (prod([length for _, length in own]) if own is not None else 0)
+
+
+@functools.lru_cache(maxsize=8192)
+def _last_window(spec: TensorSpec) -> Window:
+    return window(spec, tuple([n - 1 for n in spec.mesh.shape.values()]))
 
 
 def _meet(a: Window, b: Window) -> Window | None:
@@ -207,6 +215,8 @@ def traffic(move: Reblock) -> Traffic:
     source, target = move.source, move.target
     grid = [functools.cache(functools.partial(_touched, set(cuts))) for _, cuts in _cuts(source)]
     named = None if move.across else source.partition.axes | target.partition.axes
+    if source.even and target.even and named is not None:
+        named = frozenset(move.axes)  # ranks that differ along others have the same to do
     messages = elements = 0
     for at in coordinates(target.mesh, named):
         mine = window(target, at)

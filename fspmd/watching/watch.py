@@ -153,9 +153,9 @@ def _ranks(call: Call) -> int:
 def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
     """What a call costs on a block of a shape."""
     o, n = call.options, _ranks(call)
-    before = prod(shape) * dtype.itemsize
-    after = prod(_shape_after(call, shape, n)) * dtype.itemsize
-    received = None
+    left = _shape_after(call, shape, n)
+    before, after = prod(shape) * dtype.itemsize, prod(left) * dtype.itemsize
+    received = message = None
     if o.move is not None:
         after = prod(o.move.target.block_shape) * dtype.itemsize
         received = (traffic(o.move).messages, traffic(o.move).elements * dtype.itemsize)
@@ -164,7 +164,9 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
         row = prod(size for dim, size in enumerate(shape) if dim != o.dim) * dtype.itemsize
         after = route.lands.length * row
         received = (n - 1, (sum(route.sends) - route.sends[_place(call)]) * row)
-    return price(call.pair.kernel, call.mesh, call.axes, before, after, traffic=received, ranks=n)
+    elif o.sizes is not None or o.concat_sizes is not None:
+        message = prod(map(min, shape, left)) * dtype.itemsize
+    return price(call.pair.kernel, call.mesh, call.axes, before, after, traffic=received, ranks=n, message=message)
 
 
 def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
