@@ -85,6 +85,10 @@ from fspmd.programs.debug_print import debug_print
 from fspmd.programs.jit import jit
 from fspmd.programs.lower import Cost, Lowered
 from fspmd.programs.misses import CacheMiss, explain_cache_misses
+from fspmd.programs.passes.chunked import Chunked
+from fspmd.programs.passes.coalesce import Coalesce
+from fspmd.programs.passes.overlap import Overlap
+from fspmd.programs.passes.recompute import Recompute
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
@@ -107,6 +111,8 @@ __all__ = [
     "ArgumentError",
     "AxisError",
     "CacheMiss",
+    "Chunked",
+    "Coalesce",
     "ColwiseParallel",
     "Communication",
     "CommunicationError",
@@ -124,11 +130,13 @@ __all__ = [
     "Lowered",
     "Mesh",
     "MeshError",
+    "Overlap",
     "P",
     "ParallelPlan",
     "PrepareInput",
     "PrepareOutput",
     "Price",
+    "Recompute",
     "RecordError",
     "Replicated",
     "RowwiseParallel",

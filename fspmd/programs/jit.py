@@ -87,9 +87,10 @@ def jit(
     each after its last use, or makes a result of it, and the peak is lower for it. Whoever uses them afterwards gets a
     `DonationError`. Views of them that the caller holds stay what they are, and keep the memory.
 
-    ``passes`` change the record before it is replayed: names (`fspmd.programs.passes.table.PASSES`), or passes with
-    options, in the order in which they run. By default those that always gain, and change no numbers but by the order
-    of sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out.
+    ``passes`` change the record before it is replayed: names ("equal_steps", "rewrites", "dead_code", "chunked",
+    "coalesce", "overlap", "recompute"), or passes with options (`Chunked`, `Coalesce`, `Overlap`, `Recompute`), in the
+    order in which they run. By default the first three, which always gain, and change no numbers but by the order of
+    sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out.
 
     ``backend`` runs what was recorded: ``"replay"`` calls step by step; ``"inductor"`` has the steps between
     collectives compiled by ``torch.compile``'s inductor, and rounds as that does; a function gets them as a

@@ -35,10 +35,11 @@ _RESHAPES: Final = (aten.view.default, aten._unsafe_view.default)
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Take a matmul and the gather before it, or the sum after it, apart into the number of ``chunks`` that pays most.
+    """A pass for `jit`: a matmul, and the gather before it or the sum after it, in as many ``chunks`` as pays most.
 
-    What pays is decided by the topology: n chunks take the time of one chunk of each, and n - 1 times that of the
-    slower, and the copies that put results together. Not on meshes with uneven blocks, where ranks might differ.
+    So each chunk is gathered, or summed up, while another one is computed: tensor parallelism that overlaps. The
+    topology decides what pays: n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of
+    the copies which put results together. Not on meshes with uneven blocks, where ranks might differ.
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)

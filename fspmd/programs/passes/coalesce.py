@@ -23,9 +23,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Coalesce:
-    """Pack collectives that wait for nothing of each other into one, of at most so many bytes.
+    """A pass for `jit`: collectives that wait for nothing of each other become one, of ``bucket`` bytes at most.
 
-    Steps that use a result wait for the packed one; none of them is a collective, so the others keep their order.
+    Where the copies take less time than beginning each, by the topology. Steps that use a result wait for the packed
+    one; none of them is a collective, so the others keep their order. Values are equal; sums may be added up by the
+    backend in another order.
+
+    >>> from fspmd import P, jit, make_mesh, psum, shard_map
+    >>> mesh = make_mesh((4,), ("x",))
+    >>> f = shard_map(lambda x: psum(x, "x") * psum(x * x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    >>> len(jit(f, passes=[Coalesce()]).lower(torch.ones(4)).collectives())
+    1
     """
 
     bucket: int = 25 << 20

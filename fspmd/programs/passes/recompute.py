@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 
 from torch import fx
 
@@ -20,11 +20,18 @@ from fspmd.transport.local_tensor import LocalTensor
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Keep at most ``budget`` bytes for backward, and compute the rest again: first what frees most bytes in a µs.
+    """A pass for `jit`: at most ``budget`` bytes are kept for backward, and the rest is computed again.
 
-    Random draws are never repeated, nor steps whose operands are written into meanwhile; collectives are with
-    ``collectives=True``, on meshes whose blocks are even, so that all ranks choose alike. Arguments and results do
-    not count, they are there anyway.
+    First what frees most bytes in a µs of computing, by the topology. Random draws are never repeated, nor steps whose
+    operands are written into meanwhile; collectives are with ``collectives=True``, on meshes whose blocks are even, so
+    that all ranks choose alike. Arguments and results do not count, they are there anyway; single numbers are kept.
+
+    >>> import torch
+    >>> from fspmd import grad, jit
+    >>> f = grad(lambda x: sum((x * i).exp().sin().sum() for i in range(4)))
+    >>> peaks = [jit(f, passes=p).lower(torch.ones(1000)).memory().peak for p in ([], [Recompute()])]
+    >>> peaks[1] < peaks[0]
+    True
     """
 
     budget: float = 0.0
@@ -34,7 +41,7 @@ class Recompute:
         """How many bytes less are kept."""
         plan = _Plan(program, self.collectives)
         before = held = sum(map(plan.bytes_of, plan.groups))
-        waiting = [(-inf, i, group) for i, group in enumerate(plan.groups)]
+        waiting = [(-inf, i, group) for i, group in enumerate(plan.groups) if not plan.is_number(group)]
         while waiting and held > self.budget:
             _, i, group = heapq.heappop(waiting)
             cost = plan.cost(group)
@@ -79,6 +86,10 @@ class _Plan:
         """Of the tensors of one memory."""
         owners = dict.fromkeys(owner(node) for node in self.groups[group])
         return sum(one.meta["value"].nbytes for one in owners if "value" in one.meta)
+
+    def is_number(self, group: fx.Node) -> bool:
+        """Whether it is of a single element, such as a loss, for which all of forward would run again."""
+        return all(prod(node.meta["value"].shape) <= 1 for node in self.groups[group] if "value" in node.meta)
 
     def cost(self, group: fx.Node) -> float | None:
         """µs to compute it again from what is still kept; None where that cannot be."""
