@@ -28,7 +28,9 @@ from fspmd import (
     functional_call,
     jit,
     make_mesh,
+    psum,
     set_topology,
+    shard_map,
     topology,
     value_and_grad,
     with_spec,
@@ -415,3 +417,17 @@ def test_layers_of_one_shape_may_lie_otherwise_than_each_other() -> None:
     args = ([meta(64, 64) for _ in range(4)], meta(4, 64))
     found = auto_spec(value_and_grad(f), LINE, *args, fixed={"x": P()})
     assert {P(None, "x"), P("x", None)} <= {*found.specs[0]}
+
+
+@pytest.mark.parametrize("body", [lambda x: x, lambda x: 2 * x, lambda x: psum(x, "x")])
+def test_a_function_of_blocks_is_refused(body: Any) -> None:
+    local = shard_map(body, mesh=LINE, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with pytest.raises(RecordError, match="run by shard_map: its layouts are written already"):
+        auto_spec(lambda x: local(x).sum(), LINE, meta(8, 8))
+
+
+def test_a_mesh_without_ranks_will_do() -> None:
+    mesh = make_mesh((64,), ("x",), transport="abstract")
+    w = {"up": meta(8192, 32768), "down": meta(32768, 8192)}
+    found = auto_spec(value_and_grad(mlp_loss), mesh, w, meta(4096, 8192), alternatives=0)
+    assert all(spec.axes == {"x"} for spec in found.specs[0].values())

@@ -96,7 +96,9 @@ class Recorder(TorchDispatchMode):
         local = x.local if isinstance(x, Sharded) else x
         laid = isinstance(x, Sharded) and bool(x.spec.partition.mentioned)
         found = self._numbers.get(_memory(local)) if type(local) is Tensor else None
-        if found is None or self.program.values[found].shape != tuple(x.shape):
+        if found is not None and self.program.values[found].shape != tuple(x.shape):
+            raise self._in_body("a function")
+        if found is None:
             found = self.number(self.value(x.shape, x.dtype))
             self.program.constants.add(found)
             if not laid:
@@ -113,6 +115,12 @@ class Recorder(TorchDispatchMode):
             self._moved[number, partition] = moved
         return self._moved[number, partition]
 
+    def _in_body(self, name: str) -> RecordError:
+        return RecordError(
+            f"auto_spec cannot record {name} run by shard_map: its layouts are written already; leave it out of the "
+            "function"
+        )
+
     def told(self, x: Sharded, target: TensorSpec) -> Sharded:
         """The function itself says how a value lies."""
         if target.mesh != self.program.mesh:
@@ -125,6 +133,8 @@ class Recorder(TorchDispatchMode):
         return moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):
+            raise self._in_body(state.body.name)
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
             of = self._numbers[_memory(args[0])]
@@ -139,10 +149,7 @@ class Recorder(TorchDispatchMode):
         if type(x) is not Tensor or _memory(x) not in self._numbers:
             return call
         if state.body is not None:
-            raise RecordError(
-                f"auto_spec cannot record {state.body.name}, run by shard_map: its layouts are written already; leave "
-                "it out, or say by fixed= how its operands lie"
-            )
+            raise self._in_body(state.body.name)
         return _Still(call, self)
 
     # --- calls --------------------------------------------------------------------------------------------------------

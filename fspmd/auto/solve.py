@@ -20,7 +20,7 @@ from fspmd.auto.model import Builder, Cost
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 _BYTES = 1e3  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
-_SEARCHED = 20_000  # choices that are looked at, before what is known is good enough
+_SEARCHED = 5_000  # choices that are looked at, before what is known is good enough
 
 
 @dataclass(frozen=True, slots=True)
