@@ -84,8 +84,9 @@ def jit(
     `explain_cache_misses` says why calls are recorded anew.
 
     Tensors of the arguments that ``donate_argnums`` or ``donate_argnames`` name give their memory away: a replay frees
-    each after its last use, or makes a result of it, and the peak is lower for it. Whoever uses them afterwards gets a
-    `DonationError`. Views of them that the caller holds stay what they are, and keep the memory.
+    each after its last use, or writes a result into it, and the peak is lower for it. Whoever uses them afterwards gets
+    a `DonationError`. Views of them that the caller holds stay what they are, and keep the memory. Where ``f`` runs as
+    it is nothing is donated.
 
     ``passes`` change the record before it is replayed: names ("equal_steps", "rewrites", "dead_code", "chunked",
     "coalesce", "overlap", "recompute"), or passes with options (`Chunked`, `Coalesce`, `Overlap`, `Recompute`), in the
