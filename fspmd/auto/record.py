@@ -132,6 +132,11 @@ class Recorder(TorchDispatchMode):
         )
         return moved
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler, which takes seconds, to keep it out of what is done here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):
             raise self._in_body(state.body.name)
