@@ -462,6 +462,8 @@ def test_sizes_that_are_values() -> None:
     one = shard_map(_sent, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     recorded = jit(one)
     recorded(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))
+    with pytest.raises(RecordError, match=r"^jit\(f\).lower\(...\) knows shapes alone, but what ragged_all_to_all"):
+        recorded.lower(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))
     with pytest.raises(fspmd.ShapeError, match=r"^ragged_all_to_all: on rank 0 at x=0 slice 3, 9 rows from"):
         recorded(torch.ones(24, 2), torch.ones(16, dtype=torch.int64).index_fill(0, torch.tensor(3), 9))
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef
@@ -262,8 +263,16 @@ class Recorder(RecordingMode):
         self.check_draws(args, kwargs)
         out: Any = None
         if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
-            with self.real() if real else self.pause():
-                out = function(*args, **kwargs)
+            try:
+                with self.real() if real else self.pause():
+                    out = function(*args, **kwargs)
+            except DataDependentOutputException as error:
+                raise self.refusal(
+                    RecordError(
+                        f"jit(f).lower(...) knows shapes alone, but what {trace().cause.what} moves depends on values; "
+                        "call jit(f), or lower what stands before and after it"
+                    )
+                ) from error
         with self.real():
             self.generators.hide()
         node = self._put(function, placed, named)
