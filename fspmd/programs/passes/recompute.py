@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+import warnings
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -156,7 +157,9 @@ class _Plan:
         for one in node.all_input_nodes:
             if self._is_gone(one):
                 self._copy(one, step, copies)
-        made = copies[node] = self.graph.node_copy(node, lambda one: copies.get(one, one))
+        with warnings.catch_warnings():  # of sizes that differ from rank to rank, which are what they are
+            warnings.simplefilter("ignore")
+            made = copies[node] = self.graph.node_copy(node, lambda one: copies.get(one, one))
         made.meta.update(deferred=step.meta["deferred"], backward=True)
         if "memory" in node.meta:
             above = owner(node)
