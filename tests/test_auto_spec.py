@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -431,3 +432,17 @@ def test_a_mesh_without_ranks_will_do() -> None:
     w = {"up": meta(8192, 32768), "down": meta(32768, 8192)}
     found = auto_spec(value_and_grad(mlp_loss), mesh, w, meta(4096, 8192), alternatives=0)
     assert all(spec.axes == {"x"} for spec in found.specs[0].values())
+
+
+def test_other_threads_dispatch_as_ever() -> None:
+    x = device_put(torch.ones(8), P("x"), mesh=LINE)
+    seen: list[Any] = []
+
+    def f(y: Any) -> Any:
+        thread = threading.Thread(target=lambda: seen.append(device_get(2 * x)))
+        thread.start()
+        thread.join()
+        return y.sum()
+
+    auto_spec(f, LINE, meta(8))
+    assert torch.equal(seen[0], 2 * torch.ones(8))

@@ -14,13 +14,13 @@ import optree
 import torch
 
 from fspmd.auto.calls import Calls, operands_of
-from fspmd.global_view.dispatch import instead_of_dispatch
+from fspmd.global_view.dispatch import dispatch, instead_of_dispatch
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import cast_where_gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 
 _AHEAD = 4  # steps that may be left out: what is recorded of whole values may be less of such that are no sums yet
@@ -82,17 +82,19 @@ class _Guide:
 
     def __init__(self, calls: Calls, steps: Sequence[Step]) -> None:
         self.calls, self.steps, self.at = calls, steps, 0
-        self.plain = above.dispatch
+        self.within = False  # a call, which may make others
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """In place of the one that moves what it must."""
         kwargs = kwargs or {}
+        if self.within:
+            return dispatch(Sharded, func, types, args, kwargs)
         asked = self.calls.ask(func, args, kwargs)
         if asked.run is not None:
             return asked.run(args, kwargs)
         if asked.question is None:
             self._next(shown(func), None)
-            return self.plain(func, types, args, kwargs)
+            return self._run(func, types, args, kwargs)
         operands = operands_of(asked.question, args, kwargs)
         step = self._next(shown(func), [tuple(x.shape) for x in operands])
         if step is not None:
@@ -100,7 +102,14 @@ class _Guide:
             rows = zip(places, operands, step.needs, step.casts, strict=True)
             moved = {at: _moved(x, need, axes) for at, x, need, axes in rows if isinstance(x, Sharded)}
             args, kwargs = _replaced(args, kwargs, moved)
-        return self.plain(func, types, args, kwargs)
+        return self._run(func, types, args, kwargs)
+
+    def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.within = True
+        try:
+            return dispatch(Sharded, func, types, args, kwargs)
+        finally:
+            self.within = False
 
     def _next(self, name: str, shapes: list[tuple[int, ...]] | None) -> Step | None:
         """The step of a call, if one of the next is of that name and of operands of those shapes."""

@@ -152,7 +152,6 @@ def auto_spec(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that a rank can hold is "
             f"{error.least:,.0f}"
         ) from None
-
     except TooWide:
         raise ArgumentError(
             "auto_spec: the graph of this function is too wide for solver='elimination'; write solver='milp', or leave "

@@ -409,19 +409,31 @@ def _leave_to_python(function: Any, why: str) -> None:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
+_instead: dict[int, list[Callable[..., Any]]] = {}  # by thread, the last is asked
+_changing = threading.Lock()
+
+
 @contextmanager
 def instead_of_dispatch(other: Callable[..., Any]) -> Iterator[None]:
     """While the block runs, ``other(func, types, args, kwargs)`` has the calls of this thread on `Sharded` values."""
-    thread, before = threading.get_ident(), above.dispatch
-
-    def either(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return (other if threading.get_ident() == thread else before)(func, types, args, kwargs)
-
-    above.dispatch = Sharded.__torch_function__ = MethodType(either, Sharded)
+    thread = threading.get_ident()
+    with _changing:
+        _instead.setdefault(thread, []).append(other)
+        above.dispatch = Sharded.__torch_function__ = MethodType(_either, Sharded)
     try:
         yield
     finally:
-        above.dispatch = Sharded.__torch_function__ = before
+        with _changing:
+            _instead[thread].pop()
+            if not _instead[thread]:
+                del _instead[thread]
+            if not _instead:
+                above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)
+
+
+def _either(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    others = _instead.get(threading.get_ident())
+    return others[-1](func, types, args, kwargs) if others else dispatch(Sharded, func, types, args, kwargs)
 
 
 _leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")
