@@ -17,6 +17,8 @@ from typing import Any
 
 import optree
 import pytest
+import test_debug_print
+import test_donation
 import test_global_programs as chains
 import test_jax_oracle as oracle
 import test_passes as passes
@@ -98,7 +100,9 @@ def test_chains_of_torch_calls_on_sharded_values(seed: int) -> None:
 
 def _on_processes(seeds: range) -> None:
     chains.check_seeds(seeds, 4, replayed)
-    check_sizes_that_are_values(fspmd.make_mesh((4,), ("x",)))
+    mesh = fspmd.make_mesh((4,), ("x",))
+    for check in (check_sizes_that_are_values, test_donation.check_on_processes, test_debug_print.check_on_processes):
+        check(mesh)
     names = [name for name in ANSWERED if math.prod(oracle.PROGRAMS[name].mesh_shape) == 4]
     for name in names[:: 1 if FULL else 12]:
         test_programs_that_jax_has_answered(name)
