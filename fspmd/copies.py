@@ -5,6 +5,7 @@ A copy must not be written into, and its operand not while the copy is alive, si
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -90,6 +91,11 @@ def forget_marks(x: Tensor) -> Tensor:
     return x
 
 
+def _alive_copy(base: Tensor) -> str | None:
+    """What made a copy, still in use, that should be a view of a block."""
+    return next((getattr(one, _COPY) for ref in getattr(base, _COPIES, ()) if (one := ref()) is not None), None)
+
+
 def refuse_copy(block: Tensor, name: str) -> None:
     """Raise `VarianceError` for a write into a block that is such a copy, or a view of one, or has one."""
     base = block._base
@@ -97,10 +103,9 @@ def refuse_copy(block: Tensor, name: str) -> None:
     if _COPY not in marked and _COPIES not in marked:
         return
     base = block if base is None else base
-    taken = next(
-        (getattr(one, _COPY) for one in (ref() for ref in getattr(base, _COPIES, ())) if one is not None), None
-    )
-    if taken is not None:
+    if _alive_copy(base) is not None:
+        gc.collect()  # what nothing but garbage holds is not in use, on whatever rank
+    if (taken := _alive_copy(base)) is not None:
         raise VarianceError(
             f"{name} writes into a value of which {taken}, taken before and still in use, should be a "
             "view but is a copy, since its operand had to be moved to another layout; it would not see the write: take "

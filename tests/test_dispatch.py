@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import operator
 import pickle
 from collections.abc import Callable
@@ -543,3 +544,19 @@ def test_a_list_of_operands_is_planned_once() -> None:
     for _ in range(3):
         torch.cat([x, x], dim=1)
     assert fspmd.propagation_cache_info()[:2] == (2, 1)
+
+
+def test_a_copy_that_only_garbage_holds_is_not_in_use() -> None:
+    """When it is collected differs from rank to rank, and all must refuse a write or none."""
+    x = device_put(torch.arange(7.0), P("x"), mesh=LINE)
+    held: list[Any] = [x[:1]]
+    held.append(held)
+    gc.disable()
+    try:
+        with pytest.raises(VarianceError, match="would not see the write"):
+            x[:1] = 5.0
+        del held
+        x[:1] = 5.0
+    finally:
+        gc.enable()
+    assert device_get(x)[0] == 5
