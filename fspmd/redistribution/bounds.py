@@ -180,4 +180,9 @@ def _rows(size: int, cuts: tuple[int, ...], places: tuple[int | None, ...]) -> R
 @functools.lru_cache(maxsize=1 << 14)
 def _common(some: Rows, others: Rows) -> int:
     """How many rows two sets share."""
-    return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)
+    found = i = k = 0
+    while i < len(some) and k < len(others):
+        a, b = some[i], others[k]
+        found += max(0, min(a[1], b[1]) - max(a[0], b[0]))
+        i, k = (i + 1, k) if a[1] <= b[1] else (i, k + 1)
+    return found

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -115,6 +116,18 @@ def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coor
     return itertools.product(*spans)
 
 
+@functools.lru_cache(maxsize=64)
+def _some_coordinates(mesh: Mesh, axes: frozenset[str]) -> tuple[Coordinate, ...]:
+    """The same, on long axes of such places alone as stand for all where blocks are even: ends, and two between."""
+    if prod(mesh.shape[axis] for axis in axes) <= _MANY:
+        return tuple(coordinates(mesh, axes))
+    spans = ({0, 1, n // 2, n - 1} if axis in axes else {0} for axis, n in mesh.shape.items())
+    return tuple(itertools.product(*map(sorted, spans)))
+
+
+_MANY = 256
+
+
 def window(spec: TensorSpec, at: Coordinate) -> Window:
     """What the rank at a coordinate holds."""
     return tuple([cuts[sum([at[i] * n for i, n in strides])] for strides, cuts in _cuts(spec)])
@@ -213,12 +226,16 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
 def traffic(move: Reblock) -> Traffic:
     """What the busiest rank receives, counted without listing who sends what."""
     source, target = move.source, move.target
-    grid = [functools.cache(functools.partial(_touched, set(cuts))) for _, cuts in _cuts(source)]
+    grid = [functools.cache(functools.partial(_touched, starts)) for starts in _starts(source)]
     named = None if move.across else source.partition.axes | target.partition.axes
+    places: Iterable[Coordinate]
     if source.even and target.even and named is not None:
         named = frozenset(move.axes)  # ranks that differ along others have the same to do
+        places = _some_coordinates(target.mesh, named)
+    else:
+        places = coordinates(target.mesh, named)
     messages = elements = 0
-    for at in coordinates(target.mesh, named):
+    for at in places:
         mine = window(target, at)
         size = prod([length for _, length in mine])
         if not size:
@@ -234,9 +251,15 @@ def traffic(move: Reblock) -> Traffic:
     return Traffic(messages, elements)
 
 
-def _touched(cuts: set[tuple[int, int]], start: int, length: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def _starts(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
+    """Of each dim where its pieces that are not empty begin."""
+    return tuple(tuple(sorted({start for start, rows in cuts if rows})) for _, cuts in _cuts(spec))
+
+
+def _touched(starts: tuple[int, ...], start: int, length: int) -> int:
     """How many of the pieces of a dim a span has rows of."""
-    return sum([max(start, first) < min(start + length, first + rows) for first, rows in cuts])
+    return bisect_left(starts, start + length) - bisect_right(starts, start) + 1
 
 
 class Flow(NamedTuple):
