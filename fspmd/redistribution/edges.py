@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from math import comb, perm
 
@@ -56,7 +57,10 @@ def _moved(
 @functools.lru_cache(maxsize=8192)
 def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     """The block lengths of a dim cut by axes, in rank order; None where they are equal."""
-    cut = tuple(length for _, length in blocks(spec.shape[dim], tuple(spec.mesh.shape[axis] for axis in axes)))
+    parts = tuple(spec.mesh.shape[axis] for axis in axes)
+    if spec.shape[dim] % math.prod(parts) == 0:
+        return None
+    cut = tuple(length for _, length in blocks(spec.shape[dim], parts))
     return None if len(set(cut)) == 1 else cut
 
 
@@ -97,7 +101,7 @@ def _cuts(
             wanted = tuple(a for a in entry_axes(target.partition[dim]) if a in free)
             news = tuple(wanted[i:j] for i, j in itertools.combinations(range(len(wanted) + 1), 2))
         for new in news:
-            if (new == free or not whole) and _can_part(spec, dim, now, new):
+            if (new == free or not whole) and not set(now).intersection(new) and _can_part(spec, dim, now, new):
                 yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
 
 
@@ -123,9 +127,8 @@ def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Ca
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
             for dim, now, new, cut in _cuts(spec, gone, target, True):
-                if dim != source:
-                    options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
-                    yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
+                options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
+                yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
 
 
 def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:

@@ -19,7 +19,7 @@ from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
 from fspmd.transport.pending import Pending
-from fspmd.transport.windows import flow, traffic
+from fspmd.transport.windows import flow, is_idle
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 #: dtypes that every backend can move as they are; others travel as bytes
@@ -227,7 +227,7 @@ class ProcessGroupTransport(Transport):
         place = mine.peers.index(rank)
         for here, part in zip(mine.sends[place], mine.receives[place], strict=True):
             new[part.there] = x[here]
-        if not traffic(o.move).elements or 0 in lead:
+        if is_idle(o.move) or 0 in lead:
             return Pending(new)
         others = [i for i in range(len(mine.peers)) if i != place]
         pieces = {i: [x[here].reshape(-1) for here in mine.sends[i]] for i in others}

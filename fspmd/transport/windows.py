@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -116,16 +116,13 @@ def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coor
     return itertools.product(*spans)
 
 
-@functools.lru_cache(maxsize=64)
-def _some_coordinates(mesh: Mesh, axes: frozenset[str]) -> tuple[Coordinate, ...]:
-    """The same, on long axes of such places alone as stand for all where blocks are even: ends, and two between."""
-    if prod(mesh.shape[axis] for axis in axes) <= _MANY:
-        return tuple(coordinates(mesh, axes))
-    spans = ({0, 1, n // 2, n - 1} if axis in axes else {0} for axis, n in mesh.shape.items())
-    return tuple(itertools.product(*map(sorted, spans)))
-
-
-_MANY = 256
+def some_coordinates(mesh: Mesh, axes: frozenset[str] | None, most: int = 256) -> Iterator[Coordinate]:
+    """The same, or where there are more than ``most`` some of them: from the first to the last along each axis."""
+    spans = [n if axes is None or axis in axes else 1 for axis, n in mesh.shape.items()]
+    if prod(spans) <= most:
+        return itertools.product(*map(range, spans))
+    each = max(2, int(most ** (1 / sum(n > 1 for n in spans))))
+    return itertools.product(*(sorted({round(i * (n - 1) / (each - 1)) for i in range(each)}) for n in spans))
 
 
 def window(spec: TensorSpec, at: Coordinate) -> Window:
@@ -224,31 +221,46 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
 
 @functools.lru_cache(maxsize=8192)
 def traffic(move: Reblock) -> Traffic:
-    """What the busiest rank receives, counted without listing who sends what."""
-    source, target = move.source, move.target
-    grid = [functools.cache(functools.partial(_touched, starts)) for starts in _starts(source)]
-    named = None if move.across else source.partition.axes | target.partition.axes
-    places: Iterable[Coordinate]
-    if source.even and target.even and named is not None:
-        named = frozenset(move.axes)  # ranks that differ along others have the same to do
-        places = _some_coordinates(target.mesh, named)
-    else:
-        places = coordinates(target.mesh, named)
+    """What the busiest rank receives, counted without listing who sends what; on large meshes that of some ranks."""
+    grid = [functools.cache(functools.partial(_touched, starts)) for starts in _starts(move.source)]
     messages = elements = 0
-    for at in places:
-        mine = window(target, at)
-        size = prod([length for _, length in mine])
-        if not size:
-            continue
-        before = source.mesh.coordinate(target.mesh.rank_at(at)) if move.across else at
-        own = None
-        if before is not None and (not move.across or _group(move, source, before) == _group(move, target, at)):
-            own = _meet(window(source, before), mine)
-        lacks = size - (prod([length for _, length in own]) if own is not None else 0)
+    for at in some_coordinates(move.target.mesh, _named(move)):
+        mine, own, lacks = _received(move, at)
         if lacks:
             pieces = prod([touched(*span) for touched, span in zip(grid, mine, strict=True)])
             messages, elements = max(messages, pieces - (own is not None)), max(elements, lacks)
     return Traffic(messages, elements)
+
+
+@functools.lru_cache(maxsize=8192)
+def is_idle(move: Reblock) -> bool:
+    """Whether no rank lacks anything."""
+    if traffic(move).elements:
+        return False
+    return not any(_received(move, at)[2] for at in coordinates(move.target.mesh, _named(move)))
+
+
+def _named(move: Reblock) -> frozenset[str] | None:
+    """The axes along which ranks differ in what they receive; None: all."""
+    if move.across:
+        return None
+    if move.source.even and move.target.even:  # ranks that differ along others have the same to do
+        return frozenset(move.axes)
+    return move.source.partition.axes | move.target.partition.axes
+
+
+def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int]:
+    """The new block of the rank at a coordinate, what it has of it, and how many elements it lacks."""
+    source, target = move.source, move.target
+    mine = window(target, at)
+    size = prod([length for _, length in mine])
+    if not size:
+        return mine, None, 0
+    before = source.mesh.coordinate(target.mesh.rank_at(at)) if move.across else at
+    own = None
+    if before is not None and (not move.across or _group(move, source, before) == _group(move, target, at)):
+        own = _meet(window(source, before), mine)
+    return mine, own, size - (prod([length for _, length in own]) if own is not None else 0)
 
 
 @functools.lru_cache(maxsize=1024)

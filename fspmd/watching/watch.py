@@ -17,7 +17,7 @@ from fspmd.redistribution.cost import Price, moves, price
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.transport.rows import Route
-from fspmd.transport.windows import traffic
+from fspmd.transport.windows import is_idle, traffic
 from fspmd.watching.causes import Cause, Trace, trace
 
 _lock: Final = threading.Lock()
@@ -141,7 +141,7 @@ def _watched(x: Any, call: Call) -> Call:
 def communicates(call: Call) -> bool:
     """Whether anything moves between ranks."""
     if call.options.move is not None:
-        return traffic(call.options.move).messages > 0
+        return not is_idle(call.options.move)
     return moves(call.pair.kernel) and _ranks(call) > 1
 
 

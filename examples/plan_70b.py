@@ -1,0 +1,218 @@
+"""A transformer of 70 billion parameters, planned for a cluster that is not here.
+
+    python examples/plan_70b.py                      # 4,096 ranks, on a laptop
+    python examples/plan_70b.py --ranks 1024 --layers 8
+
+The training step below is written on global shapes, for one mesh with axes dp and tp. It is lowered for meshes without
+ranks: recorded as each rank would run it, on shapes alone. What is printed is what the record says: how parameters lie,
+what a rank holds at most, what it sends, and the time of a step on hosts of 8 accelerators (`fspmd.Topology`).
+
+    B  sequences in a batch    S  tokens in a sequence    V  the vocabulary
+    D  width of the model      F  width of the MLP        H  heads of queries, G  heads of keys and values, K = D / H
+
+Parameters, and the states of Adam, are cut over both axes. A layer gathers its own over dp before it runs, in
+bfloat16; backward does so again, and scatters the sums of the gradients. Over tp heads and the MLP are cut, and the
+sequence between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+
+import fspmd
+from fspmd import Lowered, Mesh, P, TensorSpec, make_mesh, value_and_grad, with_spec
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model, as above."""
+
+    layers: int = 80
+    D: int = 8192
+    F: int = 28672
+    H: int = 64
+    G: int = 8
+    V: int = 128256
+    B: int = 2048
+    S: int = 4096
+
+    @property
+    def K(self) -> int:
+        """Width of a head."""
+        return self.D // self.H
+
+
+# ---------------------------------------------------------------- parameters: shapes, and how they lie
+
+#: at rest, and while their layer runs, where the sum of the gradients over dp is still to be made
+SPECS: dict[str, tuple[P, P]] = {
+    "wq": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
+    "wkv": (P(None, "dp", "tp"), P(None, None, "tp", reduced={"dp"})),
+    "wo": (P("tp", None, "dp"), P("tp", None, None, reduced={"dp"})),
+    "gate": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
+    "up": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
+    "down": (P("tp", "dp"), P("tp", None, reduced={"dp"})),
+    "norm1": (P(), P()),
+    "norm2": (P(), P()),
+    "norm": (P(), P()),
+    "embedding": (P("tp", "dp"), P("tp", None, reduced={"dp"})),
+    "head": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
+}
+
+
+def parameters(c: Config, mesh: Mesh) -> Params:
+    """A `TensorSpec` for each, of float32."""
+
+    def leaf(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(mesh, SPECS[name][0], shape, torch.float32)
+
+    def layer() -> Params:
+        return {
+            "wq": leaf("wq", c.D, c.H, c.K),
+            "wkv": leaf("wkv", 2, c.D, c.G, c.K),
+            "wo": leaf("wo", c.H, c.K, c.D),
+            "gate": leaf("gate", c.D, c.F),
+            "up": leaf("up", c.D, c.F),
+            "down": leaf("down", c.F, c.D),
+            "norm1": leaf("norm1", c.D),
+            "norm2": leaf("norm2", c.D),
+        }
+
+    return {
+        "embedding": leaf("embedding", c.V, c.D),
+        "layers": [layer() for _ in range(c.layers)],
+        "norm": leaf("norm", c.D),
+        "head": leaf("head", c.D, c.V),
+    }
+
+
+# ---------------------------------------------------------------- the step, on global shapes
+
+CUT = P("dp", "tp", None)  # values [B, S, D] between the parts of a layer: over batch and sequence
+WHOLE = P("dp", None, None, reduced={"tp"})  # and within one, where the gradient is a sum over tp yet to be made
+
+
+def gathered(params: Params) -> Params:
+    """The parameters of a layer as its computation wants them."""
+    return {name: with_spec(w.to(torch.bfloat16), SPECS[name][1]) for name, w in params.items()}
+
+
+def layer(c: Config, params: Params, x: Any) -> Any:
+    """x [B, S, D] -> [B, S, D]."""
+    p = gathered(params)
+    h = with_spec(F.rms_norm(x, (c.D,), p["norm1"]), WHOLE)
+    q = torch.einsum("bsd,dhk->bhsk", h, p["wq"])
+    k, v = torch.einsum("bsd,cdgk->cbgsk", h, p["wkv"]).unbind(0)
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = x + with_spec(torch.einsum("bhsk,hkd->bsd", heads, p["wo"]), CUT)
+    h = with_spec(F.rms_norm(x, (c.D,), p["norm2"]), WHOLE)
+    return x + with_spec((F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], CUT)
+
+
+def loss(c: Config, params: Params, tokens: Any, targets: Any) -> Any:
+    """tokens, targets [B, S] -> the mean cross entropy."""
+    ends = gathered({name: params[name] for name in ("embedding", "norm", "head")})
+    x = with_spec(F.embedding(tokens, ends["embedding"]), CUT)
+    for p in params["layers"]:
+        x = fspmd.checkpoint(layer)(c, p, x)
+    h = with_spec(F.rms_norm(x, (c.D,), ends["norm"]), WHOLE)
+    logits = h @ ends["head"]  # [B, S, V], the vocabulary cut over tp
+    return F.cross_entropy(logits.permute(0, 2, 1), targets)
+
+
+def step(c: Config, params: Params, first: Params, second: Params, tokens: Any, targets: Any) -> tuple[Any, ...]:
+    """One step of Adam."""
+    value, gradients = value_and_grad(loss, argnums=1)(c, params, tokens, targets)
+    first = optree.tree_map(lambda m, g: 0.9 * m + 0.1 * g, first, gradients)
+    second = optree.tree_map(lambda v, g: 0.95 * v + 0.05 * g * g, second, gradients)
+    params = optree.tree_map(lambda p, m, v: p - 3e-4 * m / (v.sqrt() + 1e-8), params, first, second)
+    return params, first, second, value
+
+
+# ---------------------------------------------------------------- what the record says
+
+
+def lower(c: Config, mesh: Mesh) -> Lowered:
+    """The step as each rank of a mesh would run it."""
+    params = parameters(c, mesh)
+    tokens = TensorSpec(mesh, P("dp"), (c.B, c.S), torch.int64)
+    jitted: Any = fspmd.jit(step, static_argnums=0, donate_argnums=(1, 2, 3))
+    program: Lowered = jitted.lower(c, params, params, params, tokens, tokens)
+    return program
+
+
+def meshes(ranks: int, heads: int) -> Iterator[Mesh]:
+    """Those to choose from."""
+    for tp in (1, 2, 4, 8):
+        if not ranks % tp and tp <= heads:
+            yield make_mesh((ranks // tp, tp), ("dp", "tp"), transport="abstract")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=Config.layers)
+    parser.add_argument("--batch", type=int, default=Config.B, help="sequences of 4,096 tokens")
+    parser.add_argument("--memory", type=float, default=80.0, help="GB that a rank has")
+    args = parser.parse_args()
+    c = Config(layers=args.layers, B=args.batch)
+    tokens = c.B * c.S
+    plans: list[tuple[float, Mesh, Lowered]] = []
+    print(
+        f"{'mesh':<22}{'holds':>10}{'computes':>12}{'exposed':>12}{'step':>12}{'tokens/s':>14}{'MFU':>8}   lowered in"
+    )
+    for mesh in meshes(args.ranks, c.G):
+        if c.B % mesh.shape["dp"]:
+            print(f"{mesh!r:<22}  a batch of {c.B} does not divide")
+            continue
+        begun = time.perf_counter()
+        program = lower(c, mesh)
+        cost, memory = program.cost(), program.memory()
+        took = time.perf_counter() - begun
+        count = sum(math.prod(spec.shape) for spec in optree.tree_leaves(parameters(c, mesh)))
+        mfu = cost.utilisation(6 * count * tokens)
+        fits = memory.peak <= args.memory * 1e9
+        figures = (
+            f"{memory.peak / 1e9:.1f} GB",
+            *(f"{micros / 1e6:.2f} s" for micros in (cost.computation, cost.exposed, cost.time)),
+            f"{tokens / cost.time * 1e6:,.0f}",
+            f"{mfu:.1%}",
+            f"{took:.1f} s",
+        )
+        print(f"{mesh!r:<22}{''.join(f'{figure:>12}' for figure in figures)}{'' if fits else '   does not fit'}")
+        if fits:
+            plans.append((cost.time, mesh, program))
+    if not plans:
+        print(f"nothing fits into {args.memory:g} GB: take more ranks")
+        return
+    _, mesh, program = min(plans, key=lambda plan: plan[0])
+    print(f"\nThe quickest that fits is {mesh!r}. Its first layer, embedding and head lie so:")
+    shown = parameters(dataclasses.replace(c, layers=1), mesh)
+    for path, spec in zip(optree.tree_paths(shown), optree.tree_leaves(shown), strict=True):
+        held = math.prod(spec.block_shape) * spec.dtype.itemsize
+        print(
+            f"  {'.'.join(map(str, path)):<16} {fspmd.spec.describe(spec.dtype, spec.shape, spec.partition):<36}{held:>14,} B a rank"
+        )
+    print(f"\n{program.cost()}\n\nMemory: {program.memory()}\n\nWhat it sends, by kind and axes:")
+    sent: dict[tuple[str, str], list[float]] = {}
+    for one in program.collectives():
+        of = sent.setdefault((one.kind, ", ".join(one.axes)), [0, 0.0, 0.0])
+        of[:] = [of[0] + 1, of[1] + one.price.moved, of[2] + one.price.time]
+    for (kind, axes), (times, moved, micros) in sorted(sent.items(), key=lambda item: -item[1][2]):
+        print(f"  {kind:<24} over {axes:<8} {times:>6,} times {moved / 1e9:>10,.2f} GB {micros / 1e6:>8.2f} s")
+
+
+if __name__ == "__main__":
+    main()
