@@ -3,22 +3,24 @@
     python examples/plan_70b.py                      # 4,096 ranks, on a laptop
     python examples/plan_70b.py --ranks 1024 --layers 8
 
-The training step below is written on global shapes, for one mesh with axes dp and tp. It is lowered for meshes without
-ranks: recorded as each rank would run it, on shapes alone. What is printed is what the record says: how parameters lie,
-what a rank holds at most, what it sends, and the time of a step on hosts of 8 accelerators (`fspmd.Topology`).
+The training step below is written on global shapes, for a mesh with axes dp, fsdp and tp. It is lowered for meshes
+without ranks: recorded as each rank would run it, on shapes alone. What is printed is what the record says: how
+parameters lie, what a rank holds at most, what it sends, and the time of a step on hosts of 8 accelerators, by the
+formulas of rings (`fspmd.Topology`).
 
     B  sequences in a batch    S  tokens in a sequence    V  the vocabulary
     D  width of the model      F  width of the MLP        H  heads of queries, G  heads of keys and values, K = D / H
 
-Parameters, and the states of Adam, are cut over both axes. A layer gathers its own over dp before it runs, in
-bfloat16; backward does so again, and scatters the sums of the gradients. Over tp heads and the MLP are cut, and the
-sequence between them.
+Parameters, and the states of Adam, are cut over fsdp and tp. A layer gathers its own over fsdp before it runs, in
+bfloat16; backward does so again, and scatters the sums of the gradients, which are then added up over dp. Over tp heads
+and the MLP are cut, and the sequence between them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -56,19 +58,27 @@ class Config:
 
 # ---------------------------------------------------------------- parameters: shapes, and how they lie
 
-#: at rest, and while their layer runs, where the sum of the gradients over dp is still to be made
+BATCH = ("dp", "fsdp")
+
+
+def at_work(*entries: str | None) -> P:
+    """Whole over fsdp while the layer runs; the sum of the gradient over the batch is still to be made."""
+    return P(*entries, reduced=BATCH)
+
+
+#: at rest, and at work
 SPECS: dict[str, tuple[P, P]] = {
-    "wq": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
-    "wkv": (P(None, "dp", "tp"), P(None, None, "tp", reduced={"dp"})),
-    "wo": (P("tp", None, "dp"), P("tp", None, None, reduced={"dp"})),
-    "gate": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
-    "up": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
-    "down": (P("tp", "dp"), P("tp", None, reduced={"dp"})),
-    "norm1": (P(), P()),
-    "norm2": (P(), P()),
-    "norm": (P(), P()),
-    "embedding": (P("tp", "dp"), P("tp", None, reduced={"dp"})),
-    "head": (P("dp", "tp"), P(None, "tp", reduced={"dp"})),
+    "wq": (P("fsdp", "tp"), at_work(None, "tp")),
+    "wkv": (P(None, "fsdp", "tp"), at_work(None, None, "tp")),
+    "wo": (P("tp", None, "fsdp"), at_work("tp")),
+    "gate": (P("fsdp", "tp"), at_work(None, "tp")),
+    "up": (P("fsdp", "tp"), at_work(None, "tp")),
+    "down": (P("tp", "fsdp"), at_work("tp")),
+    "norm1": (P("fsdp"), at_work()),
+    "norm2": (P("fsdp"), at_work()),
+    "norm": (P("fsdp"), at_work()),
+    "embedding": (P("tp", "fsdp"), at_work("tp")),
+    "head": (P("fsdp", "tp"), at_work(None, "tp")),
 }
 
 
@@ -100,8 +110,8 @@ def parameters(c: Config, mesh: Mesh) -> Params:
 
 # ---------------------------------------------------------------- the step, on global shapes
 
-CUT = P("dp", "tp", None)  # values [B, S, D] between the parts of a layer: over batch and sequence
-WHOLE = P("dp", None, None, reduced={"tp"})  # and within one, where the gradient is a sum over tp yet to be made
+CUT = P(BATCH, "tp", None)  # values [B, S, D] between the parts of a layer: over batch and sequence
+WHOLE = P(BATCH, None, None, reduced={"tp"})  # and within one, where the gradient is a sum over tp yet to be made
 
 
 def gathered(params: Params) -> Params:
@@ -147,17 +157,17 @@ def step(c: Config, params: Params, first: Params, second: Params, tokens: Any, 
 def lower(c: Config, mesh: Mesh) -> Lowered:
     """The step as each rank of a mesh would run it."""
     params = parameters(c, mesh)
-    tokens = TensorSpec(mesh, P("dp"), (c.B, c.S), torch.int64)
+    tokens = TensorSpec(mesh, P(BATCH), (c.B, c.S), torch.int64)
     jitted: Any = fspmd.jit(step, static_argnums=0, donate_argnums=(1, 2, 3))
     program: Lowered = jitted.lower(c, params, params, params, tokens, tokens)
     return program
 
 
-def meshes(ranks: int, heads: int) -> Iterator[Mesh]:
+def meshes(ranks: int, c: Config) -> Iterator[Mesh]:
     """Those to choose from."""
-    for tp in (1, 2, 4, 8):
-        if not ranks % tp and tp <= heads:
-            yield make_mesh((ranks // tp, tp), ("dp", "tp"), transport="abstract")
+    for tp, fsdp in itertools.product((4, 8), (16, 64)):
+        if ranks % (tp * fsdp) == 0 and c.B % (ranks // tp) == 0:
+            yield make_mesh((ranks // (tp * fsdp), fsdp, tp), ("dp", "fsdp", "tp"), transport="abstract")
 
 
 def main() -> None:
@@ -171,12 +181,9 @@ def main() -> None:
     tokens = c.B * c.S
     plans: list[tuple[float, Mesh, Lowered]] = []
     print(
-        f"{'mesh':<22}{'holds':>10}{'computes':>12}{'exposed':>12}{'step':>12}{'tokens/s':>14}{'MFU':>8}   lowered in"
+        f"{'mesh':<32}{'holds':>10}{'computes':>12}{'exposed':>12}{'step':>12}{'tokens/s':>14}{'MFU':>8}   lowered in"
     )
-    for mesh in meshes(args.ranks, c.G):
-        if c.B % mesh.shape["dp"]:
-            print(f"{mesh!r:<22}  a batch of {c.B} does not divide")
-            continue
+    for mesh in meshes(args.ranks, c):
         begun = time.perf_counter()
         program = lower(c, mesh)
         cost, memory = program.cost(), program.memory()
@@ -191,7 +198,7 @@ def main() -> None:
             f"{mfu:.1%}",
             f"{took:.1f} s",
         )
-        print(f"{mesh!r:<22}{''.join(f'{figure:>12}' for figure in figures)}{'' if fits else '   does not fit'}")
+        print(f"{mesh!r:<32}{''.join(f'{figure:>12}' for figure in figures)}{'' if fits else '   does not fit'}")
         if fits:
             plans.append((cost.time, mesh, program))
     if not plans:
