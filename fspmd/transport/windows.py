@@ -116,7 +116,7 @@ def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coor
     return itertools.product(*spans)
 
 
-def some_coordinates(mesh: Mesh, axes: frozenset[str] | None, most: int = 256) -> Iterator[Coordinate]:
+def some_coordinates(mesh: Mesh, axes: frozenset[str] | None, most: int = 64) -> Iterator[Coordinate]:
     """The same, or where there are more than ``most`` some of them: from the first to the last along each axis."""
     spans = [n if axes is None or axis in axes else 1 for axis, n in mesh.shape.items()]
     if prod(spans) <= most:
