@@ -209,9 +209,8 @@ def main() -> None:
     shown = parameters(dataclasses.replace(c, layers=1), mesh)
     for path, spec in zip(optree.tree_paths(shown), optree.tree_leaves(shown), strict=True):
         held = math.prod(spec.block_shape) * spec.dtype.itemsize
-        print(
-            f"  {'.'.join(map(str, path)):<16} {fspmd.spec.describe(spec.dtype, spec.shape, spec.partition):<36}{held:>14,} B a rank"
-        )
+        name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
+        print(f"  {name:<16} {layout:<36}{held:>14,} B a rank")
     print(f"\n{program.cost()}\n\nMemory: {program.memory()}\n\nWhat it sends, by kind and axes:")
     sent: dict[tuple[str, str], list[float]] = {}
     for one in program.collectives():
