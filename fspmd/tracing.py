@@ -12,7 +12,15 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
-class RecordingMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """One that torch does not keep its compiler out of, for which it would import that, and that takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class RecordingMode(DispatchMode):
     """Of which recorders are; torch carries modes into the threads that run backward."""
 
     paused = False

@@ -13,7 +13,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fspmd.auto.calls import Calls, operands_of
 from fspmd.body import state
@@ -31,6 +30,7 @@ from fspmd.rules import Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.tracing import DispatchMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -68,7 +68,7 @@ class Program:
     followed: set[int] = field(default_factory=set)  # leaves that will have a gradient
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Puts calls on stand-ins down in a `Program`; the dispatch mode sees what autodiff does below them."""
 
     def __init__(self, mesh: Mesh, name: str) -> None:
@@ -131,11 +131,6 @@ class Recorder(TorchDispatchMode):
             Op("with_spec", None, (self.number(x),), (self.number(moved),), followed, target.partition)
         )
         return moved
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler, which takes seconds, to keep it out of what is done here."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):

@@ -15,10 +15,10 @@ from fspmd.programs.backends import Maker
 from fspmd.programs.backward import Halves, followed, halves_of, replay
 from fspmd.programs.capture import Capture, capture
 from fspmd.programs.donation import Donation
+from fspmd.programs.facts import is_as, memory_of
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
-from fspmd.programs.record import is_as, memory_of
 from fspmd.programs.replay import below_autograd, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.schedule import communications

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fspmd.programs.record import draws
+from fspmd.programs.facts import draws
 from fspmd.transport.randomness import draw_seed
 
 _PLAIN: Final = (bool, int, str, type(None))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.programs.capture import Capture
+from fspmd.programs.facts import shard_of
 from fspmd.programs.passes.memory import is_unknown
 from fspmd.programs.program import owner
-from fspmd.programs.record import shard_of
 from fspmd.transport.local_tensor import LocalTensor
 
 aten: Final = torch.ops.aten

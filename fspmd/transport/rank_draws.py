@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fspmd.tracing import step
+from fspmd.tracing import DispatchMode, step
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import call_per_rank
 from fspmd.transport.randomness import per_rank_generators, streams
@@ -26,7 +25,7 @@ def draw_apart(held: Frame, seed: int) -> Iterator[None]:
         yield
 
 
-class _MadeApart(TorchDispatchMode):
+class _MadeApart(DispatchMode):
     """Tensors made of no other tensors are held apart per rank."""
 
     def __init__(self, held: Frame) -> None:

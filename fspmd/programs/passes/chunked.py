@@ -21,10 +21,10 @@ from fspmd.programs.calls import (
     is_collective,
     replace,
 )
+from fspmd.programs.facts import aten
 from fspmd.programs.passes.memory import Memory
 from fspmd.programs.passes.rewrites import GATHERS, NAMES, SUMS
 from fspmd.programs.program import Program, Value, owner
-from fspmd.programs.record import aten
 from fspmd.programs.schedule import flops_of
 from fspmd.redistribution.cost import price, topology, work
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 from torch._ops import OpOverload
 
+from fspmd.programs.facts import draws, is_pure
 from fspmd.programs.passes.memory import Memory, written
 from fspmd.programs.program import Program
-from fspmd.programs.record import draws, is_pure
 
 
 def dead_code(program: Program) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from fspmd.programs.calls import is_aten, is_collective, replace
+from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.memory import Memory, is_view
 from fspmd.programs.program import Program
-from fspmd.programs.record import is_pure, shard_of
 
 
 def equal_steps(program: Program) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from fspmd.programs.calls import is_aten, is_collective, is_wait
+from fspmd.programs.facts import shard_of
 from fspmd.programs.program import Program, owner
-from fspmd.programs.record import shard_of
 from fspmd.transport.local_tensor import LocalTensor
 
 

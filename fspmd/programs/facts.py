@@ -1,0 +1,48 @@
+"""What recording, passes and replays ask of functions, tensors and modules."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.transport.local_tensor import LocalTensor
+
+aten: Final = torch.ops.aten
+functorch: Final = torch._C._functorch
+
+
+def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What of a module is a constant of a record: its mode, and which tensors are its parameters and buffers."""
+    return module.training, *module._parameters.values(), *module._buffers.values()
+
+
+def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:
+    """Whether a module is as it was."""
+    now = state_of(module)
+    return len(now) == len(was) and all(map(operator.is_, now, was))
+
+
+def is_pure(func: Any) -> bool:
+    """Whether an aten function gives the same of the same, and does nothing else."""
+    return not func._schema.is_mutable and not draws(func)
+
+
+def draws(func: Any) -> bool:
+    """Whether an aten function draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def memory_of(x: Tensor) -> int:
+    """What tells the memory of a tensor, and of its views, from that of others."""
+    with torch._C.DisableTorchFunction():
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+        return int((x.shards[0] if type(x) is LocalTensor else x).untyped_storage()._cdata)
+
+
+def shard_of(x: LocalTensor, i: int) -> Tensor:
+    """The block of one simulated rank."""
+    return x.shards[i]
