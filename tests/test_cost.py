@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from math import prod
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fspmd.redistribution.bounds import bound
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
 from fspmd.redistribution.edges import edges, reblock
 from fspmd.redistribution.routes import Route, _step, route
+from fspmd.transport.windows import Reblock, Traffic, Window, coordinates, is_idle, traffic, window
 
 WHOLE = 1 << 30
 #: latency does not count, nor what a rank reads and writes itself: the limit of large arrays
@@ -37,6 +39,43 @@ def time(kernel: str, n: int, before: int, after: int, figures: Topology = LARGE
 def way(source: P, target: P, mesh: Mesh, shape: tuple[int, ...], figures: Topology | None = None) -> Route:
     ends = (TensorSpec(mesh, partition, shape, torch.bfloat16) for partition in (source, target))
     return route(*ends, figures or topology())
+
+
+# --- what is moved --------------------------------------------------------------------------------------------------
+
+
+def _received(move: Reblock) -> Traffic:
+    """By listing, for every rank, whose blocks it has to be sent."""
+    messages = elements = 0
+    mesh = move.source.mesh
+    places = {at: (window(move.source, at), window(move.target, at)) for at in coordinates(mesh)}
+    still = [i for i, axis in enumerate(mesh.axis_names) if axis not in move.axes]
+    for at, (own, mine) in places.items():
+        lacks = prod(length for _, length in mine) - _common(own, mine)
+        held = {other for there, (other, _) in places.items() if all(there[i] == at[i] for i in still)}
+        pieces = sum(_common(other, mine) > 0 for other in held - {own})
+        messages, elements = max(messages, pieces if lacks else 0), max(elements, lacks)
+    return Traffic(messages, elements)
+
+
+def _common(a: Window, b: Window) -> int:
+    return prod(max(0, min(i + n, k + m) - max(i, k)) for (i, n), (k, m) in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(9, 4), (2, 3)])
+def test_traffic_is_that_of_the_busiest_of_all_ranks(sizes: tuple[int, ...]) -> None:
+    """Beyond some ranks they are counted in another way; even blocks, uneven ones, and more ranks than rows."""
+    mesh, chosen = make_mesh(sizes, ("x", "y"), transport="abstract"), random.Random(0)
+    placed = [P(a, b) for a in ENTRIES for b in ENTRIES if not {*(a or ())} & {*(b or ())}]
+    for _ in range(60):
+        shape = chosen.choice([(36, 72), (3, 100), (37, 5), (1, 72), (0, 4)])
+        source, target = (TensorSpec(mesh, chosen.choice(placed), shape, torch.float32) for _ in range(2))
+        move = Reblock(source, target)
+        assert traffic(move) == _received(move), move
+        assert is_idle(move) == (not _received(move).elements)
+
+
+ENTRIES: list[Any] = [None, ("x",), ("y",), ("x", "y"), ("y", "x")]
 
 
 # --- the triangle inequality ----------------------------------------------------------------------------------------

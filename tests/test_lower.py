@@ -21,6 +21,7 @@ from processes import Processes
 from simulated import MESH
 from torch import Tensor
 
+import fspmd
 from fspmd import (
     ArgumentError,
     MeshError,
@@ -118,6 +119,38 @@ def test_a_mesh_without_ranks() -> None:
     text = program.as_text()
     for part in ("step on mesh(dp=64, tp=8)", "f32[1024, 4096@tp]", "f32[512@dp, 1024]{U:tp}", "psum[dp](", "x @ w"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("f", "shapes", "flops"),
+    [
+        (torch.matmul, [(64, 32), (32, 16)], 2 * 16 * 32 * 16),
+        (torch.matmul, [(64, 32), (32,)], 2 * 16 * 32),
+        (torch.bmm, [(8, 16, 32), (8, 32, 16)], 2 * 2 * 16 * 32 * 16),
+        (torch.dot, [(64,), (64,)], 2 * 16),
+        (torch.nn.functional.conv1d, [(8, 3, 10), (6, 3, 3)], 2 * 2 * 6 * 8 * 9),
+        (grad(lambda a, b: (a @ b).sum(), argnums=(0, 1)), [(64, 32), (32, 16)], 6 * 16 * 32 * 16),
+        (
+            lambda a: torch.nn.functional.scaled_dot_product_attention(a, a, a),
+            [(8, 4, 16, 32)],
+            4 * 2 * 4 * 16 * 16 * 32,
+        ),
+    ],
+)
+def test_flops_of_a_rank(f: Callable[..., Any], shapes: list[tuple[int, ...]], flops: int) -> None:
+    """Of tensors of which the first is cut along its batch, as are those that share it: counted by hand."""
+    mesh = make_mesh((4, 2), ("x", "y"), transport="abstract")
+    cut = [P("x") if len(shape) != 2 and shape[0] == shapes[0][0] else P() for shape in shapes]
+    given = [
+        TensorSpec(mesh, spec, shape, torch.float32) for spec, shape in zip([P("x"), *cut[1:]], shapes, strict=True)
+    ]
+    assert jit(f, passes=()).lower(*given).cost().flops == flops
+
+
+def test_new_values_are_held_in_blocks_alone() -> None:
+    mesh = make_mesh((64, 8), ("x", "y"), transport="abstract")
+    program = jit(lambda: fspmd.randn(8192, 8192, spec=P("x", "y"), mesh=mesh) + 1, passes=()).lower()
+    assert program.memory().peak == 2 * 4 * 128 * 1024
 
 
 def test_nothing_runs_on_a_mesh_without_ranks() -> None:

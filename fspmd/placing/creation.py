@@ -22,6 +22,7 @@ from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.counter import Block, draw
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.tracing import hidden
 from fspmd.transport.randomness import draw_seed
 
 Size = int | tuple[int, ...] | list[int]
@@ -214,6 +215,7 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
 # --- checks, and what the functions share ---------------------------------------------------------------------------
 
 
+@hidden
 def _meta(function: Callable[..., Tensor], *args: Any, options: Options) -> Tensor:
     """What torch makes of these arguments, without data: its shape and dtype, and its complaints."""
     try:

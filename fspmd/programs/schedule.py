@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,12 @@ aten: Final = torch.ops.aten
 _ATTENTION: Final = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+_ON_VECTORS: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table lacks
+    aten.mv: lambda a, x, **_: 2 * prod(a),
+    aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
+    aten.dot: lambda a, b, **_: 2 * prod(a),
+    aten.vdot: lambda a, b, **_: 2 * prod(a),
 }
 
 
@@ -100,6 +107,8 @@ def flops_of(node: fx.Node) -> int:
 @functools.cache
 def _formula(target: Any) -> Callable[..., int] | None:
     packet: Any = getattr(target, "overloadpacket", None)
+    if packet in _ON_VECTORS:
+        return flop_counter.shape_wrapper(_ON_VECTORS[packet])  # type: ignore[no-any-return]
     registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
     return registry.get(_ATTENTION.get(packet, packet))
 

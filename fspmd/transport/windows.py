@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fspmd.entries import blocks, entry_axes
@@ -116,15 +118,6 @@ def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coor
     return itertools.product(*spans)
 
 
-def some_coordinates(mesh: Mesh, axes: frozenset[str] | None, most: int = 64) -> Iterator[Coordinate]:
-    """The same, or where there are more than ``most`` some of them: from the first to the last along each axis."""
-    spans = [n if axes is None or axis in axes else 1 for axis, n in mesh.shape.items()]
-    if prod(spans) <= most:
-        return itertools.product(*map(range, spans))
-    each = max(2, int(most ** (1 / sum(n > 1 for n in spans))))
-    return itertools.product(*(sorted({round(i * (n - 1) / (each - 1)) for i in range(each)}) for n in spans))
-
-
 def window(spec: TensorSpec, at: Coordinate) -> Window:
     """What the rank at a coordinate holds."""
     return tuple([cuts[sum([at[i] * n for i, n in strides])] for strides, cuts in _cuts(spec)])
@@ -219,12 +212,18 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
     return tuple(found)
 
 
+_MANY = 32  # ranks, beyond which they are counted by one tensor
+
+
 @functools.lru_cache(maxsize=8192)
 def traffic(move: Reblock) -> Traffic:
-    """What the busiest rank receives, counted without listing who sends what; on large meshes that of some ranks."""
+    """What the busiest rank receives, counted without listing who sends what."""
+    mesh, axes = move.target.mesh, _named(move)
+    if axes is not None and prod([mesh.shape[axis] for axis in axes]) > _MANY:
+        return _traffic_of_many(move, axes)
     grid = [functools.cache(functools.partial(_touched, starts)) for starts in _starts(move.source)]
     messages = elements = 0
-    for at in some_coordinates(move.target.mesh, _named(move)):
+    for at in coordinates(mesh, axes):
         mine, own, lacks = _received(move, at)
         if lacks:
             pieces = prod([touched(*span) for touched, span in zip(grid, mine, strict=True)])
@@ -232,12 +231,55 @@ def traffic(move: Reblock) -> Traffic:
     return Traffic(messages, elements)
 
 
+def _traffic_of_many(move: Reblock, axes: frozenset[str]) -> Traffic:
+    """The same within a mesh, of all ranks at a time; each dim is counted along its own axes alone."""
+    whole, kept, pieces = [], [], []
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        for (before, origins, ends), (after, starts, stops) in zip(
+            _ranges(move.source, axes), _ranges(move.target, axes), strict=True
+        ):
+            begins = origins[origins < ends].unique()
+            touched = torch.searchsorted(begins, stops) - torch.searchsorted(begins, starts, right=True) + 1
+            common = torch.minimum(ends[before], stops[after]) - torch.maximum(origins[before], starts[after])
+            kept.append(common.clamp(min=0))
+            whole.append((stops - starts)[after])
+            pieces.append(touched[after])
+        size, own, count = (functools.reduce(operator.mul, found) for found in (whole, kept, pieces))
+        received = torch.where(size > own, count - (own > 0).long(), 0)
+        return Traffic(int(received.max()), int((size - own).max()))
+
+
+def _ranges(spec: TensorSpec, axes: frozenset[str]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each dim the places of the ranks among its pieces, and where those start and end."""
+    sizes, names = spec.mesh.shape, spec.mesh.axis_names
+    some = tuple([slice(None if axis in axes else 1) for axis in names])
+    for size, entry in zip(spec.shape, spec.partition, strict=True):
+        cut = entry_axes(entry)
+        places = _places(tuple(sizes.values()), tuple([names.index(axis) for axis in cut]))
+        yield places[some], *_pieces(size, tuple([sizes[axis] for axis in cut]))
+
+
+@functools.lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...], cut: tuple[int, ...]) -> Tensor:
+    """The number of each rank along some axes, major first: ``[mesh axes]``, 1 along all others."""
+    place = torch.zeros((1,) * len(sizes), dtype=torch.int64, device="cpu")
+    for i in cut:
+        along = [-1 if k == i else 1 for k in range(len(sizes))]
+        place = place * sizes[i] + torch.arange(sizes[i], device="cpu").view(along)
+    return place
+
+
+@functools.lru_cache(maxsize=256)
+def _pieces(size: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Where the pieces of a dim start and end."""
+    starts, lengths = torch.tensor(list(blocks(size, cuts)), device="cpu").T.contiguous()
+    return starts, starts + lengths
+
+
 @functools.lru_cache(maxsize=8192)
 def is_idle(move: Reblock) -> bool:
     """Whether no rank lacks anything."""
-    if traffic(move).elements:
-        return False
-    return not any(_received(move, at)[2] for at in coordinates(move.target.mesh, _named(move)))
+    return not traffic(move).elements
 
 
 def _named(move: Reblock) -> frozenset[str] | None:
