@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from report import report
 
-GROUPS = ("replays",)
+GROUPS = ("replays", "recordings")
 
 if __name__ == "__main__":
     report(__doc__, GROUPS)

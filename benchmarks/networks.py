@@ -22,7 +22,7 @@ Values = dict[str, Any]
 
 # --- an MLP of two layers, its batch sharded, its weights' gradients left as pending sums -----------------------------
 
-_MLP = {
+MLP = {
     "x": (P("x", None), (ROWS, N)),
     "w1": (P(None, None, reduced={"x"}), (N, N)),
     "b1": (P(None, reduced={"x"}), (N,)),
@@ -31,7 +31,7 @@ _MLP = {
 }
 
 
-def _mlp(v: Values) -> Any:
+def mlp(v: Values) -> Any:
     return torch.relu(v["x"] @ v["w1"] + v["b1"]) @ v["w2"] + v["b2"]
 
 
@@ -111,25 +111,25 @@ def values_of(world: World, layout: dict[str, tuple[P, tuple[int, ...]]]) -> tup
     return plain, ours, theirs
 
 
-def _forget(values: Values) -> None:
+def forget(values: Values) -> None:
     for value in values.values():
         getattr(value, "local", value).grad = None
 
 
 def _mlp_row(world: World) -> Overhead:
     def statement(values: Values) -> Callable[[], object]:
-        out = _mlp(values)
+        out = mlp(values)
         one = torch.ones_like(out.detach())
         if isinstance(out, fspmd.Sharded):
             one = fspmd.Sharded(one.local, out.spec.dual)
 
         def run() -> None:
-            _mlp(values).backward(one)
-            _forget(values)
+            mlp(values).backward(one)
+            forget(values)
 
         return run
 
-    plain, ours, theirs = (calls(statement(values)) for values in values_of(world, _MLP))
+    plain, ours, theirs = (calls(statement(values)) for values in values_of(world, MLP))
     times = side_by_side({"plain": plain, "ours": ours, "theirs": theirs})
     return Overhead("MLP, forward and backward", times["plain"], times["ours"], times["theirs"], 1 / 10)
 
@@ -159,7 +159,7 @@ def by_hand(values: Values, world: World) -> Callable[[], None]:
                 if name != "x":
                     dist.all_reduce(w.grad, group=rows)
                     w.sub_(w.grad, alpha=1e-6)
-        _forget(values)
+        forget(values)
 
     return step
 
@@ -173,7 +173,7 @@ def global_view(values: Values) -> Callable[[], None]:
             for name, w in values.items():
                 if name != "x":
                     w.sub_(w.grad, alpha=1e-6)
-        _forget(values)
+        forget(values)
 
     return step
 
@@ -195,7 +195,7 @@ def dtensor(values: Values, world: World) -> Callable[[], None]:
                 if name != "x":
                     g: DTensor = w.grad
                     w.sub_(g.redistribute(placements=w.placements), alpha=1e-6)
-        _forget(values)
+        forget(values)
 
     return step
 

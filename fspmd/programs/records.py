@@ -43,6 +43,7 @@ class Record:
     donation: Donation  # the tensors among the leaves that ``run`` takes out of lists
     halves: Halves | None  # where results have a gradient
     moved: tuple[Communication, ...]  # what is communicated when it runs
+    plain: bool  # arguments that lie in memory as they did are all that ``run`` needs
 
 
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
@@ -152,9 +153,8 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     moved = communications(program.steps)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
     strides = list(map(strides_of, found.leaves))
-    return Record(
-        run, strides, found.written, _rebuilder(found.out), frozen, found.modules, facts, donation, halves, moved
-    )
+    out, written = _rebuilder(found.out), found.written
+    return Record(run, strides, written, out, frozen, found.modules, facts, donation, halves, moved, not donation)
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
