@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from report import report
 
-GROUPS = ("replays", "recordings")
+GROUPS = ("replays", "recordings", "predictions")
 
 if __name__ == "__main__":
     report(__doc__, GROUPS)
