@@ -170,13 +170,14 @@ def meshes(ranks: int, c: Config) -> Iterator[Mesh]:
             yield make_mesh((ranks // (tp * fsdp), fsdp, tp), ("dp", "fsdp", "tp"), transport="abstract")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Lower the step for each mesh, and print what the records say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=Config.layers)
     parser.add_argument("--batch", type=int, default=Config.B, help="sequences of 4,096 tokens")
     parser.add_argument("--memory", type=float, default=80.0, help="GB that a rank has")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     c = Config(layers=args.layers, B=args.batch)
     tokens = c.B * c.S
     plans: list[tuple[float, Mesh, Lowered]] = []

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -13,8 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import optree
 import pytest
 import torch
+
+import fspmd
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = ["first_steps", "data_parallel", "pipeline", "halo_exchange", "ring_matmul", "uneven_shards"]
@@ -126,6 +130,25 @@ def test_global_view_has_the_losses_of_train_lm(
     assert here.splitlines()[-1].startswith("nn.Transformer: ")
     assert here.splitlines()[-1] == there.splitlines()[-1]
     assert len((EXAMPLES / "global_view.py").read_text().splitlines()) <= 150
+
+
+def test_a_model_of_70_billion_parameters_is_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of its layers; the state of a rank is what the specs say."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    plan = importlib.import_module("plan_70b")
+    plan.main(["--layers=2", "--ranks=64", "--batch=64"])
+    printed = capsys.readouterr().out
+    assert "The quickest that fits is mesh(dp=" in printed
+    mesh = fspmd.make_mesh((2, 4, 8), ("dp", "fsdp", "tp"), transport="abstract")
+    config = plan.Config(layers=1, B=64)
+    program = plan.lower(config, mesh)
+    held = sum(math.prod(spec.block_shape) * 4 for spec in optree.tree_leaves(plan.parameters(config, mesh)))
+    tokens = 2 * 8 * 4096 * 8  # and targets; ranks know their own places, too
+    assert program.memory().given == pytest.approx(3 * held + tokens, abs=200)  # parameters and Adam's states
+    for part in ("all_gather_reduced over 'fsdp'", "psum_scatter_unreduced over 'fsdp'", "psum_unreduced over 'dp'"):
+        assert part in str(program.collectives())
 
 
 def test_the_bigram_model_is_the_one_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
