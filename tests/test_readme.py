@@ -16,7 +16,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 def test_programs_print_what_the_readme_shows() -> None:
     scope: dict[str, Any] = {}
     pairs = re.findall(r"```python\n(.*?)```\s+```\n(.*?)```", README, re.DOTALL)
-    assert len(pairs) == 4
+    assert len(pairs) == 5
     assert all(len(program.strip().splitlines()) <= 15 for program, _ in pairs)
     for program, shown in pairs:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
