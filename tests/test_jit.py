@@ -30,10 +30,13 @@ from processes import Processes
 from simulated import GRID, MESH
 from torch import Tensor, func
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 import fspmd
 from fspmd import ArgumentError, P, RecordError, Sharded, device_get, device_put, jit, psum, shard_map
 from fspmd.programs.replay import PUBLIC, callable_of
+from fspmd.tracing import recorder
+from fspmd.transport.local_tensor import LocalTensor
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
@@ -55,6 +58,21 @@ def _another(x: Any) -> Any:
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
     return (x.detach() * 0.5 + 0.1).requires_grad_(x.requires_grad)
+
+
+def test_what_died_at_an_address_hides_no_block_that_lies_there_now() -> None:
+    """Of blocks that ours put together; they would be constants of the record."""
+
+    def f(x: Sharded) -> Sharded:
+        y: Any = (x * 2).local
+        values, dead = recorder(), TensorWeakRef(torch.empty(0))
+        for shard in y.shards:
+            assert id(shard) not in values._nodes
+            values._nodes[id(shard)] = dead, None
+        return Sharded(LocalTensor(y.shards, y.frame), x.spec) * 3
+
+    x = device_put(torch.arange(8.0), P("x"), mesh=MESH)
+    torch.testing.assert_close(device_get(replayed(f, x)), torch.arange(8.0) * 6)
 
 
 # --- programs of the other tests ------------------------------------------------------------------------------------

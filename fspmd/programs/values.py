@@ -59,19 +59,16 @@ class Values(RecordingMode):
 
     def was_there(self, x: Tensor) -> bool:
         """Whether a tensor is an argument or closed over, and no result of a step."""
-        known = self._nodes.get(id(x))
-        found = known is not None and known[0]() is x
-        return not found or any(x is y for y in (*self.given, *self.captured.values()))
+        return _entry(self._nodes, x) is None or any(x is y for y in (*self.given, *self.captured.values()))
 
     def node_of(self, x: Tensor) -> fx.Node:
         """Of a value, or of what was there before."""
-        known = self._nodes.get(id(x))
-        if known is not None and known[0]() is x:
-            return known[1]
+        if (known := _entry(self._nodes, x)) is not None:
+            return known[1]  # type: ignore[no-any-return]
         if type(x) is LocalTensor and any(self._is_known(shard) for shard in x.shards):  # ours put it together
             args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
             node = self._put(LocalTensor, args, {}, constant=all(map(self.is_constant, x.shards)))
-        elif (shard := self._shards.get(id(x))) is not None and shard[0]() is x:
+        elif (shard := _entry(self._shards, x)) is not None:
             node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
         else:
             node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
@@ -100,8 +97,7 @@ class Values(RecordingMode):
     def lies(self, out: Any) -> None:
         """Say of results in the global view how they lie."""
         if type(out) is Sharded:
-            known = self._nodes.get(id(out.local))
-            if known is not None and known[0]() is out.local:
+            if (known := _entry(self._nodes, out.local)) is not None:
                 known[1].meta.setdefault("spec", out.spec)
         elif isinstance(out, (tuple, list)):
             for one in out:
@@ -110,14 +106,12 @@ class Values(RecordingMode):
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
         for table in (self._nodes, self._shards):
-            found: Any = table.get(id(x))
-            if found is not None and found[0]() is x:  # and nothing was written into it, or into what it is a view of
+            if (found := _entry(table, x)) is not None:  # and nothing was written into it, or into what it is a view of
                 return bool(found[1].meta.get("constant")) and not x._version
         return False
 
     def _is_known(self, x: Tensor) -> bool:
-        found: Any = self._nodes.get(id(x)) or self._shards.get(id(x))
-        return found is not None and found[0]() is x
+        return any(_entry(table, x) is not None for table in (self._nodes, self._shards))
 
     def _know(self, x: Tensor, node: fx.Node) -> None:
         self._nodes[id(x)] = TensorWeakRef(x), node
@@ -209,6 +203,12 @@ class _Landing(Pending):
         with recorder.pause():
             out = plain.wait()
         return recorder._results(out, recorder._put(Pending.wait, (self.node,), {}))  # type: ignore[no-any-return]
+
+
+def _entry(table: dict[int, Any], x: Tensor) -> Any:
+    """What a table has of a tensor, and not of one that died at the same address."""
+    found = table.get(id(x))
+    return found if found is not None and found[0]() is x else None
 
 
 def _describe(node: fx.Node, x: Tensor) -> None:
