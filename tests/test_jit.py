@@ -75,6 +75,30 @@ def test_what_died_at_an_address_hides_no_block_that_lies_there_now() -> None:
     torch.testing.assert_close(device_get(replayed(f, x)), torch.arange(8.0) * 6)
 
 
+def test_writes_into_constants_that_are_made_within() -> None:
+    def f(x: Tensor) -> Tensor:
+        made = torch.tensor([1.0, 2.0])
+        before = made * x
+        made[:1] += 1
+        return before + made * x
+
+    torch.testing.assert_close(replayed(f, torch.ones(2)), torch.tensor([3.0, 4.0]))
+
+
+def test_writes_by_out() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return torch.add(x, 1, out=y) * 2
+
+    y = torch.zeros(2, 4).t()  # lies otherwise than when it is recorded
+    recorded = jit(f)
+    recorded(torch.ones(4, 2), torch.zeros(4, 2))
+    recorded(torch.ones(4, 2), y)
+    assert recorded.cache_info().hits == 1
+    assert torch.equal(y, torch.full((4, 2), 2.0))
+    with pytest.raises(RecordError, match="writes into a tensor of shape"):
+        jit(lambda x: f(x, y))(torch.ones(4, 2))
+
+
 # --- programs of the other tests ------------------------------------------------------------------------------------
 
 

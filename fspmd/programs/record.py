@@ -73,9 +73,12 @@ class Recorder(Values):
         kwargs = kwargs or {}
         if self.paused or func.namespace == "prim":  # what is asked of a fake tensor, which a real one knows
             return func(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            with self.pause():
+                return self.constant(func(*args), args[0])
         fixed = is_pure(func) and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
         if not fixed:
-            check(func, args, self)
+            check(func, args, kwargs, self)
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         random = draws(func)
@@ -92,8 +95,6 @@ class Recorder(Values):
         if func in _ALIASES:
             self._know(out, placed[0])
             return out
-        if func is aten.lift_fresh.default:  # of a constant, which must stay what it is
-            func, fixed = aten.clone.default, True
         return self._results(out, self._put(func, placed, named, constant=fixed))
 
     def step(

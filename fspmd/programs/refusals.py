@@ -13,7 +13,7 @@ from fspmd.programs.escapes import constant_of, line
 aten: Final = torch.ops.aten
 
 
-def check(func: Any, args: tuple[Any, ...], recorder: Any) -> None:
+def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
     """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
     cause = None
     if torch.Tag.data_dependent_output in func.tags:
@@ -21,7 +21,7 @@ def check(func: Any, args: tuple[Any, ...], recorder: Any) -> None:
     elif torch.Tag.dynamic_output_shape in func.tags and not (func is aten.index.Tensor and not _has_mask(args[1])):
         cause = "gives a result whose shape depends on values"
     if cause is None:
-        if writes := _written(func, args):
+        if writes := _written(func, args, kwargs):
             _check_writes(func, writes, recorder)
         return
     name = func._schema.name.split("::")[-1].lstrip("_")
@@ -35,9 +35,10 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    arguments = zip(func._schema.arguments, args, strict=False)
-    found = [x for a, x in arguments if a.alias_info is not None and a.alias_info.is_write]
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    found = [x for a, x in given if a.alias_info is not None and a.alias_info.is_write]
     return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
 
 

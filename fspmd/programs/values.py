@@ -83,12 +83,12 @@ class Values(RecordingMode):
         self.node_of(x)
         return self._owners.get(memory_of(x))
 
-    def constant(self, x: Tensor) -> Tensor:
+    def constant(self, x: Tensor, value: Tensor | None = None) -> Tensor:
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
         with self.real():
-            self.captured[node] = x.clone()
-            _describe(node, x)
+            kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
+            _describe(node, kept)
         self._gradients[node] = None
         copy = self._put(aten.clone.default, (node,), {}, constant=True)
         self._know(x, copy)
