@@ -366,6 +366,21 @@ def test_ops_of_many_kinds_run_as_was_found() -> None:
     assert sum(one.price.time for one in log) == pytest.approx(found.communication, rel=0.01)
 
 
+@pytest.mark.usefixtures("slow")
+def test_blocks_that_are_cut_anew_take_what_was_predicted() -> None:
+    """An all-to-all, there and back, of unequal lengths: all ranks send to all."""
+
+    def loss(x: Any) -> Any:
+        return (with_spec(x.sin().unflatten(1, (3, -1)), P(None, None, "x")) ** 2).sum()
+
+    x = torch.randn(64, 3072, dtype=torch.float64)
+    found = auto_spec(value_and_grad(loss), LINE, x, fixed={"x": P(None, "x")}, alternatives=0)
+    with communication_log() as log:
+        found.apply(value_and_grad(loss))(device_put(x, found.specs[0], mesh=LINE))
+    assert [one.backward for one in log if one.kind == "ragged_all_to_all"] == [False, True]
+    assert sum(one.price.time for one in log) == pytest.approx(found.communication, rel=0.1)
+
+
 def test_specs_stand_in_for_tensors() -> None:
     spec = TensorSpec(LINE, P(), (4096, 4096), torch.float32)
     assert auto_spec(torch.mm, LINE, spec, spec).time > 0

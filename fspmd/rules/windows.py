@@ -211,10 +211,16 @@ def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[
                 wanted = [rows(a, a + n, size, places) if n else (0, 0) for a, n in blocks(places, parts)]
                 moved = _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
                 moved = moved * x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
-                found += price("permute", x.mesh, over, moved, moved, topology).time
+                found += _fetching(x, over, moved, topology)
         return found
 
     return lambda body: Bodied(body, time)
+
+
+def _fetching(spec: TensorSpec, axes: tuple[str, ...], size: int, topology: Topology) -> float:
+    """µs of an all-to-all in which a rank receives so many bytes; as with any of unequal lengths all send to all."""
+    received = (spec.mesh.axis_size(axes) - 1, size)
+    return price("ragged", spec.mesh, axes, size, size, topology, received).time
 
 
 def _busiest(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
@@ -252,7 +258,7 @@ def _receiving(operands: tuple[int, ...] | None) -> Callable[[Body], Bodied]:
                 size = spec.dtype.itemsize
                 for length in spec.block_shape:
                     size *= length
-                found += price("permute", spec.mesh, own, size, size, topology).time
+                found += _fetching(spec, own, size, topology)
         return found
 
     return lambda body: Bodied(body, time)
