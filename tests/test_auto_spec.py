@@ -386,6 +386,16 @@ def test_specs_stand_in_for_tensors() -> None:
     assert auto_spec(torch.mm, LINE, spec, spec).time > 0
 
 
+def test_tensors_without_elements_are_whole() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return (x @ w).relu()
+
+    found = auto_spec(f, GRID, meta(0, 8), meta(8, 4))
+    placed = device_put((torch.ones(0, 8), torch.ones(8, 4)), found.specs, mesh=GRID)
+    assert found.specs[0].entries[0] is None
+    assert device_get(found.apply(f)(*placed)).shape == (0, 4)
+
+
 def test_errors_say_what_to_write() -> None:
     args = ({"up": meta(8, 8), "down": meta(8, 8)}, meta(8, 8))
     with pytest.raises(ArgumentError, match=r"fixed has 'w.upp', which matches no argument; near it: 'w.up'"):
@@ -398,6 +408,11 @@ def test_errors_say_what_to_write() -> None:
         auto_spec(mlp, LINE, *args, carried={"": "w"})
     with pytest.raises(ArgumentError, match="solver='simplex'"):
         auto_spec(mlp, LINE, *args, solver="simplex")
+    with pytest.raises(ArgumentError, match=r"auto_spec got the list \['x'\] for fixed; write a dict"):
+        auto_spec(mlp, LINE, *args, fixed=["x"])  # type: ignore[arg-type]
+    for limit in (-1, float("nan"), "80 GB"):
+        with pytest.raises(ArgumentError, match="write a number of bytes, such as 80e9"):
+            auto_spec(mlp, LINE, *args, memory_limit=limit)  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
         auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from types import NoneType
 from typing import Any
 
 import optree
@@ -132,6 +133,11 @@ def auto_spec(
         raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")
     if solver not in (None, "elimination", "milp"):
         raise ArgumentError(f"auto_spec got solver={solver!r}; write 'elimination', 'milp', or None")
+    for name, patterns in (("fixed", fixed), ("carried", carried)):
+        if not isinstance(patterns, (Mapping, NoneType)):
+            raise ArgumentError(f"auto_spec got {described(patterns)} for {name}; write a dict, from key paths")
+    if memory_limit is not None and not (isinstance(memory_limit, (int, float)) and memory_limit > 0):
+        raise ArgumentError(f"auto_spec got memory_limit={memory_limit!r}; write a number of bytes, such as 80e9")
     leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
     names = _names(f, args)
     given = _given(fixed or {}, [name for name, x in zip(names, leaves, strict=True) if is_value(x)], leaves, mesh)
@@ -236,7 +242,10 @@ def _given(fixed: Mapping[str, P], names: Sequence[str], leaves: Sequence[Any], 
         if not matched:
             raise ArgumentError(f"auto_spec: fixed has {pattern!r}, which matches no argument{near(pattern, names)}")
         for name in matched:
-            if complaint := complain(spec, mesh, len(shapes[name])):
+            complaint = complain(spec, mesh, len(shapes[name]))
+            if complaint is None and (spec.unreduced or spec.reduced):
+                complaint = "an argument that is put on the mesh is no pending sum, nor reduced; name dims alone"
+            if complaint:
                 raise SpecError(f"auto_spec: fixed[{pattern!r}] for {name}, of shape {shapes[name]}: {complaint}")
             found[name] = spec
     return found

@@ -73,7 +73,7 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
         if any(mesh.shape[axis] == 1 and to is not None for axis, to in named):
             continue
         axes = [tuple(axis for axis, to in named if to == d and to is not None) for d in range(spec.ndim)]
-        if all(prod(mesh.shape[a] for a in own) <= n for own, n in zip(axes, spec.shape, strict=True)):
+        if all(prod(mesh.shape[a] for a in own) <= max(n, 1) for own, n in zip(axes, spec.shape, strict=True)):
             unreduced = frozenset(axis for axis, to in named if to == "U")
             found.append(spec.with_partition(P(*map(entry_of, axes), unreduced=unreduced)))
     return tuple(found)
@@ -115,7 +115,7 @@ def _chosen(question: Question, followed: frozenset[int], topology: Topology) ->
         ]
         for combination in itertools.product(*options):
             choices: dict[str, Choice] = dict(zip(mesh.axis_names, combination, strict=True))
-            if any(prod(mesh.shape[a] for a, c in choices.items() if c == f) > n for f, n in sizes.items()):
+            if any(prod(mesh.shape[a] for a, c in choices.items() if c == f) > max(n, 1) for f, n in sizes.items()):
                 continue
             laid = layouts_of(factors, choices, operands, results, topology, row.empty, body)
             if laid is None:
