@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fspmd
 from fspmd import Mesh, make_mesh
 from fspmd.rules import Bodied, Row
-from fspmd.rules.table import ROWS
+from fspmd.rules.table import ROWS, row_of
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
@@ -93,12 +93,18 @@ CASES: dict[str, Case] = {
 
 
 @pytest.fixture(autouse=True)
-def _bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _bodies() -> Iterator[None]:
     """Bodies cost nothing, so that they are taken for blocks as small as these."""
-    for name, row in _with_free_bodies().items():
-        monkeypatch.setitem(ROWS, name, row)
-    fspmd.propagation_cache_clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        for name, row in _with_free_bodies().items():
+            patch.setitem(ROWS, name, row)
+        _plan_anew()
+        yield
+    _plan_anew()
+
+
+def _plan_anew() -> None:
+    row_of.cache_clear()
     fspmd.propagation_cache_clear()
 
 

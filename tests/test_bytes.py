@@ -50,9 +50,9 @@ def _to(x: Any) -> Any:
 
 
 CASES: dict[str, Case] = {
-    # 8 bytes an element; a gather or its transpose: 3/4 of the whole, an all-reduce: twice that
+    # 8 bytes an element; a gather or its transpose: 3/4 of the whole, padded, an all-reduce: twice that
     "a sharded batch stays": (torch.mm, [((8, 4), ROWS), ((4, 16), WHOLE)], 12 * 4 * 16),
-    "a small operand is gathered": (torch.addmm, [((3, 3), ROWS), ((3, 3), WHOLE), ((3, 3), WHOLE)], 54),
+    "a small operand is gathered": (torch.addmm, [((3, 3), ROWS), ((3, 3), WHOLE), ((3, 3), WHOLE)], 72),
     "the one of three stays": (torch.addcmul, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 2 * 6 * 8 * 8),
     "a mask is gathered": (torch.where, [(COUNTED > 0, ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 6 * 8),
     "the variance of a batch": (lambda x: x.var(0), [((64, 8), ROWS)], 2 * 12 * 8),
