@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ PAIRS: Final[dict[str, Pair]] = {
 class Call:
     """One row over given axes with given options: a linear map, and its transpose. Interned by `call`."""
 
-    __slots__ = ("_transposed", "axes", "kernel", "mesh", "options", "pair", "results")
+    __slots__ = ("__weakref__", "_transposed", "axes", "kernel", "mesh", "options", "pair", "results")
 
     def __init__(self, name: str, mesh: Mesh, axes: tuple[str, ...], options: Options) -> None:
         self.pair = PAIRS[name]
@@ -147,8 +148,11 @@ class Call:
 
 @functools.lru_cache(maxsize=8192)
 def call(name: str, mesh: Mesh, axes: tuple[str, ...], options: Options = Options()) -> Call:  # noqa: B008
-    """The interned `Call`."""
-    return Call(name, mesh, axes, options)
+    """The interned `Call`: equal ones are one object for as long as somebody has it."""
+    return _CALLS.setdefault((name, mesh, axes, options), Call(name, mesh, axes, options))
+
+
+_CALLS: Final[WeakValueDictionary[Any, Call]] = WeakValueDictionary()
 
 
 # --- differentiable application -------------------------------------------------------------------------------------

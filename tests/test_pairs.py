@@ -418,6 +418,12 @@ def test_a_batch_is_mapped_by_the_row_with_one_more_dim(name: str) -> None:
 def test_calls_are_interned_and_transposes_close_the_circle() -> None:
     mesh = make_mesh((4,), ("x",), transport="simulation")
     c = call("all_gather", mesh, ("x",), Options(dim=1))
+    held = frame(mesh, ("x",))
+    for other in range(9000):  # more than the caches in front keep
+        call("all_gather", mesh, ("x",), Options(dim=other + 2))
+    for size in range(2, 1100):
+        frame(make_mesh((size,), ("y",), transport="abstract"), ("y",))
+    assert frame(mesh, ("x",)) is held
     assert call("all_gather", mesh, ("x",), Options(dim=1)) is c
     assert c.transposed.transposed is c
     assert repr(c) == "all_gather over ('x',)"

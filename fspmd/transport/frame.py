@@ -10,6 +10,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from fspmd.errors import MeshError
 from fspmd.meshes.mesh import Mesh
@@ -18,7 +20,7 @@ from fspmd.meshes.mesh import Mesh
 class Frame:
     """A mesh and the axes over which a simulated value is held apart. Interned: make it with `frame`."""
 
-    __slots__ = ("axes", "mesh", "sizes", "volume")
+    __slots__ = ("__weakref__", "axes", "mesh", "sizes", "volume")
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self.mesh = mesh
@@ -36,7 +38,10 @@ class Frame:
 
 @functools.lru_cache(maxsize=1024)
 def _frame(mesh: Mesh, axes: tuple[str, ...]) -> Frame:
-    return Frame(mesh, axes)
+    return _FRAMES.setdefault((mesh, axes), Frame(mesh, axes))
+
+
+_FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
 
 
 def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
