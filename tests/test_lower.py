@@ -26,6 +26,7 @@ from fspmd import (
     ArgumentError,
     MeshError,
     P,
+    RecordError,
     Sharded,
     TensorSpec,
     communication_log,
@@ -34,6 +35,7 @@ from fspmd import (
     grad,
     jit,
     make_mesh,
+    shard_map,
 )
 from fspmd.trees import flatten
 
@@ -165,6 +167,20 @@ def test_lowering_leaves_generators_alone() -> None:
     before = torch.get_rng_state()
     jit(lambda x: torch.nn.functional.dropout(x, 0.5) + torch.rand(4)).lower(x)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_lowered_on_the_way() -> None:
+    """In a body, a transform or a record tensors are not what a caller has."""
+
+    def lowers(x: Any) -> Any:
+        jit(torch.relu).lower(x)
+        return x
+
+    for outer in (torch.func.vmap(lowers), jit(lowers), jit(lowers).lower):  # type: ignore[attr-defined]
+        with pytest.raises(RecordError, match=r"jit\(relu\).lower\(...\) was called in"):
+            outer(torch.ones(3))
+    with pytest.raises(RecordError, match="lower it outside of them"):
+        shard_map(lowers, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(torch.ones(8))
 
 
 def test_memory_is_let_go_after_its_last_use() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from fspmd.body import state
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, RecordError
 from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.ahead import Compiled
@@ -22,6 +22,7 @@ from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.records import Record, changed, record_of, recorded, replayed, stale, thawed
+from fspmd.tracing import recorder
 from fspmd.watching.watch import hears_of_records, tell
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -194,6 +195,11 @@ def jit(
         return mark_static(function, static, args, kwargs) if static else (args, kwargs)
 
     def lowered(*args: Any, **kwargs: Any) -> Lowered:
+        if state.body is not None or _transforms_active() or recorder() is not None:
+            raise RecordError(
+                f"jit({getattr(f, '__name__', f)}).lower(...) was called in a shard_map body, a torch.func transform "
+                "or a function that is recorded; lower it outside of them, with a TensorSpec for what it is given there"
+            )
         given, named, mode = without_values(*marked(args, kwargs))
         found = donation(function, donate, given, named) if donate else NOTHING
         captured = imagined(recordable, given, named, changes, mode)
