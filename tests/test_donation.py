@@ -178,6 +178,18 @@ def test_views_of_donated_tensors_stay_what_they_are() -> None:
         assert repr(first) == "<a tensor of shape (4,), donated as state['w'][0] of <lambda>>"
 
 
+def test_memory_of_others_stays_what_it_is() -> None:
+    recorded = jit(lambda x: x + 1, donate_argnums=0)
+    recorded(torch.zeros(3))
+    others = bytearray(12)
+    assert torch.equal(recorded(torch.frombuffer(others, dtype=torch.float32)), torch.ones(3))
+    assert others == bytearray(12)
+    x = torch.zeros(3)
+    storage = x.untyped_storage()
+    recorded(x)
+    assert not any(storage)
+
+
 def test_views_of_blocks_stay_what_they_are() -> None:
     step = jit(lambda x: (x * 2).exp() + 1, donate_argnums=0)
     apart = fspmd.shard_map(lambda x: fspmd.pcast(x, "x", to="varying"), mesh=MESH, in_specs=P(), out_specs=P("x"))

@@ -683,6 +683,21 @@ def test_matmuls_stay_whole_where_chunks_do_not_pay() -> None:
     check_gain(f, X, ["chunked"], ["all_gather"], ["all_gather"])
 
 
+@pytest.mark.parametrize("passes", [["overlap"], ["coalesce"], [Overlap(overtake=True)], list(PASSES)], ids=str)
+def test_collectives_do_not_overtake_writes_that_they_see_through_other_views(passes: Any) -> None:
+    def body(x: Tensor) -> Tensor:
+        y = x.clone()
+        turned, flat = y.t(), y.view(-1)
+        a = psum(turned, "x").t()
+        flat.add_(1)
+        b = psum(turned, "x").t()
+        turned.sin_()
+        return a + b + psum(flat, "x").view(x.shape) + y
+
+    f = of_blocks(check_vma=False)(body)
+    torch.testing.assert_close(device_get(with_passes(passes)(f, X)), device_get(f(X)))
+
+
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 

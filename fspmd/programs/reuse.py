@@ -90,5 +90,7 @@ _HELD: Final = 3  # by the list, the loop, and the call
 
 def _is_alone(x: Tensor) -> bool:
     storage = x.untyped_storage()
+    if sys.getrefcount(storage) > _HELD - 1 or not storage.resizable():  # that of numpy, or of other processes, is not
+        return False
     uses = torch._C._storage_Use_Count(storage._cdata)
     return uses <= 2 and x._use_count() == 1  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Final
 from torch import fx
 
 from fspmd.programs.calls import Routed, add_begun, add_wait, is_alike, is_collective, is_wait
-from fspmd.programs.passes.memory import in_flight, is_view, wait_of
+from fspmd.programs.passes.memory import in_flight, is_view, wait_of, written
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
 from fspmd.redistribution.cost import moves
@@ -155,12 +155,12 @@ def _can_fly(node: fx.Node) -> bool:
 
 
 def _is_moved_along(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_view(node) and not is_wait(node)
+    return node.op == "call_function" and is_view(node) and not is_wait(node) and not written(node)
 
 
 def _computes(node: fx.Node) -> bool:
     """Whether a step takes time that a collective can be hidden in."""
-    return node.op == "call_function" and not (is_collective(node) or is_wait(node) or is_view(node))
+    return node.op == "call_function" and not (is_collective(node) or is_wait(node) or _is_moved_along(node))
 
 
 def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
