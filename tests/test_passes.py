@@ -683,6 +683,15 @@ def test_matmuls_stay_whole_where_chunks_do_not_pay() -> None:
     check_gain(f, X, ["chunked"], ["all_gather"], ["all_gather"])
 
 
+def test_packed_collectives_give_results_that_lie_as_they_did_alone() -> None:
+    def body(x: Tensor) -> Tensor:
+        a, b = psum(x.t(), "x"), psum(x.sin().t(), "x")
+        return a.t().view(-1) + b.t().view(-1)
+
+    f = of_blocks(out=P(), check_vma=False)(body)
+    check_gain(f, X, ["coalesce"], ["psum_varying"] * 2, ["psum_varying"])
+
+
 @pytest.mark.parametrize("passes", [["overlap"], ["coalesce"], [Overlap(overtake=True)], list(PASSES)], ids=str)
 def test_collectives_do_not_overtake_writes_that_they_see_through_other_views(passes: Any) -> None:
     def body(x: Tensor) -> Tensor:

@@ -215,12 +215,18 @@ def _describe(node: fx.Node, x: Tensor) -> None:
     """Say of a node what its result is, and in whose memory it lies."""
     node.meta["value"] = value_of(x)
     node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
+    node.meta["strides"] = _strides(x)
     node.meta["storage"] = storage = memory_of(x)
     before = node.all_input_nodes  # which are alive
     if node.target in (operator.getitem, Pending.wait):
         before = before[0].all_input_nodes
     owner = next((one for one in before if one.meta.get("storage") == storage), None)
     node.meta["memory"] = node if owner is None else owner.meta["memory"]
+
+
+def _strides(x: Tensor) -> tuple[int, ...] | None:
+    block = x.shards[0] if type(x) is LocalTensor else x
+    return None if block.layout is not torch.strided or block.is_contiguous() else tuple(block.stride())
 
 
 def _part(node: fx.Node, i: int) -> fx.Node:

@@ -187,10 +187,12 @@ def packed(calls: Sequence[Call], *operands: Tensor) -> Tensor:
     return torch.cat(rows, 1)
 
 
-def unpacked(rows: Tensor, start: int, width: int, shape: Shape, one: Call) -> Tensor:
-    """One result, in a memory of its own."""
+def unpacked(rows: Tensor, start: int, width: int, shape: Shape, strides: Shape | None, one: Call) -> Tensor:
+    """One result, in a memory of its own, where it lies as it did alone: contiguous, or by ``strides``."""
     found = _FORMS[one.pair.kernel].back(rows.narrow(1, start, width), shape, one)
-    return found.clone(memory_format=torch.contiguous_format)
+    if strides is None:
+        return found.clone(memory_format=torch.contiguous_format)
+    return found.new_empty_strided(shape, strides).copy_(found)
 
 
 def _pack(bucket: _Bucket) -> None:
@@ -212,7 +214,8 @@ def _pack(bucket: _Bucket) -> None:
     for node, size in zip(bucket.members, sizes, strict=True):
         value: Value = node.meta["value"]
         with graph.inserting_after(place):
-            place = add_step(graph, unpacked, (whole, start, size, value.shape, node.meta["call"]), node, value)
+            args = whole, start, size, value.shape, node.meta.get("strides"), node.meta["call"]
+            place = add_step(graph, unpacked, args, node, value)
         start += size
         replace(node, place)
         if node is last:
