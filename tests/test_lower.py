@@ -194,6 +194,12 @@ def test_memory_is_let_go_after_its_last_use() -> None:
     assert (memory.given, memory.peak) == (8 * 1024, 3 * 8 * 1024)  # the argument, an operand and a result
 
 
+def test_results_that_nobody_takes_are_held_with_the_others() -> None:
+    x = TensorSpec(make_mesh((1,), ("x",), transport="abstract"), P(), (512,), torch.float64)
+    memory = jit(lambda x: x.sort().values).lower(x).memory()
+    assert memory.peak == 3 * 8 * 512  # x, the values, and where they were
+
+
 def compiled(f: Callable[..., Any], *args: Any) -> Any:
     """What a program gives that was lowered for such arguments, and never recorded with values."""
     return jit(f).lower(*args).compile()(*args)

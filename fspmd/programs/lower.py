@@ -140,7 +140,7 @@ class Lowered:
         """
         base, events = Path(path), self.schedule()
         steps = [*self.program.steps, *self.program.deferred]
-        held = levels(lives(self.program, self._donated), len(steps))
+        held = levels(lives(self.program, self._donated), steps)
         trace, drawn = base.with_suffix(".json"), base.with_suffix(".svg")
         trace.write_text(chrome_trace(self.name, events))
         drawn.write_text(picture(self.name, events, held, steps))

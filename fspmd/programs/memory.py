@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import operator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -52,7 +53,7 @@ class Memory:
 def memory_of_program(program: Program, donated: Collection[fx.Node] = ()) -> Memory:
     """From the first step to the last, those that compute gradients of results after the others."""
     steps, found = (*program.steps, *program.deferred), lives(program, donated)
-    held = levels(found, len(steps))
+    held = levels(found, steps)
     given = sum(one.meta["value"].nbytes for one in (*program.inputs, *program.constants))
     at = max(range(len(steps)), key=held.__getitem__, default=0)
     there = [Held(one.meta["value"].nbytes, one) for one, (start, end) in found.items() if start <= at <= end]
@@ -79,13 +80,20 @@ def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, 
     return {one: (i, ends.get(one, i)) for one, i in begins.items()}
 
 
-def levels(found: dict[fx.Node, tuple[int, int]], steps: int) -> list[int]:
+def levels(found: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> list[int]:
     """The bytes that are there in each step."""
-    changes = [0] * (steps + 2)
+    changes = [0] * (len(steps) + 2)
     for one, (start, end) in found.items():
         changes[start] += one.meta["value"].nbytes
         changes[max(end, start) + 1] -= one.meta["value"].nbytes
-    return list(accumulate(changes))[:steps]
+    held = list(accumulate(changes))[: len(steps)]
+    for i, node in enumerate(steps):
+        if "parts" in node.meta:  # what nobody takes of them is there as long as they are
+            taken = {user.args[1] for user in node.users if user.target is operator.getitem}
+            lost = sum(nbytes for part, nbytes in enumerate(node.meta["parts"]) if part not in taken)
+            for at in range(i, min(i + 1 + len(taken), len(steps))):
+                held[at] += lost
+    return held
 
 
 def _allocated(node: fx.Node) -> Iterator[fx.Node]:

@@ -5,6 +5,7 @@ Its nodes say in ``meta`` what passes, prices and readers ask for:
 ``value``     `Value` of the result; absent where that is no tensor
 ``held``      of a simulated value the axes over which it is held apart, and whether its blocks differ in shape; or None
 ``strides``   of a result that lies in memory otherwise than contiguous; or None
+``parts``     bytes of each of several results, where the step gives a tuple or a list
 ``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own (`owner`)
 ``spec``      how the result lies, of one in the global view
 ``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes

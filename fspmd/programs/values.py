@@ -159,6 +159,7 @@ class Values(RecordingMode):
         if isinstance(out, Tensor):
             self._know(out, node)
         elif type(out) in (tuple, list):
+            node.meta["parts"] = tuple(value_of(one).nbytes if isinstance(one, Tensor) else 0 for one in out)
             return type(out)(self._results(one, _part(node, i)) for i, one in enumerate(out))
         elif type(out) is int:
             out = Number(out)
