@@ -142,7 +142,9 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
         donation = replace(donation, written=reuse(found, donation.places)) if donation else donation
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        run = below_autograd(make(program.steps, inputs, program.results, program.constants, donated))
+        run = make(program.steps, inputs, program.results, program.constants, donated)
+        if any(x.requires_grad for x in (*found.leaves, *found.closed)):
+            run = below_autograd(run)
     else:
         halves = halves_of(program, found.followed, found.again, make)
         run = replay(halves)
