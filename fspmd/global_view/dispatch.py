@@ -27,7 +27,7 @@ from fspmd.messages import described
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import replan_with
 from fspmd.rules import IN_C, row_of
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, above, held_as, is_sharded
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 from fspmd.transport.local_tensor import LocalTensor
@@ -232,8 +232,10 @@ def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
     """Several results, or such as autocast may have given another dtype."""
     if isinstance(results, TensorSpec):
         return Sharded(out, _of_dtype(results, out.dtype))
-    found = [Sharded(one, _of_dtype(spec, one.dtype)) for one, spec in zip(out, results, strict=True)]
-    return type(out)(found)
+    specs = [_of_dtype(spec, one.dtype) for one, spec in zip(out, results, strict=True)]
+    # of several results one may be the same on ranks that differ in others, as `info` is of columns
+    held = [one if type(one) is Tensor else held_as(one, spec) for one, spec in zip(out, specs, strict=True)]
+    return type(out)(list(map(Sharded, held, specs)))
 
 
 def _move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
