@@ -44,8 +44,8 @@ from fspmd import (
 from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.capture import capture
 from fspmd.programs.memory import memory_of_program
+from fspmd.programs.passes.aliases import Memory, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.coalesce import Coalesce
-from fspmd.programs.passes.memory import Memory, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform

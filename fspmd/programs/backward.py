@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fspmd.errors import RecordError
 from fspmd.pairs import is_watched
 from fspmd.programs.program import Program, owner
-from fspmd.programs.record import Recorder
+from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import compiled, has_randomness
 from fspmd.programs.schedule import communications
 from fspmd.transport.frame import Frame

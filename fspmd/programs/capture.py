@@ -16,7 +16,7 @@ from fspmd.programs.backward import Followed, differentiated
 from fspmd.programs.facts import state_of
 from fspmd.programs.generators import closed_over
 from fspmd.programs.program import Program
-from fspmd.programs.record import Recorder
+from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states

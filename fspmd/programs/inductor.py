@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
 from fspmd.programs.facts import is_pure, shard_of
-from fspmd.programs.passes.memory import written as written_by
+from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import owner
 from fspmd.programs.replay import compiled
 from fspmd.transport.frame import Frame, spread

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fspmd.programs.capture import Capture
 from fspmd.programs.facts import shard_of
-from fspmd.programs.passes.memory import is_unknown
+from fspmd.programs.passes.aliases import is_unknown
 from fspmd.programs.program import owner
 from fspmd.transport.local_tensor import LocalTensor
 

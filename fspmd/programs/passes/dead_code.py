@@ -6,7 +6,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fspmd.programs.facts import draws, is_pure
-from fspmd.programs.passes.memory import Memory, written
+from fspmd.programs.passes.aliases import Memory, written
 from fspmd.programs.program import Program
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from fspmd.programs.calls import is_aten, is_collective, replace
 from fspmd.programs.facts import is_pure, shard_of
-from fspmd.programs.passes.memory import Memory, is_view
+from fspmd.programs.passes.aliases import Memory, is_view
 from fspmd.programs.program import Program
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from fspmd.programs.calls import is_wait
+from fspmd.programs.passes.aliases import Memory, written
 from fspmd.programs.passes.dead_code import has_effect
-from fspmd.programs.passes.memory import Memory, written
 from fspmd.programs.program import Program
 
 

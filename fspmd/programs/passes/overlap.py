@@ -11,7 +11,7 @@ from typing import Final
 from torch import fx
 
 from fspmd.programs.calls import Routed, add_begun, add_wait, is_alike, is_collective, is_wait
-from fspmd.programs.passes.memory import in_flight, is_view, wait_of, written
+from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
 from fspmd.redistribution.cost import moves

@@ -12,7 +12,7 @@ from torch import fx
 
 from fspmd.programs.calls import is_alike, is_aten, is_collective
 from fspmd.programs.facts import is_pure, shard_of
-from fspmd.programs.passes.memory import Memory
+from fspmd.programs.passes.aliases import Memory
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import bytes_of, flops_of, price_of_step
 from fspmd.redistribution.cost import moves, topology, work

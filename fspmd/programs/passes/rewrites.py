@@ -16,7 +16,7 @@ from torch import fx
 from fspmd.pairs import Call, call
 from fspmd.programs.calls import add_collective, add_step, add_view, compact, is_collective, replace
 from fspmd.programs.facts import aten
-from fspmd.programs.passes.memory import Memory
+from fspmd.programs.passes.aliases import Memory
 from fspmd.programs.program import Program, owner
 from fspmd.redistribution.cost import price
 
