@@ -136,8 +136,10 @@ class Call:
             self._transposed = call(self.pair.transpose, mesh, self.axes, o)
         return self._transposed
 
-    def announce(self, x: Tensor) -> None:
-        """Say that this begins on ``x``, to whom `watch_with` made it known."""
+    def into(self, x: Tensor, out: Tensor) -> Pending:
+        """Begin, and have what comes of it written into ``out``."""
+        kernel = getattr(transport_of(self.mesh), f"{self.pair.kernel}_into")
+        return kernel(out, x, self.mesh, self.axes)  # type: ignore[no-any-return]
 
     def batched(self) -> Call:
         """The same map with one more dim in front of every dim."""

@@ -140,10 +140,51 @@ def test_chains_of_torch_calls_on_sharded_values(seed: int) -> None:
     chains.check_seeds(range(seed, seed + 10), None, replayed)
 
 
+def check_writes_of_collectives(mesh: fspmd.Mesh) -> None:
+    """Gathers and scatters straight into tensors are one step each, and one more that waits."""
+
+    def into(x: Tensor, whole: Tensor, wait: bool) -> Tensor:
+        gathered = fspmd.all_gather_into(whole, x, "x", wait=wait)
+        doubled = x * 2
+        if not wait:
+            gathered.wait()
+        part = fspmd.psum_scatter_into(x.new_empty(x.shape), whole + 1, "x", wait=wait)
+        return whole.sum() * doubled + (part if wait else part.wait()) * psum(x, "x", wait=False).wait()
+
+    x, n = torch.arange(40_000.0, dtype=F64), mesh.size
+    expected = 2 * x.sum() * x + n * (x + 1) * x.view(n, -1).sum(0).repeat(n)
+    for wait in (True, False):
+        body = shard_map(
+            lambda x, wait=wait: into(x, x.new_empty(x.shape[0] * n), wait),
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=P("x"),
+        )
+        for names in (None, ["dead_code", "equal_steps", "coalesce", "overlap"]):
+            recorded = jit(body, passes=names)
+            for scale in (3.0, 2.0, 1.0):
+                found = device_get(recorded(x * scale))
+            torch.testing.assert_close(found, expected)
+        told = [(one.kind, one.shape) for one in jit(body).lower(x).collectives()]
+        assert told == [("all_gather", (len(x) // n,)), ("psum_scatter", x.shape), ("psum", (len(x) // n,))]
+    whole = torch.empty(len(x))
+    with pytest.raises(RecordError, match=r"all_gather\(\) writes into a tensor of shape .* closes over"):
+        jit(shard_map(lambda x: into(x, whole, True), mesh=mesh, in_specs=P("x"), out_specs=P("x")))(x.float())
+
+
+def test_writes_of_collectives() -> None:
+    check_writes_of_collectives(MESH)
+
+
 def _on_processes(seeds: range) -> None:
     chains.check_seeds(seeds, 4, replayed)
     mesh = fspmd.make_mesh((4,), ("x",))
-    for check in (check_sizes_that_are_values, test_donation.check_on_processes, test_debug_print.check_on_processes):
+    for check in (
+        check_sizes_that_are_values,
+        check_writes_of_collectives,
+        test_donation.check_on_processes,
+        test_debug_print.check_on_processes,
+    ):
         check(mesh)
     names = [name for name in ANSWERED if math.prod(oracle.PROGRAMS[name].mesh_shape) == 4]
     for name in names[:: 1 if FULL else 12]:

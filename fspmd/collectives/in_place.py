@@ -74,9 +74,8 @@ def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather:
     with torch._C.DisableTorchFunction():
         check_alike(body, (out, x), axes, what)
         _check(what, body, axes, out, x, gather)
-        kernel = body.transport.gather_into if gather else body.transport.reduce_scatter_into
-        watched(x, call("all_gather" if gather else "psum_scatter", body.mesh, axes)).announce(x)
-        pending = kernel(out.detach(), x.detach(), body.mesh, axes)
+        moves = watched(x, call("all_gather" if gather else "psum_scatter", body.mesh, axes))
+        pending = moves.into(x.detach(), out.detach())
         if body.checked:
             before = get_variance(x)
             set_variance(out, Variance(before.varying | frozenset(axes), before.unreduced, before.reduced))

@@ -75,9 +75,9 @@ def compact(x: Tensor) -> Tensor:
 
 
 def is_collective(node: fx.Node, *kernels: str) -> bool:
-    """Whether a step runs a call of the pair table; of one of these kernels, if some are named."""
+    """Whether a step runs a call of the pair table for its result alone; of one of these kernels, if some are named."""
     call = node.meta.get("call")
-    return call is not None and (not kernels or call.pair.kernel in kernels)
+    return call is not None and not node.meta.get("effect") and (not kernels or call.pair.kernel in kernels)
 
 
 def add_collective(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import types
 from collections import deque
@@ -144,7 +145,7 @@ def _held(x: Any) -> Iterator[Any]:
     elif not isinstance(x, (Tensor, type, types.ModuleType)):
         yield vars(type(x)).get("__call__")
         if isinstance(x, torch.nn.Module):
-            yield type(x).forward
+            yield inspect.getattr_static(type(x), "forward", None)  # that of TorchScript cannot be had of a type
         yield from getattr(x, "__dict__", {}).values()
 
 

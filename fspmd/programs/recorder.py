@@ -24,7 +24,7 @@ from fspmd.programs.calls import Routed, runner, way_back
 from fspmd.programs.escapes import Escapes
 from fspmd.programs.facts import aten, draws, is_pure
 from fspmd.programs.generators import Generators, generators_of
-from fspmd.programs.refusals import check
+from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.values import Values
 from fspmd.sharded import above
 from fspmd.transport import Pending
@@ -142,6 +142,19 @@ class Recorder(Values):
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
 
+    def into(self, call: Call, x: Tensor, out: Tensor) -> Pending:
+        """A call whose result is written into a tensor: a step with an effect, and so is its wait."""
+        check_writes(call.pair.name, [out], self)
+        placed = self._placed(x), self._placed(out)
+        with self.pause():
+            if self.imagines and call.mesh.transport != "simulation":
+                pending = getattr(imagined(), f"{call.pair.kernel}_into")(out, x, call.mesh, call.axes)
+            else:
+                pending = call.into(x, out)
+        node = self._put(call.into, placed, {}, f"{call.pair.name}_into")
+        node.meta.update(call=call, waits=False, effect=True)
+        return self._results(pending, node)  # type: ignore[no-any-return]
+
     def _routes(self, routes: Routes) -> fx.Node:
         """The step that gives routes, or the way back along them."""
         if id(routes) not in self._objects:
@@ -224,3 +237,8 @@ class _Recorded(StandIn):
         if tracing.recorder() is not self.by:
             return self.plain.run(x)
         return self.by.collective(self.plain, x, True)  # type: ignore[no-any-return]
+
+    def into(self, x: Tensor, out: Tensor) -> Pending:
+        if tracing.recorder() is not self.by:
+            return self.plain.into(x, out)
+        return self.by.into(self.plain, x, out)  # type: ignore[no-any-return]

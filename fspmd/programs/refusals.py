@@ -22,7 +22,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
         cause = "gives a result whose shape depends on values"
     if cause is None:
         if writes := _written(func, args, kwargs):
-            _check_writes(func, writes, recorder)
+            check_writes(func._schema.name.split("::")[-1], writes, recorder)
         return
     name = func._schema.name.split("::")[-1].lstrip("_")
     raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
@@ -42,13 +42,13 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
 
 
-def _check_writes(func: Any, written: list[Tensor], recorder: Any) -> None:
+def check_writes(name: str, written: list[Tensor], recorder: Any) -> None:
+    """Raises `RecordError` where a function of some name writes into what the recorded function closes over."""
     for x in written:
         node = recorder.owner(x)
         if node is not None:
             recorder.written.add(node)
         if node in recorder.captured:
-            name = func._schema.name.split("::")[-1]
             raise recorder.refusal(
                 RecordError(
                     f"{name}() writes into a tensor of shape {tuple(x.shape)} that the jitted function closes over; "

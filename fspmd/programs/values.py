@@ -203,7 +203,9 @@ class _Landing(Pending):
             return plain.wait()
         with recorder.pause():
             out = plain.wait()
-        return recorder._results(out, recorder._put(Pending.wait, (self.node,), {}))  # type: ignore[no-any-return]
+        node = recorder._put(Pending.wait, (self.node,), {})
+        node.meta["effect"] = "call" in self.node.meta and bool(self.node.meta.get("effect"))  # it writes until then
+        return recorder._results(out, node)  # type: ignore[no-any-return]
 
 
 def _entry(table: dict[int, Any], x: Tensor) -> Any:

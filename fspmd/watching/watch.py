@@ -92,14 +92,18 @@ class _Watched(StandIn):
     by: Cause
 
     def start(self, x: Tensor) -> Pending:
-        self.announce(x)
+        self._announce(x)
         return self.plain.start(x)
 
     def run(self, x: Tensor) -> Tensor:
-        self.announce(x)
+        self._announce(x)
         return self.plain.run(x)
 
-    def announce(self, x: Tensor) -> None:
+    def into(self, x: Tensor, out: Tensor) -> Pending:
+        self._announce(x)
+        return self.plain.into(x, out)
+
+    def _announce(self, x: Tensor) -> None:
         if _watchers and communicates(self):
             shape = tuple((x.shards[0] if type(x) is LocalTensor else x).shape)
             cost = price_of(self, shape, x.dtype)

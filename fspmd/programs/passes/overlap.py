@@ -102,6 +102,8 @@ class _Schedule:
                 self._fly(self._index[node] + 1, self._index[wait], wait.meta["value"].nbytes)
         last: Place = 0, _BEGIN
         for i, node in enumerate(self.nodes):
+            if isinstance(node.target, Routed) or ("call" in node.meta and not is_collective(node)):  # with effects
+                last = max(last, (i + 1, _BEGIN))
             if not is_collective(node) or not moves(node.meta["call"].pair.kernel):
                 continue
             overtakes = self.overtake and is_alike(node.meta["call"])
@@ -149,8 +151,6 @@ def _views_of(node: fx.Node) -> list[fx.Node]:
 
 def _can_fly(node: fx.Node) -> bool:
     one = node.meta["call"]
-    if isinstance(node.target, Routed):  # what it waits for is more than its operand
-        return False
     return bool(node.meta["waits"]) and one.pair.kernel not in _WHOLE and one.mesh.axis_size(one.axes) > 1
 
 
