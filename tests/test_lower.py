@@ -200,6 +200,20 @@ def test_results_that_nobody_takes_are_held_with_the_others() -> None:
     assert memory.peak == 3 * 8 * 512  # x, the values, and where they were
 
 
+def test_a_lowered_program_is_what_runs() -> None:
+    """Results that are written into donated memory are so from the start, and nothing that compiles it changes it."""
+    x = device_put(torch.ones(8, 4), P("x"), mesh=MESH)
+    program = jit(lambda w, g: w - 0.5 * g, donate_argnums=0).lower(x, x.spec)
+    before = program.as_text(), str(program.memory())
+    assert "sub_(%0" in before[0]
+    assert torch.equal(device_get(program.compile()(x, x * 2)), torch.zeros(8, 4))
+    assert (program.as_text(), str(program.memory())) == before
+    assert (
+        "sub_("
+        not in jit(lambda w, g: w - 0.5 * g, donate_argnums=0, backend="inductor").lower(x.spec, x.spec).as_text()
+    )
+
+
 def compiled(f: Callable[..., Any], *args: Any) -> Any:
     """What a program gives that was lowered for such arguments, and never recorded with values."""
     return jit(f).lower(*args).compile()(*args)

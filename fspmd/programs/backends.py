@@ -12,28 +12,32 @@ from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
-from fspmd.programs.inductor import by_inductor, is_plain
+from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
+from fspmd.programs.inductor import by_inductor
 from fspmd.programs.replay import compiled, taken
+from fspmd.programs.segments import is_plain
 
 #: of steps, inputs, outputs, the values of constants, and donated inputs: a function such as `replay.compiled` gives
 Maker = Callable[..., Callable[..., Any]]
 Backend = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-_BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor}
+_BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor, "cudagraphs": by_cuda_graphs}
 
 
 def maker(backend: Backend) -> Maker:
     """What makes functions of steps.
 
     Raises:
-        ArgumentError: there is no such backend.
+        ArgumentError: there is no such backend, or not on this machine.
     """
     if callable(backend):
         return partial(_by_function, backend)
     if (found := _BY_NAME.get(backend)) is None:
         raise ArgumentError(
-            f"jit got {described(backend)} for backend, which is 'replay', 'inductor', or a function of a "
-            "torch.fx.GraphModule and example inputs that gives a function of such inputs"
+            f"jit got {described(backend)} for backend, which is 'replay', 'inductor', 'cudagraphs', or a function of "
+            "a torch.fx.GraphModule and example inputs that gives a function of such inputs"
         )
+    if found is by_cuda_graphs:
+        check_device()
     return found
 
 

@@ -21,7 +21,7 @@ from fspmd.programs.keys import key_of, not_hashable
 from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Passes, passes_of
-from fspmd.programs.records import Record, changed, record_of, recorded, replayed, stale, thawed
+from fspmd.programs.records import Record, changed, record_of, recorded, replayed, settled, stale, thawed
 from fspmd.tracing import recorder
 from fspmd.watching.watch import hears_of_records, tell
 
@@ -95,17 +95,19 @@ def jit(
     sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out.
 
     ``backend`` runs what was recorded: ``"replay"`` calls step by step; ``"inductor"`` has the steps between
-    collectives compiled by ``torch.compile``'s inductor, and rounds as that does; a function gets them as a
-    ``torch.fx.GraphModule``, with example inputs, and gives a function of such inputs: once for the steps of the call,
-    once for those of its gradients, when they are run for the first time.
+    collectives compiled by ``torch.compile``'s inductor, and rounds as that does; ``"cudagraphs"`` has them, on a GPU,
+    captured as CUDA graphs at the first replay, of which each starts at once: arguments are copied into memory of the
+    graphs and results out of it, so memory is held between calls, and a call waits for one in another thread. A
+    function gets all steps as a ``torch.fx.GraphModule``, with example inputs, and gives a function of such inputs:
+    once for the steps of the call, once for those of its gradients, when they are run for the first time.
 
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
     constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
     with other parameters.
 
     Raises:
-        ArgumentError: an option names no parameter, or no backend; a static argument has no hash, or is a tensor; a
-            donated one has a gradient, or is given twice.
+        ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or
+            is a tensor; a donated one has a gradient, or is given twice.
         RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
             torch (``tolist()``, ``numpy()``, ``print``; there is `debug_print`), writes into tensors that ``f`` closes
             over, ``backward()`` into ``.grad`` of what was there before, seeds that are set, generators that are made
@@ -203,6 +205,7 @@ def jit(
         given, named, mode = without_values(*marked(args, kwargs))
         found = donation(function, donate, given, named) if donate else NOTHING
         captured = imagined(recordable, given, named, changes, mode)
+        found = settled(captured, found, make)
 
         def compiled() -> Compiled:
             record = record_of(captured, facts_of(function, given, named), found, make)

@@ -4,6 +4,7 @@ Its nodes say in ``meta`` what passes, prices and readers ask for:
 
 ``value``     `Value` of the result; absent where that is no tensor
 ``held``      of a simulated value the axes over which it is held apart, and whether its blocks differ in shape; or None
+``device``    of a result; absent where a pass has made the step (`device_of`)
 ``strides``   of a result that lies in memory otherwise than contiguous; or None
 ``parts``     bytes of each of several results, where the step gives a tuple or a list
 ``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own (`owner`)
@@ -56,6 +57,13 @@ def owner(node: fx.Node) -> fx.Node:
     """The step in whose memory a result lies: ``meta["memory"]``, or what a pass has put in its place."""
     above: fx.Node = node.meta.get("memory", node)
     return node if above is node else owner(above)
+
+
+def device_of(node: fx.Node) -> torch.device | None:
+    """Where a result lies: where the first operand does, if nobody says."""
+    while "device" not in node.meta and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.meta.get("device")
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from fspmd.programs.facts import is_as, memory_of
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
-from fspmd.programs.replay import below_autograd, taken
+from fspmd.programs.replay import below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.schedule import communications
 from fspmd.sharded import Sharded
@@ -138,8 +138,8 @@ def recorded(
 def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
     """What replays a program."""
     program, halves = found.program, None
+    donation = settled(found, donation, make)
     if found.followed is None:
-        donation = replace(donation, written=reuse(found, donation.places)) if donation else donation
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
         run = make(program.steps, inputs, program.results, program.constants, donated)
@@ -157,6 +157,13 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     strides = list(map(strides_of, found.leaves))
     out, written = _rebuilder(found.out), found.written
     return Record(run, strides, written, out, frozen, found.modules, facts, donation, halves, moved, not donation)
+
+
+def settled(found: Capture, donation: Donation, make: Maker) -> Donation:
+    """Have results written into donated arguments, where steps run one by one: what compiles them finds its own way."""
+    if donation and found.followed is None and make is compiled:
+        return replace(donation, written=reuse(found, donation.places))
+    return donation
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
             step.meta["memory"] = argument
             step.meta["reuses"] = True
             here = step
-    written = {owner(node) for node in place if node.meta.get("reuses")}  # now, or when it was compiled before
+    written = {owner(node) for node in place if node.meta.get("reuses")}  # now, or when it was lowered
     return frozenset(i for i in places if program.inputs[i] in written)
 
 

@@ -218,6 +218,7 @@ def _describe(node: fx.Node, x: Tensor) -> None:
     """Say of a node what its result is, and in whose memory it lies."""
     node.meta["value"] = value_of(x)
     node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
+    node.meta["device"] = x.device
     node.meta["strides"] = _strides(x)
     node.meta["storage"] = storage = memory_of(x)
     before = node.all_input_nodes  # which are alive

@@ -1,0 +1,204 @@
+"""The steps between collectives as CUDA graphs: what starts hundreds of kernels starts once.
+
+A graph reads and writes the memory that its steps had when it was captured. So arguments are copied into buffers of
+its own, and results that may be kept are copied out; what one graph gives and another takes stays where it is. Closed
+over tensors are read where they lie, and if they lie elsewhere the graph is captured again. Draws of random numbers are
+no part of a graph, nor are collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from fspmd.errors import ArgumentError
+from fspmd.programs.calls import is_aten, is_collective
+from fspmd.programs.program import device_of, owner
+from fspmd.programs.replay import compiled
+from fspmd.programs.segments import local_steps, results_of, segmented
+from fspmd.transport.local_tensor import LocalTensor
+
+_WARM_UP: Final = 3  # runs before a capture, as torch has them
+_WAITS: Final = ("aten::linalg_", "aten::_linalg_")  # of these some wait for the device
+
+
+class Captures(Protocol):
+    """What captures the graphs of one program: `CudaGraphs`, or what stands for it where there is no GPU."""
+
+    device: str
+
+    def follow(self) -> None:
+        """The program runs once more, after what it did before."""
+
+    def capture(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """What does again what ``run`` does to the same memory, and the results, which lie there."""
+
+
+class CudaGraphs:
+    """Graphs that have their memory from one pool, since no two of them run at the same time."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.current_stream()
+
+    def follow(self) -> None:
+        """The stream that the program runs on waits for the one that it ran on before."""
+        now = torch.cuda.current_stream()
+        if now != self.stream:
+            now.wait_stream(self.stream)
+            self.stream = now
+
+    def capture(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Run on a side stream until all that kernels set up is there; then capture.
+
+        Threads of NCCL may ask for their events meanwhile, so that only this one must do nothing but launch kernels.
+        """
+        side = torch.cuda.Stream()
+        side.wait_stream(self.stream)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                run()
+        self.stream.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            results = run()
+        return graph.replay, results
+
+
+def check_device() -> None:
+    """Raises where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            "jit(backend='cudagraphs') needs a CUDA device, and torch.cuda.is_available() is False; "
+            "write backend='replay'"
+        )
+
+
+def by_graphs(
+    captures_of: Callable[[], Captures],
+    nodes: Iterable[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    constants: dict[fx.Node, Any],
+    donated: Sequence[fx.Node] = (),
+) -> Callable[..., Any]:
+    """Like `replay.compiled`, with each run of local steps as one graph that is captured when it first runs.
+
+    Raises:
+        ArgumentError: no tensor is on such a device.
+    """
+    steps, captures, turn = list(nodes), captures_of(), threading.Lock()
+    fit = local_steps(steps, lambda node: _suits(node, captures.device))
+    if steps and not any(_is_on(node, captures.device) for node in (*steps, *inputs, *constants)):
+        found = device_of((*inputs, *steps)[0])
+        raise ArgumentError(
+            f"jit(backend='cudagraphs') got a function of tensors on {found}, and none on a CUDA device; put them "
+            "there (make_mesh(..., device='cuda')), or write backend='replay'"
+        )
+    leaving = _leaving(steps, outputs, fit)
+    lasting = set(constants)  # what lies where it did, unless somebody moves it
+    graphs: list[Graph] = []
+
+    def made(own: Sequence[fx.Node], given: Sequence[fx.Node], results: Sequence[fx.Node]) -> Graph:
+        stays = [owner(node) in lasting for node in given]
+        leaves = [node in leaving for node in results]
+        lasting.update(node for node in results if node not in leaving)
+        graphs.append(Graph(captures, compiled(own, given, results, {}), stays, leaves, graphs, len(graphs)))
+        return graphs[-1]
+
+    run = segmented(steps, inputs, outputs, constants, donated, fit, made)
+
+    def in_turn(*values: Any) -> Any:
+        with turn:
+            captures.follow()
+            return run(*values)
+
+    return in_turn
+
+
+by_cuda_graphs: Final = partial(by_graphs, CudaGraphs)
+
+
+class Graph:
+    """Local steps in a row, captured when they first run; one of ``graphs``, which run in that order."""
+
+    def __init__(
+        self,
+        captures: Captures,
+        function: Callable[..., Any],
+        stays: Sequence[bool],
+        leaves: Sequence[bool],
+        graphs: Sequence[Graph],
+        place: int,
+    ) -> None:
+        self.__name__ = "graph"
+        self.captures, self.function = captures, function
+        self.stays = [i for i, one in enumerate(stays) if one]
+        self.moves = [i for i, one in enumerate(stays) if not one]
+        self.leaves = leaves
+        self.graphs, self.place = graphs, place
+        self.read: list[int] | None = None  # where what stays was; None before the capture
+        self.buffers: list[Tensor] = []
+        self.replay: Callable[[], None]
+        self.results: Sequence[Tensor]
+
+    def __call__(self, *values: Tensor) -> list[Tensor]:
+        read = [block.data_ptr() for i in self.stays for block in _blocks(values[i])]
+        if read != self.read:
+            self._capture(values)
+            self.read = read
+        if self.moves:
+            torch._foreach_copy_(self.buffers, [block for i in self.moves for block in _blocks(values[i])])
+        self.replay()
+        return [x.clone() if leaves else x for x, leaves in zip(self.results, self.leaves, strict=True)]
+
+    def _capture(self, values: Sequence[Tensor]) -> None:
+        for later in self.graphs[self.place :]:  # they may write into what was free then, and will not be anymore
+            later.read = None
+        own = list(values)
+        with torch.inference_mode(False), torch.no_grad():
+            for i in self.moves:
+                own[i] = values[i].clone()
+            self.buffers = [block for i in self.moves for block in _blocks(own[i])]
+            try:
+                self.replay, self.results = self.captures.capture(lambda: self.function(*own))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ArgumentError(
+                    "jit(backend='cudagraphs') came upon a step that CUDA cannot capture (see the error above); write "
+                    "backend='replay', or have what it belongs to run outside of the jitted function"
+                ) from error
+
+
+def _blocks(x: Tensor) -> list[Tensor]:
+    return x.shards if type(x) is LocalTensor else [x]
+
+
+def _is_on(node: fx.Node, device: str) -> bool:
+    found = device_of(node)
+    return found is not None and found.type == device
+
+
+def _suits(node: fx.Node, device: str) -> bool:
+    """Whether a function of torch runs on the device alone."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    alone = all(_is_on(x, device) for x in (*results_of(node, node.users), *node.all_input_nodes))
+    return alone and not schema.name.startswith(_WAITS)
+
+
+def _leaving(steps: Sequence[fx.Node], outputs: Sequence[Any], fit: Collection[fx.Node]) -> set[fx.Node]:
+    """Memory that somebody may keep: that of results, and of what is given to steps that may hand it on."""
+    found = {owner(x) for x in outputs if isinstance(x, fx.Node) and "value" in x.meta}
+    for step in steps:
+        apart = is_collective(step) and step.meta["call"].mesh.transport == "process_group"
+        if not (step in fit or is_aten(step) or apart):
+            found.update(owner(x) for x in step.all_input_nodes if "value" in x.meta)
+    return found

@@ -1,0 +1,139 @@
+"""Local steps in a row, of which somebody makes one function; collectives and what has effects stay between them.
+
+Local are functions of torch that write nothing and draw nothing, of tensors that nobody writes into.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fspmd.programs.facts import is_pure, shard_of
+from fspmd.programs.passes.aliases import written as written_by
+from fspmd.programs.program import owner
+from fspmd.programs.replay import compiled
+from fspmd.transport.local_tensor import LocalTensor
+
+_PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_FEWEST: Final = 2  # steps that are worth a function
+#: of the steps, the values that they are given, and those of them that are wanted, each of which has its own memory
+Maker = Callable[[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]], Callable[..., Any]]
+
+
+def segmented(
+    steps: list[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[Any],
+    constants: dict[fx.Node, Any],
+    donated: Sequence[fx.Node],
+    fit: Collection[fx.Node],
+    make: Maker,
+) -> Callable[..., Any]:
+    """Like `replay.compiled`, with steps in a row that ``fit`` in one function of ``make``.
+
+    Views that others need are taken again outside, of what they are views of.
+    """
+    graph = fx.Graph()
+    known = {node: graph.placeholder(node.name) for node in inputs}
+    known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
+    ends = {one for one in outputs if isinstance(one, fx.Node)}
+    alive = set(steps)
+    segment: dict[fx.Node, None] = {}
+
+    def copied(nodes: Iterable[fx.Node]) -> None:
+        with warnings.catch_warnings():  # of sizes that differ from rank to rank
+            warnings.simplefilter("ignore")
+            known.update((node, graph.node_copy(node, known.__getitem__)) for node in nodes)
+
+    def close() -> None:
+        if sum(not _is_view(node) for node in segment) < _FEWEST:
+            copied(segment)
+        else:
+            given = list(dict.fromkeys(x for node in segment for x in node.all_input_nodes if x not in segment))
+            wanted = _wanted(segment, ends, alive)
+            made = [node for node in wanted if not _is_view(node)]
+            call = graph.call_function(make(list(segment), given, made), tuple(known[x] for x in given))
+            known.update((node, graph.call_function(operator.getitem, (call, i))) for i, node in enumerate(made))
+            copied(filter(_is_view, wanted))
+        segment.clear()
+
+    for step in steps:
+        if step in known or step in segment:
+            continue
+        if step in fit:
+            segment[step] = None
+            if "value" not in step.meta:  # its parts
+                segment.update(dict.fromkeys(x for x in step.users if x in fit))
+        else:
+            close()
+            copied([step])
+    close()
+    return compiled(
+        [node for node in graph.nodes if node.op == "call_function"],
+        [known[node] for node in inputs],
+        [known[one] if isinstance(one, fx.Node) else one for one in outputs],
+        {known[node]: x for node, x in constants.items()},
+        [known[node] for node in donated],
+    )
+
+
+def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], alive: set[fx.Node]) -> list[fx.Node]:
+    """What others need of a segment, in order; for a view what it is taken of, too."""
+    found: set[fx.Node] = set()
+    waiting = [x for x in segment if x in ends or any(y in alive and y not in segment for y in x.users)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [x for x in node.all_input_nodes if x in segment] if _is_view(node) else ()
+    return [node for node in segment if node in found]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result of a local step lies in the memory of another one, or is several of which one does."""
+    return "value" not in node.meta or owner(node) is not node
+
+
+def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
+    """Those that may be part of a segment, of the functions of torch that suit its maker."""
+    written = {owner(x) for node in steps for x in written_by(node)}
+    written |= {owner(x) for node in steps if node.target in (LocalTensor, shard_of) for x in node.all_input_nodes}
+
+    def is_left(x: fx.Node) -> bool:
+        return "value" in x.meta and owner(x) not in written
+
+    alive, found = set(steps), set[fx.Node]()
+    for node in steps:
+        parts = results_of(node, alive)
+        if node.target is operator.getitem:
+            fits = node.args[0] in found
+        else:
+            fits = (
+                isinstance(node.target, torch._ops.OpOverload)
+                and node.target is not torch.ops.aten.as_strided.default  # of a whole storage
+                and is_pure(node.target)
+                and bool(parts)  # else it gives no tensor
+                and all(map(is_left, (*parts, *node.all_input_nodes)))
+                and all(map(is_plain, (*node.args, *node.kwargs.values())))
+                and suits(node)
+            )
+        if fits:
+            found.add(node)
+    return found
+
+
+def results_of(node: fx.Node, alive: Collection[fx.Node]) -> list[fx.Node]:
+    """The tensors that a step gives."""
+    return [node] if "value" in node.meta else [x for x in node.users if x in alive]
+
+
+def is_plain(arg: Any) -> bool:
+    """Whether an argument is such as anybody's graph may have: nodes, and what Python can write."""
+    if isinstance(arg, (list, tuple)):
+        return all(map(is_plain, arg))
+    return isinstance(arg, fx.Node) or type(arg) in _PLAIN
