@@ -250,6 +250,27 @@ def test_gradients_twice_see_the_numbers_that_forward_drew() -> None:
     torch.testing.assert_close(found[:2], found[2:])
 
 
+def test_gradients_twice_through_pending_sums_between_two_records() -> None:
+    """A pending sum's cotangent is one value for all ranks, and the gradient of that is pending again."""
+    maker = shard_map(torch.sin, mesh=MESH, in_specs=P("x"), out_specs=P(unreduced={"x"}))
+    scatter = shard_map(
+        lambda u: fspmd.psum_scatter(u, "x", tiled=True).sin(),
+        mesh=MESH,
+        in_specs=P(unreduced={"x"}),
+        out_specs=P("x"),
+    )
+    maker, scatter = jit(maker), jit(scatter)
+    x = torch.linspace(-1, 2, 48, dtype=F64).view(16, 3).requires_grad_()
+
+    def plain(x: Tensor) -> Tensor:
+        return x.view(4, 4, 3).sin().sum(0).sin()
+
+    expected = torch.autograd.functional.hvp(lambda x: plain(x).pow(2).sum(), x, x.detach().cos())[1]
+    for _ in range(2):
+        found = torch.autograd.functional.hvp(lambda x: device_get(scatter(maker(x))).pow(2).sum(), x, x.detach().cos())
+        torch.testing.assert_close(found[1], expected)
+
+
 def test_a_generator_that_is_an_argument() -> None:
     recorded = jit(lambda x, g: x + torch.rand(3, generator=g))
     a, b = (torch.Generator().manual_seed(3) for _ in range(2))

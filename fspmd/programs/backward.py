@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
-from fspmd.pairs import is_watched
+from fspmd.pairs import apply, call, is_watched
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import compiled, has_randomness
@@ -159,7 +159,7 @@ def _zeros_like(x: Tensor) -> Tensor:
 def _like(x: Tensor, g: Tensor) -> Tensor:
     """A cotangent, held by each simulated rank where that of the record was, and without gaps in memory."""
     if type(x) is LocalTensor and (type(g) is not LocalTensor or set(g.frame.axes) < set(x.frame.axes)):
-        g = expand(g, x.frame)
+        g = apply(g, call("apart", x.frame.mesh, x.frame.axes))
     return g.contiguous()
 
 
