@@ -81,6 +81,12 @@ def reading(function: Callable[Q, R]) -> Callable[Q, R]:
     return step(function)
 
 
+def python(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A step that runs Python of the user's: it has nothing of the record but its arguments, and it needs values."""
+    setattr(function, "python", True)  # noqa: B010
+    return step(function)
+
+
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
     """A function that works something out for all later runs: no step of a record, its results are there before."""
 

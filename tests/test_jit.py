@@ -176,12 +176,54 @@ def test_writes_of_collectives() -> None:
     check_writes_of_collectives(MESH)
 
 
+def check_python_of_ranks(mesh: fspmd.Mesh) -> None:
+    """What rank_map runs takes another way in each replay, and so do its gradients."""
+
+    def way(x: Tensor, w: Tensor, n: int) -> tuple[Tensor, float]:
+        y = x * w[n]
+        return (y.sin() if x[0] > 1 else y.square()), float(x.detach().sum())
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        y, total = fspmd.rank_map(way, x, w, 1)
+        return psum((y * total + fspmd.rank_map(torch.rand_like, x)).sum(), "x")
+
+    mapped = shard_map(loss, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
+    both = fspmd.value_and_grad(lambda *args: device_get(mapped(*args)), (0, 1))
+    recorded, alone = jit(both), jit(mapped)
+    w = torch.tensor([2.0, 3.0], dtype=F64)
+    for scale in (3.0, -1.0, 1.0, 0.2):
+        x = scale * torch.linspace(-1, 2, 8, dtype=F64)
+        torch.manual_seed(3)
+        expected = optree.tree_leaves(both(x, w))
+        torch.manual_seed(3)
+        torch.testing.assert_close(optree.tree_leaves(recorded(x, w)), expected)
+        torch.manual_seed(3)
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        total = device_get(alone(*leaves))
+        torch.testing.assert_close([total.detach(), *torch.autograd.grad(total, leaves)], expected)
+    assert recorded.cache_info().hits == alone.cache_info().hits == 3
+
+
+def test_python_of_ranks() -> None:
+    check_python_of_ranks(MESH)
+    longer = jit(_on_ranks(lambda x: fspmd.rank_map(lambda x: x[: 1 + int(x[0])], x)))
+    for x in (torch.zeros(8), torch.full((8,), 0.5)):
+        assert torch.equal(device_get(longer(x)), x[:4])
+    with pytest.raises(
+        RecordError, match=r"rank_map runs gave .*\(1,\), \(2,\)\)\].* when jit recorded it; let it give"
+    ):
+        longer(torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 0]))
+    with pytest.raises(RecordError, match=r"lower\(...\) knows shapes alone, and what rank_map gives may depend on"):
+        longer.lower(torch.zeros(8))  # type: ignore[attr-defined]
+
+
 def _on_processes(seeds: range) -> None:
     chains.check_seeds(seeds, 4, replayed)
     mesh = fspmd.make_mesh((4,), ("x",))
     for check in (
         check_sizes_that_are_values,
         check_writes_of_collectives,
+        check_python_of_ranks,
         test_donation.check_on_processes,
         test_debug_print.check_on_processes,
     ):
@@ -651,15 +693,47 @@ def _another_data(x: Tensor) -> Tensor:
     return y
 
 
+class _Hidden(dict[int, Any]):
+    """Where nobody looks for tensors."""
+
+    def put(self, x: Tensor) -> tuple[Tensor]:
+        self[0] = iter(lambda: x, None).__next__
+        return (x * 1,)
+
+
+HIDDEN = _Hidden()
+
+
+def _on_ranks(body: Function) -> Function:
+    return shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+
+
 def _put_in(x: list[Tensor]) -> Tensor:
     x.append(x[0] * 2)
     return x[0]
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
-    "rank_map": (
-        shard_map(lambda x: fspmd.rank_map(torch.sin, x), mesh=MESH, in_specs=P("x"), out_specs=P("x")),
-        r"^jit cannot record rank_map, which runs Python",
+    "closure of rank_map": (
+        _on_ranks(lambda x: fspmd.rank_map(lambda y: y * x.sum(), x)),
+        r"^jit cannot record a function that rank_map runs and that closes over a tensor of shape .* which",
+    ),
+    "hidden from rank_map": (
+        _on_ranks(lambda x: fspmd.rank_map(lambda y: y * HIDDEN[0](), *HIDDEN.put(x * 2))),
+        r"^jit cannot record a function that rank_map runs and that closes over a tensor of shape .* which",
+    ),
+    "gradient of a closure of rank_map": (
+        _on_ranks(lambda x: fspmd.rank_map(lambda y: y * V[:1], x)),
+        r"^jit cannot record .* rank_map runs and that closes over a tensor with a gradient; pass it as an argument",
+    ),
+    "write of rank_map": (_on_ranks(lambda x: fspmd.rank_map(lambda y: y.neg_(), x)), r"^jit .* writes into its arg"),
+    "jvp of rank_map": (
+        lambda x: fspmd.jvp(_on_ranks(lambda x: fspmd.rank_map(torch.sin, x)), (x,), (x,)),
+        r"^jit cannot record a rank_map that is differentiated in forward mode",
+    ),
+    "vmap of rank_map": (
+        lambda x: fspmd.vmap(_on_ranks(lambda x: fspmd.rank_map(torch.sin, x)))(x.expand(2, 3)),
+        r"^jit cannot record a rank_map that is under vmap",
     ),
     "branch": (
         lambda x: x if x.sum() > 0 else -x,

@@ -9,12 +9,15 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import Body, bound_body, state, within
-from fspmd.errors import ArgumentError, RecordError, TreeError
+from fspmd.body import bound_body, state, within
+from fspmd.errors import ArgumentError, TreeError
+from fspmd.local_view.python_step import as_step
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.tracing import recorder
+from fspmd.transport import transport_of
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.trees import tree_text
@@ -27,8 +30,12 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     Results vary over all bound axes; numbers become 0-d tensors, and shapes may differ from rank to rank.
     Differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
 
+    Within `jit` the function is one step: it runs as Python in every replay, and its results must have the shapes that
+    they had when it was recorded. It must not write into its arguments, has first derivatives in reverse mode, and uses
+    tensors that the jitted function has computed only as arguments.
+
     Raises:
-        RecordError: within `jit`.
+        RecordError: within `jit`, where it does otherwise.
         TreeError, ShapeError, ArgumentError: in a simulation, where ranks return different trees, dtypes or objects.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -41,11 +48,6 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     body = bound_body("rank_map")
     if not callable(fn):
         raise ArgumentError(f"rank_map got {described(fn)} for fn; give it a function: rank_map(fn, x)")
-    if recorder() is not None:
-        raise RecordError(
-            "jit cannot record rank_map, which runs Python that may branch on each rank's values; jit the parts before "
-            "and after it"
-        )
     axes = body.mesh.ordered(body.axes)
     leaves, treedef = optree.tree_flatten(args, none_is_leaf=True)
     if body.checked and state.tracker is not None:
@@ -53,12 +55,19 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
         leaves = [state.tracker.cast(x, varying) if isinstance(x, Tensor) else x for x in leaves]
     body.uneven = True
     run = _simulated if body.mesh.transport == "simulation" else _here
-    state.rank_mapped = True
-    try:
-        with torch._C.DisableTorchFunction(), within(None, None):
-            out_leaves, out_treedef = run(fn, leaves, treedef, body, axes)
-    finally:
-        state.rank_mapped = False
+
+    def mapped(leaves: list[Any], seed: int) -> Any:
+        state.rank_mapped = True
+        try:
+            with torch._C.DisableTorchFunction(), within(None, None):
+                return run(fn, leaves, treedef, body.mesh, axes, seed)
+        finally:
+            state.rank_mapped = False
+
+    records = recorder()
+    if records is not None:
+        records.check_apart(fn, "rank_map")
+    out_leaves, out_treedef = (mapped if records is None else as_step(mapped))(leaves, draw_seed())
     if body.checked:
         for x in out_leaves:
             if isinstance(x, Tensor):
@@ -71,13 +80,14 @@ def _tensor_leaves(out: Any, device: torch.device) -> tuple[list[Any], Any]:
     return [torch.tensor(x, device=device) if isinstance(x, (int, float, complex)) else x for x in leaves], treedef
 
 
-def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, body: Body, axes: tuple[str, ...]) -> Any:
-    with one_stream(draw_seed(), int(body.transport.index(body.mesh, axes))):
-        return _tensor_leaves(fn(*treedef.unflatten(leaves)), body.mesh.device)
+def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int) -> Any:
+    with one_stream(seed, int(transport_of(mesh).index(mesh, axes))):
+        return _tensor_leaves(fn(*treedef.unflatten(leaves)), mesh.device)
 
 
-def _simulated(fn: Callable[..., Any], leaves: list[Any], treedef: Any, body: Body, axes: tuple[str, ...]) -> Any:
-    mesh, seed = body.mesh, draw_seed()
+def _simulated(
+    fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int
+) -> Any:
     held = frame(mesh, axes)
     columns = [unbind(x, held) if isinstance(x, Tensor) else (x,) * held.volume for x in leaves]
     rows = []

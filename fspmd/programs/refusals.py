@@ -21,7 +21,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
     elif torch.Tag.dynamic_output_shape in func.tags and not (func is aten.index.Tensor and not _has_mask(args[1])):
         cause = "gives a result whose shape depends on values"
     if cause is None:
-        if writes := _written(func, args, kwargs):
+        if writes := written_by(func, args, kwargs):
             check_writes(func._schema.name.split("::")[-1], writes, recorder)
         return
     name = func._schema.name.split("::")[-1].lstrip("_")
@@ -35,7 +35,8 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes into."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     found = [x for a, x in given if a.alias_info is not None and a.alias_info.is_write]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef
 
 from fspmd import tracing
-from fspmd.programs.facts import aten, memory_of, shard_of
+from fspmd.programs.facts import aten, functorch, memory_of, shard_of
 from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded
 from fspmd.tracing import RecordingMode
@@ -73,7 +73,8 @@ class Values(RecordingMode):
         else:
             node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
             self.captured[node] = x
-            self._gradients[node] = x.grad if x.is_leaf else None
+            with torch._C.DisableTorchFunction():
+                self._gradients[node] = x.grad if x.is_leaf else None
             self._owners.setdefault(memory_of(x), node)
         self._know(x, node)
         return node
@@ -109,6 +110,13 @@ class Values(RecordingMode):
             if (found := _entry(table, x)) is not None:  # and nothing was written into it, or into what it is a view of
                 return bool(found[1].meta.get("constant")) and not x._version
         return False
+
+    def is_value(self, x: Tensor) -> bool:
+        """Whether a tensor is an argument of the recorded function, or was computed in it, and is no constant."""
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+        known = _entry(self._nodes, x) or _entry(self._shards, x)
+        return known is not None and known[1].op != "get_attr" and not self.is_constant(x)
 
     def _is_known(self, x: Tensor) -> bool:
         return any(_entry(table, x) is not None for table in (self._nodes, self._shards))

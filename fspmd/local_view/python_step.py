@@ -1,0 +1,195 @@
+"""Python that runs in every replay of a record: one step of it, and one more for its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import RecordError
+from fspmd.tracing import python, step
+from fspmd.transport.local_tensor import LocalTensor
+
+#: of leaves and a seed: the leaves of the results, and their tree
+Function = Callable[[list[Any], int], tuple[list[Any], Any]]
+
+
+def as_step(function: Function) -> Function:
+    """The same, where it is recorded."""
+
+    def run(leaves: list[Any], seed: int) -> tuple[list[Any], Any]:
+        made = _Python(function, leaves, seed)
+        outs = iter(_Forward.apply(made, *(x for x in leaves if isinstance(x, Tensor))))
+        return [next(outs) if isinstance(x, Tensor) else x for x in made.out], made.treedef
+
+    return run
+
+
+class _Python:
+    """What runs, on which leaves beside tensors; and what came of it when it was recorded."""
+
+    def __init__(self, function: Function, leaves: list[Any], seed: int) -> None:
+        self.function, self.seed = function, seed
+        self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.follows = torch.is_grad_enabled()
+        active = torch._C._are_functorch_transforms_active()
+        tensors = [leaves[i] for i in self.places]
+        self.wanted = [self.follows and _is_smooth(x) and (active or x.requires_grad) for x in tensors]
+        self.out: list[Any] = []
+        self.treedef: Any = None
+        self.tape: _Tape | None = None
+
+    def __call__(self, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
+        """The tensors among the results.
+
+        Raises:
+            RecordError: the others, the structure, dtypes or shapes are not those of the record.
+        """
+        leaves = list(self.fixed)
+        for i, x in zip(self.places, tensors, strict=True):
+            leaves[i] = x
+        out, treedef = self.function(leaves, seed)
+        if self.treedef is None:
+            self.out, self.treedef = [x.detach() if isinstance(x, Tensor) else x for x in out], treedef
+        now, before = ([_kind(x) for x in one] for one in (out, self.out))
+        if treedef != self.treedef or now != before:
+            raise RecordError(
+                f"the function that rank_map runs gave {treedef} of {now}, but {self.treedef} of {before} when jit "
+                "recorded it; let it give the same structure, dtypes and shapes in every run, or call it outside of jit"
+            )
+        return [x for x in out if isinstance(x, Tensor)]
+
+
+def _kind(x: Any) -> Any:
+    return (x.dtype, *(tuple(one.shape) for one in blocks_of(x))) if isinstance(x, Tensor) else x
+
+
+class _Tape:
+    """The graph of one run, from results to arguments."""
+
+    __slots__ = ("given", "out")
+
+    def __init__(self, given: list[Tensor], out: list[Tensor]) -> None:
+        self.given, self.out = given, out
+
+
+@python
+def _run(made: _Python, seed: int, tensors: list[Tensor]) -> list[Any]:
+    """The graph, if there is one, and the results, in memory of their own."""
+    before = [one._version for x in tensors for one in blocks_of(x)]
+    follows = made.follows and not torch.is_inference_mode_enabled()
+    with torch.set_grad_enabled(follows):
+        given = [x.detach().requires_grad_(follows and one) for x, one in zip(tensors, made.wanted, strict=True)]
+        out = made(given, seed)
+    if before != [one._version for x in tensors for one in blocks_of(x)]:
+        raise write_of_python()
+    _check_closed(out, given)
+    taken = {one.untyped_storage()._cdata for x in tensors for one in blocks_of(x)}
+    kept = [x.clone() if _memory(x) & taken else x for x in map(Tensor.detach, out)]
+    return [_Tape(given, out) if any(x.requires_grad for x in out) else None, *kept]
+
+
+def write_of_python() -> RecordError:
+    """The refusal of what a replay would not know of."""
+    return RecordError(
+        "jit cannot record a function that rank_map runs and that writes into its arguments; let it write into a "
+        "clone, and return that"
+    )
+
+
+@step
+def _pull(tape: _Tape, cotangents: list[Tensor]) -> list[Tensor]:
+    """The gradients of those arguments that have some."""
+    chosen = [(x, g) for x, g in zip(tape.out, cotangents, strict=True) if x.requires_grad]
+    given = [x for x in tape.given if x.requires_grad]
+    outs, grads = zip(*chosen, strict=True)
+    found = torch.autograd.grad(outs, given, grads, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(made: _Python, *tensors: Tensor) -> Any:
+        made.tape, *out = _run(made, made.seed, list(tensors))
+        return tuple(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.tape, ctx.wanted = inputs[0].tape, inputs[0].wanted
+        ctx.mark_non_differentiable(*(x for x in output if not _is_smooth(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        if ctx.tape is None:
+            return (None, *(None for _ in ctx.wanted))
+        found = iter(_Backward.apply(ctx.tape, *cotangents))
+        return (None, *(next(found) if one else None for one in ctx.wanted))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse("is differentiated in forward mode")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("is under vmap")
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(tape: _Tape, *cotangents: Tensor) -> Any:
+        return tuple(_pull(tape, list(cotangents)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        _refuse("is differentiated twice")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
+        _refuse("is under vmap")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RecordError(
+        f"jit cannot record a rank_map that {what}: of the Python that it runs the record has one step, and one for "
+        "its gradients; call it outside of jit, or write it with torch.where, without rank_map"
+    )
+
+
+def _check_closed(out: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Raises where gradients would go to other tensors than the arguments."""
+    mine = set(map(id, given))
+    waiting = [x.grad_fn for x in out if x.grad_fn is not None]
+    seen = set(waiting)
+    others = any(x.grad_fn is None and x.requires_grad and id(x) not in mine for x in out)
+    while waiting and not others:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        others = variable is not None and id(variable) not in mine
+        after = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= after
+        waiting += after
+    if others:
+        raise RecordError(
+            "jit cannot record a function that rank_map runs and that closes over a tensor with a gradient; pass it as "
+            "an argument: rank_map(fn, x, w)"
+        )
+
+
+def _is_smooth(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def blocks_of(x: Tensor) -> list[Tensor]:
+    """Those of all simulated ranks, or the tensor."""
+    return list(x.shards) if type(x) is LocalTensor else [x]
+
+
+def _memory(x: Tensor) -> set[int]:
+    return {one.untyped_storage()._cdata for one in blocks_of(x)}
