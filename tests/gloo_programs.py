@@ -246,3 +246,30 @@ def zeros_travel() -> list[float]:
     mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
     results = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.ones(16, 2))
     return [result.local.item() for result in results]
+
+
+# --- gradients of gradients where blocks are empty ------------------------------------------------------------------
+
+
+def convolved_thrice_differentiated(mesh: Mesh | None, check: bool) -> list[float]:
+    """Of 5 numbers, on 4 ranks 2, 2, 1 and 0: torch cuts off the graph of a gradient of an empty convolution."""
+    x = torch.linspace(0.5, 1.7, 5, dtype=torch.float64)
+    total: Callable[[Tensor], Tensor] = torch.sum if mesh is None else lambda x: psum(x.sum(), "x")
+
+    def body(x: Tensor) -> Tensor:
+        rows = (x * total(x))[:, None, None].expand(-1, 1, 3)
+        return x * total(torch.nn.functional.conv1d(rows, rows.new_ones(1, 1, 3)).flatten() ** 2)
+
+    f: Callable[[Any], Any] = body
+    if mesh is not None:
+        f = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check)
+
+    def squares(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda x: (f(x) ** 2).sum()
+
+    gradient = fspmd.grad(squares(fspmd.grad(squares(fspmd.grad(squares(f))))))
+    return fspmd.device_get(gradient(x if mesh is None else device_put(x, P("x"), mesh=mesh))).tolist()
+
+
+def convolved_on_processes(check: bool) -> list[float]:
+    return convolved_thrice_differentiated(make_mesh((4,), ("x",), transport="process_group", device="cpu"), check)

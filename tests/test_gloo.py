@@ -21,7 +21,16 @@ from collective_cases import (
     same,
     some_cases,
 )
-from gloo_programs import MISTAKES, ONLY_PROCESSES, SEEN_EARLIER, complaint, complaints, zeros_travel
+from gloo_programs import (
+    MISTAKES,
+    ONLY_PROCESSES,
+    SEEN_EARLIER,
+    complaint,
+    complaints,
+    convolved_on_processes,
+    convolved_thrice_differentiated,
+    zeros_travel,
+)
 from placement_cases import RESULTS, Placement, expected_placement, run_placement, some_placements
 from processes import Processes
 from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
@@ -124,6 +133,13 @@ def test_the_sample_has_every_dtype_of_every_call() -> None:
 
 def test_tangents_of_zeros_travel_though_they_have_no_memory(four: Processes) -> None:
     assert four.run(zeros_travel) == [[32.0] * 5] * 4
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_gradients_of_empty_blocks_leave_no_collective_out(four: Processes, check: bool) -> None:
+    want = convolved_thrice_differentiated(None, check)
+    for found in four.run(convolved_on_processes, check):
+        assert found == pytest.approx(want, rel=1e-12)
 
 
 # --- ragged exchanges -----------------------------------------------------------------------------------------------

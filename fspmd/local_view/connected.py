@@ -13,6 +13,9 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.local_view.modes import BodyMode
+from fspmd.op_kinds import OPS, learn
+
 _engine = torch.autograd.Variable._execution_engine
 _transforms_active = torch._C._are_functorch_transforms_active
 
@@ -29,6 +32,15 @@ def connected(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves[i] = _operand(leaves[i], link, place)
     args, kwargs = optree.tree_unflatten(treedef, leaves)
     return optree.tree_map(link.result, func(*args, **kwargs))
+
+
+class ConnectingMode(BodyMode):
+    """In an unchecked body of uneven blocks on processes, where no tracker sees the torch calls."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = OPS.get(func) or learn(func)
+        return connected(func, *args, **kwargs) if op.pure else func(*args, **kwargs)
 
 
 def _is_empty(x: Any) -> bool:

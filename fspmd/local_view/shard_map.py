@@ -13,6 +13,7 @@ from torch import Tensor
 from fspmd.body import RUNNING, state
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
+from fspmd.local_view.connected import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import BodyMode, lift_mode
 from fspmd.local_view.plan import Plan, make_plan
@@ -133,8 +134,11 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     mode: BodyMode | None = None
     if body.checked:
         state.tracker = mode = Tracker(body)
-    elif plan.simulated and not plan.nested:  # else the enclosing body's mode goes on
-        mode = IndexMode()
+    elif not plan.nested:  # else the enclosing body's mode goes on
+        if plan.simulated:
+            mode = IndexMode()
+        elif body.uneven or not plan.exits:  # the first run tells whether a collective makes blocks uneven
+            mode = ConnectingMode()
     try:
         if mode is None:
             out = called(*args)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
-from fspmd.local_view.connected import connected
+from fspmd.local_view.connected import ConnectingMode, connected
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
 from fspmd.local_view.modes import BodyMode, again
 from fspmd.local_view.type_rules import (
@@ -378,4 +378,8 @@ def mode_for(body: Body | None, typed_by: Body | None) -> BodyMode | None:
     """What sees the torch calls when a body runs again, in backward: its types tracked as in ``typed_by``."""
     if typed_by is not None:
         return Tracker(typed_by)
-    return IndexMode() if body is not None and body.mesh.transport == "simulation" else None
+    if body is None:
+        return None
+    if body.mesh.transport == "simulation":
+        return IndexMode()
+    return ConnectingMode() if body.uneven else None
