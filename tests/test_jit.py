@@ -604,7 +604,13 @@ def check_sizes_that_are_values(mesh: fspmd.Mesh) -> None:
             out = device_get(f(leaf, sizes))
             found.append((out.detach(), *torch.autograd.grad((out**3).sum(), leaf)))
         torch.testing.assert_close(*found)
-    assert recorded.cache_info() == also.cache_info() == (3, 1, 1)
+        logs = []
+        for f in (recorded, sent):
+            with fspmd.communication_log() as log:
+                (device_get(f(x.requires_grad_(), sizes)) ** 3).sum().backward()
+            logs.append([(one.kind, one.shape, one.price, one.backward) for one in log])
+        assert logs[0] == logs[1]
+    assert (recorded.cache_info(), also.cache_info()) == ((7, 1, 1), (3, 1, 1))
 
 
 def test_sizes_that_are_values() -> None:

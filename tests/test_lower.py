@@ -18,12 +18,13 @@ import test_random_programs as bodies
 import torch
 from hypothesis import HealthCheck, given, settings
 from processes import Processes
-from simulated import MESH
+from simulated import GRID, MESH
 from torch import Tensor
 
 import fspmd
 from fspmd import (
     ArgumentError,
+    Mesh,
     MeshError,
     P,
     RecordError,
@@ -84,8 +85,37 @@ def test_random_bodies(drawn: Any) -> None:
     bodies.check(*drawn, lowered)
 
 
+_ROWS: list[Callable[..., Any]] = [
+    lambda x: torch.roll(x, 1, 0),
+    lambda x: x.flip(0),
+    lambda x: x[1:] * 2,
+    lambda x: torch.nn.functional.pad(x, (0, 0, 1, 1)),
+    lambda x: torch.cat([x, x]),
+    lambda x: x.diff(dim=0).cumsum(0),
+    lambda x: x.reshape(-1),
+    lambda x: torch.nn.functional.conv1d(x.t()[None], torch.ones(2, 64, 3, dtype=x.dtype), padding=1),
+]
+
+
+def _check_rows(mesh: Mesh) -> None:
+    for f in _ROWS:
+        for rows in (16, 13, 3):
+            for gradient in (False, True):
+                x = device_put(torch.randn(rows, 64, dtype=torch.float64), P("x"), mesh=mesh)
+                lowered(f, x.requires_grad_(gradient))
+
+
+@pytest.mark.parametrize("mesh", [MESH, GRID], ids=["x4", "x2y3"])
+def test_rows_that_go_to_other_ranks(mesh: Mesh) -> None:
+    """Exchanges of unequal lengths, which follow from shapes alone, and uneven collectives."""
+    _check_rows(mesh)
+    x = device_put(torch.randn(13, 64), P("x"), mesh=mesh)
+    assert [one.kind for one in jit(_ROWS[0]).lower(x).collectives()] == ["ragged_all_to_all"]
+
+
 def _on_processes(seeds: range) -> None:
     chains.check_seeds(seeds, 4, lowered)
+    _check_rows(make_mesh((4,), ("x",)))
 
 
 def test_on_processes() -> None:

@@ -15,7 +15,7 @@ from fspmd.pairs import apply, call, is_watched
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import compiled, has_randomness
-from fspmd.programs.schedule import communications
+from fspmd.programs.telling import told_before
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
 from fspmd.transport.randomness import go_on, kept_states
@@ -114,7 +114,7 @@ def halves_of(
         make(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants),
         again,
         any(has_randomness(node) for node in program.steps),
-        communications(program.deferred),
+        told_before(program.deferred),
         shared,
     )
 

@@ -33,7 +33,9 @@ def _has_gaps(call: Call) -> bool:
     if call.mesh.transport == "simulation":
         return False
     kernel = call.pair.kernel
-    return kernel in ("exchange", "reduce_scatter") or (kernel in ("gather", "gather_once") and call.options.dim != 0)
+    return kernel in ("exchange", "reduce_scatter") or (
+        kernel in ("gather", "gather_once", "ragged") and call.options.dim != 0
+    )
 
 
 class Routed:
@@ -44,9 +46,13 @@ class Routed:
         self.call, self.waits = call, waits
 
     def __call__(self, x: Tensor, routes: Routes) -> Any:
-        plain = self.call
-        made = Call(plain.pair.name, plain.mesh, plain.axes, dataclasses.replace(plain.options, routes=routes))
+        made = self.along(routes)
         return made.run(x) if self.waits else made.start(x)
+
+    def along(self, routes: Routes) -> Call:
+        """The call that is run."""
+        plain = self.call
+        return Call(plain.pair.name, plain.mesh, plain.axes, dataclasses.replace(plain.options, routes=routes))
 
 
 def way_back(routes: Routes) -> Routes:

@@ -31,7 +31,6 @@ from fspmd.programs.values import Values
 from fspmd.sharded import Sharded, above
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
-from fspmd.transport.rows import Routes
 from fspmd.watching.causes import trace
 
 #: kernels that give what they are given, where each process has a block of its own
@@ -133,12 +132,12 @@ class Recorder(Values):
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
                 out = out.wait() if waits else out
             else:
-                out = (runner(call, waits) if call.options.routes is None else call.run if waits else call.start)(x)
+                out = runner(call, waits)(x)
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
             self._know(out, placed)
             return out
-        if call.options.routes is not None:
-            node = self._put(Routed(call, waits), (placed, self._routes(call.options.routes)), {}, call.pair.name)
+        if (routes := self._routes(call)) is not None:
+            node = self._put(Routed(call, waits), (placed, routes), {}, call.pair.name)
             node.meta["effect"] = True
             return self._results(out, node)
         node = self._put(runner(call, waits), (placed,), {}, call.pair.name)
@@ -158,8 +157,11 @@ class Recorder(Values):
         node.meta.update(call=call, waits=False, effect=True)
         return self._results(pending, node)  # type: ignore[no-any-return]
 
-    def _routes(self, routes: Routes) -> fx.Node:
-        """The step that gives routes, or the way back along them."""
+    def _routes(self, call: Call) -> fx.Node | None:
+        """The step that gives the routes of a ragged call, or the way back along them; None where they are constant."""
+        routes = call.options.routes
+        if routes is None or not {id(routes), id(routes.transposed)} & self._objects.keys():
+            return None
         if id(routes) not in self._objects:
             self._objects[id(routes)] = routes, self._put(way_back, (self._placed(routes.transposed),), {})
         return self._objects[id(routes)][1]

@@ -21,7 +21,7 @@ from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.replay import below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
-from fspmd.programs.schedule import communications
+from fspmd.programs.telling import tell_when_they_run, told_before
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -139,6 +139,7 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     """What replays a program."""
     program, halves = found.program, None
     donation = settled(found, donation, make)
+    tell_when_they_run(program)
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
@@ -152,7 +153,7 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
             run = taken(run)  # autograd keeps them
     if autocasts():
         run = _as_recorded(run)
-    moved = communications(program.steps)
+    moved = told_before(program.steps)
     frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
     strides = list(map(strides_of, found.leaves))
     out, written = _rebuilder(found.out), found.written

@@ -70,7 +70,8 @@ def communication_log() -> Iterator[CommunicationLog]:
     complaints that ranks tell each other. In a simulation a collective of all ranks counts once. Leaves of a tree that
     a process group packs into one collective are one; in a simulation each is its own.
 
-    Of a recorded program that is replayed (`jit`) it is what the record communicates, in the record's order.
+    Of a recorded program that is replayed (`jit`) it is what the record communicates, in the record's order: told
+    when its forward or its backward begins, or as each begins where values decide what is sent.
 
     Nothing is communicated, and nothing costs anything outside the context.
 
