@@ -90,6 +90,22 @@ def test_a_body() -> None:
     assert ruled(device_put(torch.ones(3, 64), P(None, "x"), mesh=LINE)).spec.partition == P(None, "x")
 
 
+def test_dims_that_only_some_results_have() -> None:
+    """Of a sharded one a result may be a sum, a part of it, or independent of it; the rule does not tell."""
+
+    def scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = q @ k
+        return s, s.sum(0), q.amax(1)
+
+    ruled = rule(scores, "q [d], [d] k -> q k, k, q")
+    both = rule(lambda q, k: (q @ k, k * 2), "q d, [d] k -> q k, [d] k")
+    for mesh in (LINE, WIDE):
+        check_case("scores", (ruled, ((5, 3), (3, 6))), mesh, 60)
+        check_case("both", (both, ((5, 3), (3, 6))), mesh, 60)
+    q = device_put(torch.ones(8, 2), P(), mesh=LINE)
+    assert both(q, device_put(torch.ones(2, 8), P(None, "x"), mesh=LINE))[1].spec.partition == P(None, "x")
+
+
 def test_a_rule_of_a_function_that_hands_on_to_another() -> None:
     x = device_put(torch.rand(4, 8), P(None, "x"), mesh=LINE)
     rule(F.log_softmax, "m [n] -> m [n]", body=lambda site, x, *_, **__: x * 0 + 7)

@@ -35,8 +35,9 @@ def rule(
             do what the pattern says: the same computation, on fewer elements.
         pattern: Operands, ``->``, results, in the order of the parameters: ``"m k, k n -> m n"``. A name is one dim
             of the computation wherever it stands. A dim that no result has is summed over: sharded, the result is a
-            pending sum. ``[d]`` must be whole. ``1`` is a dim of any size that is never sharded. ``...`` stands for
-            leading dims that broadcast.
+            pending sum. ``[d]`` must be whole. ``1`` is a dim of any size that is never sharded, and so is one that
+            some results have and others have not: a rule does not tell whether those are sums over it. ``...``
+            stands for leading dims that broadcast.
         linear: Which pending sums (unreduced operands) it may be given: ``"sum"``, where all are; ``"product"``,
             where one is; ``"first"``, where the first is; ``""``, none: they are summed first.
         body: What runs where a dim in brackets is sharded, in the words of `shard_map`: ``body(site, *args)``, with
@@ -94,9 +95,20 @@ def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
                 f"{name} is not as its rule {pattern!r} says: of shapes {' it made '.join(sides)}, and {wrong}; name "
                 "each dim of operands and results, alike where it is the same dim, 1 for one that is no other"
             )
-        return factors
+        return _without_partial(factors)
 
     return fitting
+
+
+def _without_partial(factors: Factors) -> Factors:
+    """Dims that some results have and others have not are never sharded: how those others would lie is unknown."""
+    having = [frozenset(f for f in dims if f is not None) for dims in factors.results]
+    partial = frozenset().union(*having) - frozenset.intersection(*having) - factors.whole
+    if not partial:
+        return factors
+    sides = (factors.operands, factors.results)
+    operands, results = (tuple(tuple(None if f in partial else f for f in dims) for dims in side) for side in sides)
+    return factors._replace(operands=operands, results=results)
 
 
 def _checked(body: Callable[..., Any], name: str) -> Callable[..., Any]:
