@@ -511,13 +511,36 @@ def test_views_of_bits_and_rows_made_short(spec: P) -> None:
         torch.testing.assert_close(device_get(found.grad), want.grad)
 
 
-def test_numbers_that_do_not_bear_on_layouts_never_miss() -> None:
-    x = device_put(values(((4, 6),))[0], P("x"), mesh=LINE)
+NUMBERED: dict[str, Callable[[Any, float], Any]] = {
+    "mul and add": lambda x, v: x * v + v,
+    "clamp": lambda x, v: x.clamp(min=-v, max=v),
+    "threshold": lambda x, v: F.threshold(x, v, -v),
+    "addmm": lambda x, v: torch.addmm(x, x, torch.ones(6, 6, dtype=F64), alpha=v, beta=v + 1),
+    "layer_norm": lambda x, v: F.layer_norm(x, (6,), eps=v),
+    "batch_norm": lambda x, v: F.batch_norm(x, None, None, training=True, eps=v),
+    "huber_loss": lambda x, v: F.huber_loss(x, -x, delta=v),
+    "huber_loss, weighed": lambda x, v: F.huber_loss(x, -x, delta=v, weight=torch.ones(4, 6, dtype=F64)),
+    "renorm": lambda x, v: x.renorm(2.0, 0, v),
+    "full_like": torch.full_like,
+    "x[i] = v": lambda x, v: _with_row(x.clone(), 1, v),
+    "x[i:j, k] = v": lambda x, v: _with_row(x.clone(), (slice(1, 3), 2), v),
+    "x[mask] = v": lambda x, v: _with_row(x.clone(), x > 0, v),
+    "lists": lambda x, v: torch._foreach_mul([x, x], [v, v + 1])[1],
+    "dropout": lambda x, v: F.dropout(x, v, training=False),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_that_do_not_bear_on_layouts_never_miss(name: str) -> None:
+    whole = values(((4, 6),))[0]
+    x = device_put(whole, P("x"), mesh=LINE)
+    NUMBERED[name](x, 0.37)
     fspmd.propagation_cache_clear()
-    for i in range(5):
-        x * (0.37 + i) + i
-    info = fspmd.propagation_cache_info()
-    assert (info.misses, info.hits) == (2, 8)
+    misses = []
+    for v in (0.25, 0.5, 0.75):
+        torch.testing.assert_close(device_get(NUMBERED[name](x, v)), NUMBERED[name](whole, v))
+        misses.append(fspmd.propagation_cache_info().misses)
+    assert misses[0] == misses[1] == misses[2], misses
 
 
 def test_the_cache_keeps_as_many_plans_as_it_may_the_newest_ones() -> None:

@@ -161,6 +161,7 @@ def test_a_part_of_a_function_is_named() -> None:
     first = "F.mse_loss(x, y) communicates, which is not written\n  in mse_loss(), which it is made of\n"
     assert message.startswith(first)
     assert "[all_to_all over 'x', 48 B, 13 µs]" in message
+    assert message.splitlines()[-1] == "write y = reshard(y, P('x'))"
 
 
 # --- what the advice is worth ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from fspmd.global_view.refusals import shown
 from fspmd.messages import described
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import replan_with
-from fspmd.rules import IN_C, row_of
+from fspmd.rules import IN_C, free_numbers
 from fspmd.sharded import Sharded, above, held_as, is_sharded
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
@@ -87,8 +87,8 @@ class _Cache:
 
 _cache = _Cache()
 _plans: dict[Any, OpPlan] = {}
-_free: set[Any] = set()  # functions for which Python numbers among the arguments do not bear on layouts
-_counting: set[Any] = set()  # functions for which they may
+_free: dict[Any, frozenset[type]] = {}  # of functions, kinds of Python numbers that do not bear on layouts
+_counting: set[Any] = set()  # functions for which ints may
 
 
 def propagation_cache_info() -> CacheInfo:
@@ -153,7 +153,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     key.append(one.spec)
                     held.append(one.local)
                 else:
-                    key.append(hashable(one))
+                    key.append(_keyed(func, one))
                     held.append(one)
             blocks.append(held)
         elif (kind is int and func in _counting) or kind in _CONSTANT:
@@ -287,11 +287,13 @@ def _has_float(part: Any) -> bool:
     return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and _is_float(part)
 
 
-def _is_free(func: Any) -> bool:
-    if func not in _free and func not in _counting:
-        row = row_of(func)
-        (_free if row is not None and row.free else _counting).add(func)
-    return func in _free
+def _free_of(func: Any) -> frozenset[type]:
+    found = _free.get(func)
+    if found is None:
+        found = _free[func] = free_numbers(func)
+        if int not in found:
+            _counting.add(func)
+    return found
 
 
 #: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
@@ -337,13 +339,18 @@ def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> N
                 held.append(one.local)
                 sharded = True
             else:
-                key.append(hashable(one))
+                key.append(_keyed(func, one))
                 held.append(one)
         blocks.append(held if sharded else arg)
     else:
         blocks.append(arg)
-        free = (kind is float or kind is int) and (func in _free or _is_free(func))
-        key.append(kind if free else hashable(arg))
+        key.append(_keyed(func, arg))
+
+
+def _keyed(func: Any, arg: Any) -> Any:
+    """What an argument of a function is in a key: of a number that bears on no layout its type."""
+    kind = type(arg)
+    return kind if (kind is float or kind is int) and kind in (_free.get(func) or _free_of(func)) else hashable(arg)
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
@@ -27,11 +28,12 @@ from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import composite_of, handler_of, is_ragged, may_be_composite, writes
+from fspmd.rules import composite_of, free_numbers, handler_of, is_ragged, may_be_composite, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _NUMBERS: Final = ("alpha", "beta")
 #: NumPy's names of parameters, which torch's functions in C take too
 _NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
@@ -105,6 +107,8 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return as_whole(lambda args, kwargs: NotImplemented)
     if (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
+    if func is Tensor.__setitem__ and type(args[2]) in (int, float) and args[0].is_floating_point():
+        return as_whole(_set_number)
     if args and type(args[0]) is Sharded and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
@@ -119,17 +123,27 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
 
 
 def _unruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[TensorSpec]) -> OpPlan:
-    """The plan of a function without a rule for its call: what it is made of."""
+    """The plan of a function without a rule for its call: what it is made of.
+
+    Numbers are constants there; it is found anew for each call where they are not part of the key.
+    """
+    run, free, given = _by_graph(specs, func, args, kwargs), free_numbers(func), (args, kwargs)
+    if free and any(type(x) in free for x in optree.tree_leaves(given, is_leaf=is_sharded)):
+        return as_whole(lambda args, kwargs: _by_graph(specs, func, args, kwargs)(args, kwargs))
+    return as_whole(run)
+
+
+def _by_graph(specs: list[TensorSpec], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
     try:
         if writes(func):
-            return as_whole(functools.partial(_write, func, written(func, args, kwargs)))
+            return functools.partial(_write, func, written(func, args, kwargs))
         graph = decompose(func, args, kwargs)
     except WritesOperand:
         refuse_rule(func, specs)
     except NotTraceable:
         if writes(func):
             refuse_rule(func, specs)
-        return as_whole(functools.partial(gathered, func))
+        return functools.partial(gathered, func)
     except FspmdError:
         raise
     except NotImplementedError:  # no kernel for fake tensors
@@ -139,7 +153,7 @@ def _unruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: li
         raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
     if graph is None:
         refuse_rule(func, specs)
-    return as_whole(functools.partial(_composed, func, graph))
+    return functools.partial(_composed, func, graph)
 
 
 def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -266,6 +280,12 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     new: Sharded = above.dispatch(func, (), (copy, *args[1:]), {**kwargs, "inplace": False})
     x.local.copy_(redistribute(new.local, new.spec, x.spec))
     return x
+
+
+def _set_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``x[i] = 0.5``: as a tensor, so that the plan is that of any number."""
+    x, index, value = args
+    above.dispatch(Tensor.__setitem__, (), (x, index, torch.tensor(value, dtype=x.dtype, device=x.device)))
 
 
 def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.rules.composites import COMPOSITES
 from fspmd.rules.elementwise import elementwise
+from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import alike, gaussian, of_rows
 from fspmd.rules.reductions import over
 from fspmd.rules.spectra import whole_along
-from fspmd.rules.table import Row
+from fspmd.rules.table import FLOATS, NUMBERS, Row
 from fspmd.rules.table import row_of as row_of_torch
 
 #: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch
@@ -43,3 +46,17 @@ def _overloads(func: Any) -> list[Any]:
 def row_of(func: Any) -> Row | None:
     """The row of a function; None where there is none."""
     return _ROWS.get(func) or row_of_torch(func)
+
+
+def free_numbers(func: Any) -> frozenset[type]:
+    """The kinds of Python numbers among the arguments of a function that bear on no layout."""
+    if handler_of(func) is not None:
+        return NUMBERS
+    if func in _OF_FLOATS:
+        return FLOATS
+    row = row_of(func)
+    return row.free if row is not None else frozenset()
+
+
+#: which hand numbers on to other functions
+_OF_FLOATS: Final = {*(func for func in COMPOSITES if callable(func)), Tensor.__setitem__}

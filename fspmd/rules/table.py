@@ -60,7 +60,7 @@ class Row:
 
     rule: Rule
     linear: str = ""  # "sum": of a sum of operands; "product": in each of them; "first": in the first alone
-    free: bool = False  # Python numbers among the arguments do not bear on layouts
+    free: frozenset[type] = frozenset()  # kinds of Python numbers among the arguments that do not bear on layouts
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
     empty: bool = True  # torch takes empty blocks
     kept: bool = False  # the result has the shape of the first operand, and its dtype where all operands have one
@@ -91,6 +91,8 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+NUMBERS: Final = frozenset((int, float))
+FLOATS: Final = frozenset((float,))
 _POINTWISE: Final = _names(
     "relu sigmoid tanh exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh asinh acosh "
     "atanh erf erfc erfinv abs absolute sign sgn square reciprocal ceil floor round trunc frac gelu silu mish softplus "
@@ -98,9 +100,9 @@ _POINTWISE: Final = _names(
     "clamp_max clip pow rpow rdiv float_power atan2 arctan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 "
     "remainder fmod floor_divide eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor "
     "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift where masked_fill lerp "
-    "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold hardshrink softshrink arccos arcsin "
-    "arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle frexp gcd "
-    "lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar "
+    "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold _threshold hardshrink softshrink arccos "
+    "arcsin arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle "
+    "frexp gcd lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar "
     "conj_physical log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
     "special_erfcx special_i0e special_i1 special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
@@ -163,14 +165,14 @@ _BATCHED: Final = {
 }
 
 ROWS: Final[dict[str, Row]] = {
-    **{name: Row(elementwise, free=True) for name in _POINTWISE},
+    **{name: Row(elementwise, free=NUMBERS) for name in _POINTWISE},
     "complex": Row(elementwise, weighs=True),
-    **{name: Row(elementwise) for name in ELEMENTWISE},
+    **{name: Row(elementwise, free=FLOATS) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
     "contiguous": Row(elementwise, "first", local=contiguous),
-    **{name: Row(elementwise, "sum", free=True, sized=True) for name in _names("add sub subtract radd rsub")},
-    **{name: Row(elementwise, "product", free=True, sized=True) for name in _names("mul multiply rmul")},
-    **{name: Row(elementwise, "first", free=True, sized=True) for name in _names("div divide true_divide")},
+    **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
+    **{name: Row(elementwise, "product", free=NUMBERS, sized=True) for name in _names("mul multiply rmul")},
+    **{name: Row(elementwise, "first", free=NUMBERS, sized=True) for name in _names("div divide true_divide")},
     "matmul": Row(matmul, "product", sized=True),
     "mm": Row(notation("m k, k n -> m n"), "product", sized=True),
     "bmm": Row(notation("b m k, b k n -> b m n"), "product", sized=True),
@@ -179,11 +181,11 @@ ROWS: Final[dict[str, Row]] = {
     "vdot": Row(notation("k, k ->"), "product", sized=True),
     "outer": Row(notation("m, n -> m n"), "product", sized=True),
     "linear": Row(with_added("... k, n k -> ... n", 2), "product"),
-    "addmm": Row(with_added("m k, k n -> m n", 0), "product"),
-    "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False),
-    "addr": Row(with_added("m, n -> m n", 0), "product"),
-    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product"),
-    "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product"),
+    "addmm": Row(with_added("m k, k n -> m n", 0), "product", free=FLOATS),
+    "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False, free=FLOATS),
+    "addr": Row(with_added("m, n -> m n", 0), "product", free=FLOATS),
+    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product", free=FLOATS),
+    "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product", free=FLOATS),
     "einsum": Row(einsum, "product"),
     "linalg_cross": Row(elementwise_over(2, "dim", -1)),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
@@ -218,9 +220,9 @@ ROWS: Final[dict[str, Row]] = {
     "triu": Row(views.triangle, body=joins.triu),
     **{name: Row(views.unfolded, body=joins.unfold) for name in _names("unfold unfold_copy")},
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
-    "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
-    "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
-    "rms_norm": Row(reductions.layer_norm, kept=True, body=moments.rms_norm),
+    "layer_norm": Row(reductions.layer_norm, free=FLOATS, kept=True, body=moments.layer_norm),
+    "native_layer_norm": Row(reductions.layer_norm, free=FLOATS, body=moments.native_layer_norm),
+    "rms_norm": Row(reductions.layer_norm, free=FLOATS, kept=True, body=moments.rms_norm),
     "embedding": Row(lookups.torch_embedding, body=tables.torch_embedding),
     **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},
@@ -231,7 +233,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
     **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1"), "first"),
-    "constant_pad_nd": Row(views.padded, body=joins.pad),
+    "constant_pad_nd": Row(views.padded, free=FLOATS, body=joins.pad),
     **{
         f"{name}_pad{n}d": Row(views.padded, "first", empty=False, body=body)
         for name, body in (("reflection", joins.reflect), ("replication", joins.replicate))
@@ -245,7 +247,7 @@ ROWS: Final[dict[str, Row]] = {
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
     "slice_scatter": Row(insets.slice_scattered, "sum", body=insets.set_slice),
     "select_scatter": Row(insets.select_scattered, "sum", body=insets.set_row),
-    "renorm": Row(reductions.all_but(2, "dim")),
+    "renorm": Row(reductions.all_but(2, "dim"), free=FLOATS),
     "select": Row(parts(1, "dim", gone=True), "first", body=joins.select),
     **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
@@ -375,6 +377,6 @@ def writes(func: Any) -> bool:
 _REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_"))
 _WRITES: Final = {
     "zero_": Row(elementwise, "first"),
-    "fill_": Row(elementwise, free=True),
+    "fill_": Row(elementwise, free=NUMBERS),
     "copy_": Row(elementwise, "sum"),
 }

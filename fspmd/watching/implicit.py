@@ -113,7 +113,8 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
         for row in rows or (f"first {_priced(one, tuple(x.shape), x.dtype)}" for one in implied(x, first, trace))
     ]
     lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
-    lines.append(f"write {_fix(needs if inner is outer else (), cause.what)}")
+    own = [need for need in needs if inner is outer or need[0].assignable]  # what it is made of has values of its own
+    lines.append(f"write {_fix(own, cause.what)}")
     return Implicit(cause, "\n".join(lines))
 
 
