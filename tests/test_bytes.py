@@ -67,6 +67,8 @@ CASES: dict[str, Case] = {
     "many of few": (lambda x: x.topk(6, 0).values, [((8, 8), ROWS)], 6 * 64),
     "a histogram": (lambda x: x.histc(5, -1, 1), [(COUNTED, ROWS)], 0),
     "places among bounds": (torch.bucketize, [(COUNTED, WHOLE), (COUNTED[:, 0].sort().values, ROWS)], 0),
+    "dims of one that stay": (lambda x: x.squeeze(-2).unsqueeze(1).view(1, 2, 1, 1), [((1, 2, 1, 1), P("x"))], 0),
+    "one dim of one of several": (lambda x: x.squeeze(2).unsqueeze(0), [((1, 2, 1, 1), P(None, None, None, "x"))], 0),
     "new values": (lambda x: x.new_empty_strided((2, 3), (3, 1)).zero_(), [(COUNTED, ROWS)], 0),
     "cross entropy": (_bce, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a loss of rows": (F.cosine_embedding_loss, [((8, 8), WHOLE), ((8, 8), ROWS), ((8,), WHOLE)], 6 * 64),

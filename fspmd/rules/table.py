@@ -123,10 +123,7 @@ _GATHERED: Final = _names(
     "_ctc_loss nonzero_static hash_tensor fractional_max_pool2d fractional_max_pool3d linalg_lstsq linalg_tensorsolve "
     "linalg_tensorinv"
 )
-_RESHAPES: Final = _names(
-    "reshape view _unsafe_view flatten ravel unflatten squeeze unsqueeze view_as reshape_as squeeze_copy "
-    "unsqueeze_copy view_copy"
-)
+_RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
 _SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: along one dim or several, by default all: name -> place of the argument
@@ -230,6 +227,8 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(permuted(views.last_swapped), "first") for name in _names("t mT mH t_copy")},
     **{name: Row(permuted(views.reversed_dims), "first") for name in _names("T H")},
     **{name: Row(views.reshaped, "first", blocks=views.reshape_blocks, body=regroups.reshape) for name in _RESHAPES},
+    **{name: Row(views.squeezed, "first", blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
+    **{name: Row(views.unsqueezed, "first") for name in _names("unsqueeze unsqueeze_copy")},
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
     **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1"), "first"),

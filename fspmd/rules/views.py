@@ -60,11 +60,16 @@ def last_swapped(whole: Whole) -> Dims:
 def reshaped(whole: Whole) -> Factors:
     """Groups of dims of equal products: the leading dim of a group may stay sharded, where its blocks stay blocks.
 
-    Otherwise one dim of one group, as one dim of that group in the result, by a body.
+    So may a dim of size 1, as one that stands between the same others. Otherwise one dim of one group, as one dim of
+    that group in the result, by a body.
     """
     before, after = whole.shapes[0], whole.results[0]
     operand: list[int | None] = [None] * len(before)
     result: list[int | None] = [None] * len(after)
+    new = _ones(after)
+    for gap, ones in _ones(before).items():
+        for s, t in zip(ones, new.get(gap, ()), strict=False):
+            operand[s] = result[t] = s
     ways: list[tuple[list[int], list[int]]] = []
     for source, target in groups(before, after):
         pair = [d for d in source if before[d] != 1], [d for d in target if after[d] != 1]
@@ -75,6 +80,32 @@ def reshaped(whole: Whole) -> Factors:
     found = Factors((tuple(operand),), (tuple(result),))
     others = tuple(_one_way(found, pair, s, t) for pair in ways for s in pair[0] for t in _roomy_first(pair[1], after))
     return found._replace(others=others)
+
+
+def _ones(shape: Shape) -> dict[int, list[int]]:
+    """The dims of size 1, by the number of others before them."""
+    found: dict[int, list[int]] = {}
+    others = 0
+    for d, size in enumerate(shape):
+        if size == 1:
+            found.setdefault(others, []).append(d)
+        else:
+            others += 1
+    return found
+
+
+def squeezed(whole: Whole) -> Factors:
+    """Without dims of size 1, the ones that are named."""
+    ones = [d for d, size in enumerate(whole.shapes[0]) if size == 1]
+    gone = set(ones) & set(whole.dims(1, "dim")) if whole.argument(1, "dim") != () else set[int]()
+    kept = tuple(None if d in gone else d for d in range(whole.ndim))
+    return Factors((kept,), (tuple(d for d in kept if d is not None),))
+
+
+def unsqueezed(whole: Whole) -> Factors:
+    """With a new dim of size 1."""
+    dim, every = whole.argument(1, "dim") % (whole.ndim + 1), range(whole.ndim)
+    return Factors((tuple(every),), ((*every[:dim], None, *every[dim:]),))
 
 
 def bits(whole: Whole) -> Factors:
