@@ -6,7 +6,7 @@
 The training step below is written on global shapes, for a mesh with axes dp, fsdp and tp. It is lowered for meshes
 without ranks: recorded as each rank would run it, on shapes alone. What is printed is what the record says: how
 parameters lie, what a rank holds at most, what it sends, and the time of a step on hosts of 8 accelerators, by the
-formulas of rings (`fspmd.Topology`).
+formulas of rings (`fspmd.Topology`); MFU is the FLOPs of the model, without what is computed again, of those possible.
 
     B  sequences in a batch    S  tokens in a sequence    V  the vocabulary
     D  width of the model      F  width of the MLP        H  heads of queries, G  heads of keys and values, K = D / H
@@ -189,14 +189,12 @@ def main(arguments: list[str] | None = None) -> None:
         program = lower(c, mesh)
         cost, memory = program.cost(), program.memory()
         took = time.perf_counter() - begun
-        count = sum(math.prod(spec.shape) for spec in optree.tree_leaves(parameters(c, mesh)))
-        mfu = cost.utilisation(6 * count * tokens)
         fits = memory.peak <= args.memory * 1e9
         figures = (
             f"{memory.peak / 1e9:.1f} GB",
             *(f"{micros / 1e6:.2f} s" for micros in (cost.computation, cost.exposed, cost.time)),
             f"{tokens / cost.time * 1e6:,.0f}",
-            f"{mfu:.1%}",
+            f"{cost.utilisation():.1%}",
             f"{took:.1f} s",
         )
         print(f"{mesh!r:<32}{''.join(f'{figure:>12}' for figure in figures)}{'' if fits else '   does not fit'}")

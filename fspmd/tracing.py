@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -24,6 +25,7 @@ class RecordingMode(DispatchMode):
     """Of which recorders are; torch carries modes into the threads that run backward."""
 
     paused = False
+    repeats = False  # what runs now ran before, and its results were not kept
 
 
 _active = 0  # recordings under way, in any thread
@@ -49,6 +51,20 @@ def recorder() -> Any:
         if isinstance(mode, RecordingMode):
             return None if mode.paused else mode
     return None
+
+
+@contextmanager
+def repeated() -> Iterator[None]:
+    """What runs inside is computed again, for backward."""
+    records = recorder()
+    if records is None:
+        yield
+        return
+    before, records.repeats = records.repeats, True
+    try:
+        yield
+    finally:
+        records.repeats = before
 
 
 def step(function: Callable[Q, R]) -> Callable[Q, R]:

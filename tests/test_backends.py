@@ -10,16 +10,18 @@ from typing import Any
 import optree
 import pytest
 import test_global_programs as chains
+import test_passes as passes
 import torch
 import torch.nn.functional as F
 from processes import Processes
-from simulated import MESH
+from simulated import GRID, MESH
 from test_jit import REFUSED_OF_JAX, oracle, replayed
 from torch import Tensor, fx
 
 import fspmd
 from fspmd import ArgumentError, P, device_put, jit
 from fspmd.programs import inductor
+from fspmd.programs.passes.table import PASSES
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 
@@ -111,6 +113,26 @@ def test_programs_of_other_tests(backend: Any, monkeypatch: pytest.MonkeyPatch) 
     for name in names if FULL else (*names[::17], "inner_forward_over_reverse"):
         program, inputs, _ = oracle.prepared(oracle.PROGRAMS[name])
         oracle.agree("output", again(program, *inputs), oracle.GOLDEN[name]["outputs"])
+
+
+def check_with_passes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that passes have changed, on both meshes."""
+    monkeypatch.setattr(passes, "jit", functools.partial(jit, backend="inductor"))
+    for mesh in (MESH, GRID):
+        for chosen in (list(PASSES), passes.some_passes(seed)):
+            passes.check_generated(seed, mesh, chosen)
+
+
+def test_programs_that_passes_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _interpreted(monkeypatch)
+    for seed in range(400 if FULL else 6):
+        check_with_passes(seed, monkeypatch)
+
+
+@pytest.mark.skipif(not FULL, reason="compiles for minutes")
+def test_programs_that_passes_have_changed_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        check_with_passes(seed, monkeypatch)
 
 
 def test_what_is_written_into_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

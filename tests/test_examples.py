@@ -149,6 +149,10 @@ def test_a_model_of_70_billion_parameters_is_planned(
     assert program.memory().given == pytest.approx(3 * held + tokens, abs=200)  # parameters and Adam's states
     for part in ("all_gather_reduced over 'fsdp'", "psum_scatter_unreduced over 'fsdp'", "psum_unreduced over 'dp'"):
         assert part in str(program.collectives())
+    c, tokens = config, config.B * config.S
+    weights = c.layers * (2 * c.D * c.H * c.K + 2 * c.D * c.G * c.K + 3 * c.D * c.F) + c.D * c.V
+    pairs = c.B * c.S * (c.S + 1) // 2  # of a query and a key that it sees
+    assert program.cost().model_flops == 6 * weights * tokens + 12 * c.layers * pairs * c.H * c.K
 
 
 def test_the_bigram_model_is_the_one_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The judge is `communication_log`, beside the function as it runs, on the same me
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fspmd
 from fspmd import (
@@ -37,6 +39,7 @@ from fspmd import (
     jit,
     make_mesh,
     shard_map,
+    value_and_grad,
 )
 from fspmd.trees import flatten
 
@@ -177,6 +180,32 @@ def test_flops_of_a_rank(f: Callable[..., Any], shapes: list[tuple[int, ...]], f
         TensorSpec(mesh, spec, shape, torch.float32) for spec, shape in zip([P("x"), *cut[1:]], shapes, strict=True)
     ]
     assert jit(f, passes=()).lower(*given).cost().flops == flops
+
+
+def _mlp(w: Any, x: Any) -> Any:
+    h = torch.nn.functional.dropout(torch.relu(x @ w[0]), 0.5) @ w[1]
+    return (h @ w[1].t()).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [make_mesh((4, 2), ("x", "y"), transport="abstract"), GRID], ids=["abstract", "x2y3"])
+@pytest.mark.parametrize("around", [lambda f: f, fspmd.checkpoint], ids=["kept", "checkpoint"])
+@pytest.mark.parametrize("passes", [(), None, ("recompute",)], ids=["", "default", "recompute"])
+def test_flops_of_the_model(mesh: Mesh, around: Any, passes: Any) -> None:
+    """Those of whole tensors, as torch counts them, however ranks share the work, or repeat it."""
+    step = value_and_grad(around(_mlp))
+    shapes = [(12, 24), (24, 36), (48, 12)]
+    a, b, x = (torch.randn(shape) for shape in shapes)
+    with FlopCounterMode(display=False) as counted:
+        torch.func.grad(_mlp)((a, b), x)
+    every = []
+    for specs in itertools.product(
+        (P(), P("x"), P(None, "y")), (P(), P("y"), P("x", "y")), (P(), P("x"), P(("x", "y")))
+    ):
+        a, b, x = (TensorSpec(mesh, *one, torch.float32) for one in zip(specs, shapes, strict=True))
+        every.append(jit(step, passes=passes).lower((a, b), x).cost())
+        assert every[-1].model_flops == counted.get_total_flops()
+    assert every[0].flops >= counted.get_total_flops()  # nothing is cut
+    assert every[0].utilisation() * mesh.size <= every[0].hardware_utilisation * (1 + 1e-9)
 
 
 def test_new_values_are_held_in_blocks_alone() -> None:

@@ -47,3 +47,5 @@ def test_a_simulated_mesh_is_refused() -> None:
         MeshError, match="is simulated in one process, where nothing moves between ranks; measure under"
     ):
         measure_topology(make_mesh((4,), ("x",), transport="simulation"))
+    with pytest.raises(MeshError, match=r"mesh\(x=2\) is abstract: it has no ranks, and nothing to measure; measure"):
+        measure_topology(make_mesh((2,), ("x",), transport="abstract"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
+from fspmd.tracing import repeated
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -49,14 +51,19 @@ def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     That later runs take place in the body is the doing of `hooks`.
     """
 
+    ran = False
+
     def run(*inputs: Any) -> Any:
-        tracker = state.tracker
-        if tracker is None:
-            return f(*inputs, **kwargs)
-        casts, tracker.casts = tracker.casts, {}
-        try:
-            return f(*inputs, **kwargs)
-        finally:
-            tracker.casts = casts
+        nonlocal ran
+        again, ran = ran, True
+        with repeated() if again else nullcontext():
+            tracker = state.tracker
+            if tracker is None:
+                return f(*inputs, **kwargs)
+            casts, tracker.casts = tracker.casts, {}
+            try:
+                return f(*inputs, **kwargs)
+            finally:
+                tracker.casts = casts
 
     return torch_checkpoint(run, *args, use_reentrant=False)

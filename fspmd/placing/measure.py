@@ -21,6 +21,12 @@ _LARGE: Final = range(16, 29, 2)  # powers of two: bytes of a block, until one t
 _LONG: Final = 20e3  # µs
 _REPEATS: Final = 3
 
+#: transports that take no time
+_STILL: Final = {
+    "simulation": "is simulated in one process, where nothing moves between ranks",
+    "abstract": "is abstract: it has no ranks, and nothing to measure",
+}
+
 
 def measure_topology(mesh: Mesh | None = None) -> Topology:
     """What collectives over each axis of a mesh take, for `set_topology`; every rank gets the same figures.
@@ -33,7 +39,7 @@ def measure_topology(mesh: Mesh | None = None) -> Topology:
     Communication: all-gathers of up to 256 MiB a rank over each axis, and all-reduces of one number.
 
     Raises:
-        MeshError: on a simulated mesh, where nothing moves.
+        MeshError: on a simulated mesh, where nothing moves, or an abstract one, which has no ranks.
 
     >>> from fspmd import make_mesh
     >>> measure_topology(make_mesh((4,), ("x",)))
@@ -42,10 +48,10 @@ def measure_topology(mesh: Mesh | None = None) -> Topology:
 ranks; measure under torchrun, or give figures: set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))
     """
     mesh = the_mesh(mesh, "measure_topology")
-    if mesh.transport == "simulation":
+    if mesh.transport in _STILL:
         raise MeshError(
-            f"measure_topology: {mesh!r} is simulated in one process, where nothing moves between ranks; measure under "
-            "torchrun, or give figures: set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))"
+            f"measure_topology: {mesh!r} {_STILL[mesh.transport]}; measure under torchrun, or give figures: "
+            "set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))"
         )
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     before = topology()

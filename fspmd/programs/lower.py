@@ -16,6 +16,7 @@ from fspmd.messages import counted
 from fspmd.programs.ahead import Compiled, check_runs
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.fakes import fake_mode, stand_ins
+from fspmd.programs.flops import model_flops
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program
@@ -36,6 +37,9 @@ class Cost:
     ``time`` is that of the whole, ``computation`` that of its local steps, ``communication`` that of its collectives,
     of which ``exposed`` is the part that computation does not hide. ``nbytes`` are read and written in the rank's own
     memory, ``moved`` are sent to other ranks. ``ranks``: as many run it.
+
+    ``flops`` are those that a rank does, ``model_flops`` those that the whole model needs: what ranks compute alike
+    counts once there, and what is computed again, as by `checkpoint`, not at all.
     """
 
     time: float
@@ -43,6 +47,7 @@ class Cost:
     communication: float
     exposed: float
     flops: int
+    model_flops: int
     nbytes: int
     moved: float
     ranks: int
@@ -56,20 +61,29 @@ class Cost:
     def utilisation(self, model_flops: float | None = None) -> float:
         """Model FLOPs utilisation: the FLOPs that the model needs, per time, of those that all ranks could do.
 
-        ``model_flops``: of the whole model, forward and backward, each computed once, such as 6 * parameters * tokens
-        of a transformer (Chowdhery et al., "PaLM", 2022, appendix B). By default what the ranks do compute.
+        ``model_flops``: of the whole model, forward and backward, as somebody else counts them, such as
+        6 * parameters * tokens of a transformer (Chowdhery et al., "PaLM", 2022, appendix B).
         """
-        done = self.flops * self.ranks if model_flops is None else model_flops
-        return done / (self.time * self.peak_flops * self.ranks) if self.time else 0.0
+        return self._share(self.model_flops if model_flops is None else model_flops)
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """The same of all FLOPs that ranks do, alike or again."""
+        return self._share(self.flops * self.ranks)
+
+    def _share(self, flops: float) -> float:
+        return flops / (self.time * self.peak_flops * self.ranks) if self.time else 0.0
 
     def __str__(self) -> str:
         return "\n".join(
             (
                 f"time           {self.time:,.1f} µs on {counted(self.ranks, 'rank')}",
-                f"computation    {self.computation:,.1f} µs: {self.flops:,} FLOPs, {self.nbytes:,} B read and written",
-                f"communication  {self.communication:,.1f} µs: {self.moved:,.0f} B sent; of it "
+                f"computation    {self.computation:,.1f} µs a rank: {self.flops:,} FLOPs, {self.nbytes:,} B read and "
+                "written",
+                f"communication  {self.communication:,.1f} µs a rank: {self.moved:,.0f} B sent; of it "
                 f"{self.exposed:,.1f} µs exposed, {self.overlapped:,.1f} µs overlapped",
-                f"utilisation    {self.utilisation():.1%} of the FLOPs that the ranks could do",
+                f"utilisation    {self.utilisation():.1%} by the {self.model_flops:,} FLOPs of the model, "
+                f"{self.hardware_utilisation:.1%} by all that ranks do",
             )
         )
 
@@ -128,6 +142,7 @@ class Lowered:
             communication=sum(price.time for price in prices),
             exposed=max(0.0, time - computation),
             flops=sum(one.flops for one in events),
+            model_flops=model_flops(self.program),
             nbytes=sum(one.nbytes for one in events),
             moved=sum(price.moved for price in prices),
             ranks=self.mesh.size if self.mesh is not None else 1,

@@ -12,6 +12,7 @@ Its nodes say in ``meta`` what passes, prices and readers ask for:
 ``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes
 ``backward``  it computes gradients: within the recorded function, or of its results
 ``deferred``  it runs when somebody asks for gradients of the results
+``repeats``   it computes again what forward has computed; else absent
 ``call``      the `Call` of a collective; ``waits``: whether the step ends it, or only begins it
 ``constant``  the result is the same in every run of this rank
 ``effect``    the step does more than give its result

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Final
 
-import torch
 from torch import fx
-from torch.utils import flop_counter
 
 from fspmd.programs.calls import is_wait
+from fspmd.programs.flops import flops_of
 from fspmd.programs.program import Program, Value, owner
 from fspmd.redistribution.cost import Price, Topology, topology, work
 from fspmd.watching.watch import Communication, communicates, price_of
-
-aten: Final = torch.ops.aten
-
-_ATTENTION: Final = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-_ON_VECTORS: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table lacks
-    aten.mv: lambda a, x, **_: 2 * prod(a),
-    aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
-    aten.dot: lambda a, b, **_: 2 * prod(a),
-    aten.vdot: lambda a, b, **_: 2 * prod(a),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +76,6 @@ def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
             of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
             found.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
     return tuple(found)
-
-
-def flops_of(node: fx.Node) -> int:
-    """Sums and products of a matmul, a convolution or an attention, as torch counts them; 0 of anything else."""
-    formula = _formula(node.target)
-    if formula is None:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _shapes)
-    return int(formula(*args, **kwargs, out_val=_shapes(node)))
-
-
-@functools.cache
-def _formula(target: Any) -> Callable[..., int] | None:
-    packet: Any = getattr(target, "overloadpacket", None)
-    if packet in _ON_VECTORS:
-        return flop_counter.shape_wrapper(_ON_VECTORS[packet])  # type: ignore[no-any-return]
-    registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
-    return registry.get(_ATTENTION.get(packet, packet))
-
-
-def _shapes(node: fx.Node) -> Any:
-    if "value" in node.meta:
-        value: Value = node.meta["value"]
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return tuple(map(_shapes, node.users))  # the parts of a result of several
 
 
 def bytes_of(node: fx.Node) -> int:

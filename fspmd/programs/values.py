@@ -151,6 +151,8 @@ class Values(RecordingMode):
         node.meta["cause"], node.meta["backward"] = self._cause()
         node.meta["constant"] = constant
         node.meta["deferred"] = self.deferred
+        if self.repeats:
+            node.meta["repeats"] = True
         return node
 
     def _cause(self) -> tuple[Cause, bool]:

@@ -22,10 +22,10 @@ from fspmd.programs.calls import (
     replace,
 )
 from fspmd.programs.facts import aten
+from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
 from fspmd.programs.passes.rewrites import GATHERS, NAMES, SUMS
 from fspmd.programs.program import Program, Value, owner
-from fspmd.programs.schedule import flops_of
 from fspmd.redistribution.cost import price, topology, work
 
 Shape = tuple[int, ...]

@@ -12,9 +12,10 @@ from torch import fx
 
 from fspmd.programs.calls import is_alike, is_aten, is_collective
 from fspmd.programs.facts import is_pure, shard_of
+from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
 from fspmd.programs.program import Program, owner
-from fspmd.programs.schedule import bytes_of, flops_of, price_of_step
+from fspmd.programs.schedule import bytes_of, price_of_step
 from fspmd.redistribution.cost import moves, topology, work
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -160,7 +161,7 @@ class _Plan:
         with warnings.catch_warnings():  # of sizes that differ from rank to rank, which are what they are
             warnings.simplefilter("ignore")
             made = copies[node] = self.graph.node_copy(node, lambda one: copies.get(one, one))
-        made.meta.update(deferred=step.meta["deferred"], backward=True)
+        made.meta.update(deferred=step.meta["deferred"], backward=True, repeats=True)
         if "memory" in node.meta:
             above = owner(node)
             made.meta["memory"] = made if above is node else copies.get(above, above)
