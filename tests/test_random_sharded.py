@@ -52,6 +52,11 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "poisson": lambda x: torch.poisson(x * 40),
     "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
     "multinomial": lambda x: torch.multinomial(x, 2),
+    "binomial": lambda x: torch.binomial(torch.full_like(x, 9), x),
+    "gamma": lambda x: torch.distributions.Gamma(x, x + 1).rsample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x).rsample(),
+    "laplace": lambda x: torch.distributions.Laplace(x, x).rsample((2,)),
+    "multinomial, counted": lambda x: torch.distributions.Multinomial(5, x).sample(),
     "multinomial with replacement": lambda x: torch.multinomial(x, 7, replacement=True),
 }
 IN_PLACE: dict[str, Callable[[Any], Any]] = {
@@ -236,7 +241,10 @@ def test_likes_lie_as_their_operand() -> None:
             made = getattr(x, f"new_{name}")(SHAPE, *args)
             assert made.spec is x.spec.with_partition(P(*x.spec.partition))
             assert getattr(x, f"new_{name}")((7,), *args, dtype=torch.int64).spec.partition is P(None)
-    assert x.new_zeros(2, 4, requires_grad=True).shape == (2, 4)
+    assert x.new_zeros(2, 4, requires_grad=True).shape == x.new(2, 4).shape == x.new(torch.Size((2, 4))).shape == (2, 4)
+    assert x.new().shape == (0,)
+    assert torch.ones(3).type_as(x).dtype == F64
+    assert device_get(x.new([1, 2])).tolist() == [1.0, 2.0]
     assert device_get(x.new_tensor([1, 2])).tolist() == [1.0, 2.0]
     assert torch.zeros_like(x, requires_grad=True).requires_grad
 

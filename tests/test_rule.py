@@ -106,6 +106,18 @@ def test_dims_that_only_some_results_have() -> None:
     assert both(q, device_put(torch.ones(2, 8), P(None, "x"), mesh=LINE))[1].spec.partition == P(None, "x")
 
 
+@pytest.mark.parametrize("function", [F.dropout, F.normalize])
+def test_a_rule_goes_before_what_is_known_of_a_function_that_is_no_row(function: Any) -> None:
+    ran = []
+    rule(function, "a [b] -> a [b]", body=lambda site, x, *_, **__: ran.append(site) or x)
+    try:
+        function(device_put(torch.ones(8, 64), P(None, "x"), mesh=LINE), 0.5)
+    finally:
+        registry._ROWS.pop(function)
+        forget_plans()
+    assert ran
+
+
 def test_a_rule_of_a_function_that_hands_on_to_another() -> None:
     x = device_put(torch.rand(4, 8), P(None, "x"), mesh=LINE)
     rule(F.log_softmax, "m [n] -> m [n]", body=lambda site, x, *_, **__: x * 0 + 7)

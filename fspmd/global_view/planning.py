@@ -28,7 +28,7 @@ from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import composite_of, free_numbers, handler_of, is_ragged, may_be_composite, writes
+from fspmd.rules import composite_of, free_numbers, handler_of, is_ragged, is_registered, may_be_composite, writes
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -105,6 +105,8 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
     _check_device(func, args, kwargs)
     if _is_not_defined(func, args):
         return as_whole(lambda args, kwargs: NotImplemented)
+    if is_registered(func):
+        return None
     if (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
     if func is Tensor.__setitem__ and type(args[2]) in (int, float) and args[0].is_floating_point():
@@ -291,7 +293,7 @@ def _set_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.to(y)`` and ``x.type_as(y)``: of y only the dtype counts."""
     x, like, *others = args
-    return above.dispatch(Tensor.to, (), (x, like.dtype, *others), kwargs)
+    return x.to(like.dtype, *others, **kwargs)
 
 
 def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -293,6 +293,8 @@ def make_plan(
     what: str,
 ) -> ParallelPlan:
     """The plan for leaves of these names, shapes and dtypes."""
+    if not isinstance(styles, Mapping):
+        raise ArgumentError(f"{what} got {described(styles)} for styles; write {{'layers.*.wq': ColwiseParallel()}}")
     failures: list[Failure] = []
     styles = {pattern: _with_axis(style, pattern, mesh, axis, failures) for pattern, style in styles.items()}
     paths = list(dict.fromkeys(path for name in shapes for path in prefixes(name)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fspmd.rules.bodies import Bodied, Site, reducing
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.handlers import handler_of
-from fspmd.rules.registry import IN_C, free_numbers, register, row_of
+from fspmd.rules.registry import IN_C, free_numbers, is_registered, register, row_of
 from fspmd.rules.table import Row, composite_of, is_ragged, may_be_composite, writes
 from fspmd.rules.whole import Rule, Whole
 
@@ -21,6 +21,7 @@ __all__ = [
     "free_numbers",
     "handler_of",
     "is_ragged",
+    "is_registered",
     "match",
     "may_be_composite",
     "parse",

@@ -45,7 +45,7 @@ _NEW: Final = "x.new_empty(size)"
 _OF_MEMORY: Final = {
     **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "storage_type", "is_set_to", "as_subclass"), _BLOCK),
     **dict.fromkeys(("share_memory_", "pin_memory", "record_stream", "apply_", "map_", "map2_"), _BLOCK),
-    **{"new": _NEW, "resize_": _NEW, "resize_as_": _NEW, "set_": "x = y, or x.copy_(y)"},
+    **{"resize_": _NEW, "resize_as_": _NEW, "set_": "x = y, or x.copy_(y)"},
 }
 
 

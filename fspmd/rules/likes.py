@@ -77,6 +77,12 @@ def _new_strided(x: Sharded, size: Sequence[int], _: Sequence[int], **options: A
     return _new(torch.empty, x, size, **options)
 
 
+def _new_by_type(x: Sharded, *args: Any) -> Sharded:
+    """``x.new(2, 3)``, ``x.new(size)``, which torch.distributions write; of other data a new tensor."""
+    by_size = all(type(one) is int for one in args) or isinstance(args[0], torch.Size)
+    return _new(torch.empty, x, *(args or (0,))) if by_size else _new_tensor(x, *args)
+
+
 def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
     with torch._C.DisableTorchFunction():
         made = torch.tensor(data, dtype=dtype or x.dtype, device=x.device)
@@ -107,6 +113,7 @@ LIKES: Final[dict[str, Handler]] = {
     **{f"new_{f.__name__}": functools.partial(_new, f) for f in (torch.zeros, torch.ones, torch.empty, torch.full)},
     "new_empty_strided": _new_strided,
     "new_tensor": _new_tensor,
+    "new": _new_by_type,
     "rand_like": functools.partial(_random_like, uniform),
     "randn_like": functools.partial(_random_like, normal),
     "randint_like": _randint_like,

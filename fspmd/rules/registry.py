@@ -43,6 +43,11 @@ def _overloads(func: Any) -> list[Any]:
     return [packet, *(getattr(packet, name) for name in packet.overloads())]
 
 
+def is_registered(func: Any) -> bool:
+    """Whether a function has a row here, which goes before whatever else is known of it."""
+    return func in _ROWS
+
+
 def row_of(func: Any) -> Row | None:
     """The row of a function; None where there is none."""
     return _ROWS.get(func) or row_of_torch(func)
@@ -50,10 +55,11 @@ def row_of(func: Any) -> Row | None:
 
 def free_numbers(func: Any) -> frozenset[type]:
     """The kinds of Python numbers among the arguments of a function that bear on no layout."""
-    if handler_of(func) is not None:
-        return NUMBERS
-    if func in _OF_FLOATS:
-        return FLOATS
+    if func not in _ROWS:
+        if handler_of(func) is not None:
+            return NUMBERS
+        if func in _OF_FLOATS:
+            return FLOATS
     row = row_of(func)
     return row.free if row is not None else frozenset()
 

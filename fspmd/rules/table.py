@@ -121,7 +121,7 @@ _CASTS: Final = _names(
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put segment_reduce native_group_norm embedding_bag "
     "_ctc_loss nonzero_static hash_tensor fractional_max_pool2d fractional_max_pool3d linalg_lstsq linalg_tensorsolve "
-    "linalg_tensorinv"
+    "linalg_tensorinv binomial _standard_gamma _sample_dirichlet"
 )
 _RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
 _SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
