@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from simulated import layouts
 from torch import Tensor
 
-from fspmd import Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
+from fspmd import ArgumentError, Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
 from fspmd.global_view.propagate import ask
 from fspmd.global_view.strategies import strategies
 from fspmd.redistribution.bounds import bound
@@ -242,6 +242,23 @@ def test_calls_are_planned_anew_by_other_figures() -> None:
         assert propagation_cache_info().currsize == 1
     finally:
         set_topology(before)
+
+
+@pytest.mark.parametrize(
+    ("figures", "named"),
+    [
+        (Topology(inside=Link(-1.0, 1.0)), "inside.latency=-1.0"),
+        (Topology(between=Link(1.0, 0)), "between.bandwidth=0"),
+        (Topology(axes=(("x", Link(float("nan"), 1.0)),)), "x.latency=nan"),
+        (Topology(spill=3, launch="a"), "spill=3, .*launch='a'"),  # type: ignore[arg-type]
+        (Topology(per_host=0, flops=0.0), "per_host=0, flops=0.0"),
+    ],
+)
+def test_figures_that_are_none(figures: Topology, named: str) -> None:
+    before = topology()
+    with pytest.raises(ArgumentError, match=f"set_topology got {named}; latency"):
+        set_topology(figures)
+    assert topology() is before
 
 
 def test_large_gathers_take_bytes_over_bandwidth_whatever_the_axis() -> None:

@@ -7,9 +7,9 @@ Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), se
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
@@ -181,14 +181,42 @@ def replan_with(forget: Callable[[], None]) -> None:
 
 
 def set_topology(topology: Topology) -> None:
-    """Reckon with other figures from here on, in this process, and plan anew; every rank must set the same."""
+    """Reckon with other figures from here on, in this process, and plan anew; every rank must set the same.
+
+    Raises:
+        ArgumentError: it is no Topology, or a figure of it is no number or too small.
+    """
     global _current
     if not isinstance(topology, Topology):
         raise ArgumentError(
             f"set_topology got {described(topology)}; give it a Topology, such as "
             "Topology(inside=Link(latency=2.0, bandwidth=450e3), per_host=8)"
         )
-    if topology != _current:
+    if wrong := [f"{name}={value!r}" for name, value, least in _figures(topology) if not _is_figure(value, least)]:
+        raise ArgumentError(
+            f"set_topology got {', '.join(wrong)}; latency and launch are numbers of µs from 0 on, bandwidths, memory, "
+            "flops and capacity are above 0 per µs or in bytes, and per_host is 1 or more"
+        )
+    changed, _current = topology != _current, topology
+    if changed:  # what other threads plan is by these figures from now on
         for forget in _planned:
             forget()
-    _current = topology
+
+
+def _figures(topology: Topology) -> Iterator[tuple[str, Any, float]]:
+    """Each number by name, and 0 where it may be 0; other wrong things as one that is none."""
+    links = {"inside": topology.inside, "between": topology.between, "spill": topology.spill}
+    for name, link in (*links.items(), *topology.axes):
+        if isinstance(link, Link):
+            yield from ((f"{name}.latency", link.latency, 0), (f"{name}.bandwidth", link.bandwidth, _ABOVE))
+        else:
+            yield name, link, 0
+    yield from (("per_host", topology.per_host, 1), ("launch", topology.launch, 0))
+    yield from ((name, getattr(topology, name), _ABOVE) for name in ("memory", "flops", "capacity"))
+
+
+_ABOVE: Final = 5e-324  # the least float that is above 0
+
+
+def _is_figure(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least
