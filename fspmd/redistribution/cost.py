@@ -204,13 +204,13 @@ def set_topology(topology: Topology) -> None:
 
 
 def _figures(topology: Topology) -> Iterator[tuple[str, Any, float]]:
-    """Each number by name, and 0 where it may be 0; other wrong things as one that is none."""
+    """Each number by name, with the least it may be; what should be a link and is none as a number too small."""
     links = {"inside": topology.inside, "between": topology.between, "spill": topology.spill}
     for name, link in (*links.items(), *topology.axes):
         if isinstance(link, Link):
             yield from ((f"{name}.latency", link.latency, 0), (f"{name}.bandwidth", link.bandwidth, _ABOVE))
         else:
-            yield name, link, 0
+            yield name, link, float("inf")
     yield from (("per_host", topology.per_host, 1), ("launch", topology.launch, 0))
     yield from ((name, getattr(topology, name), _ABOVE) for name in ("memory", "flops", "capacity"))
 
