@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from fspmd.errors import MeshError
 
-__all__ = ["check_different", "check_names", "check_ranks", "check_sizes", "infer_sizes", "integers"]
+__all__ = ["check_different", "check_names", "check_ranks", "check_sizes", "infer_sizes", "integers", "row_major"]
 
 
 def integers(values: object, call: str, what: str = "sizes") -> tuple[int, ...]:
@@ -21,6 +21,14 @@ def integers(values: object, call: str, what: str = "sizes") -> tuple[int, ...]:
             raise MeshError(f"{call}: {what} must be integers, but {value!r} is of type {type(value).__name__}")
         found.append(operator.index(value))
     return tuple(found)
+
+
+def row_major(place: Iterable[int], sizes: Iterable[int]) -> int:
+    """The number of a place, of all places in the order in which the last index runs fastest."""
+    number = 0
+    for index, size in zip(place, sizes, strict=True):
+        number = number * size + index
+    return number
 
 
 def check_sizes(shape: object, call: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
+from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport import transport_of
 
@@ -62,7 +63,7 @@ def source_of(src: Any, mesh: Mesh, what: str) -> Source:
         ArgumentError, MeshError: on all ranks alike, where the first rank names no rank of the mesh.
     """
     position = _told(lambda: _position(mesh, src, what), mesh, 0)
-    rank, place = mesh.ranks[position], _row_major(mesh, mesh.coordinate() or ())
+    rank, place = mesh.ranks[position], row_major(mesh.coordinate() or (), mesh.shape.values())
     differs = "" if src == rank else f"src={src!r}, but rank {mesh.ranks[0]} src={rank}"
     return Source(what, mesh, rank, position, place, differs)
 
@@ -71,7 +72,7 @@ def _told(make: Callable[[], Any], mesh: Mesh, position: int) -> Any:
     if mesh.transport == "simulation":
         return make()
     message = b""
-    if _row_major(mesh, mesh.coordinate() or ()) == position:
+    if row_major(mesh.coordinate() or (), mesh.shape.values()) == position:
         try:
             message = pickle.dumps(make())
         except FspmdError as error:
@@ -91,11 +92,4 @@ def _position(mesh: Mesh, src: Any, what: str) -> int:
     at = mesh.coordinate(rank) if rank >= 0 else None
     if at is None:
         raise MeshError(f"{what} got src={rank}, which is no rank of {mesh!r}: its ranks are {mesh.ranks!r}")
-    return _row_major(mesh, at)
-
-
-def _row_major(mesh: Mesh, at: tuple[int, ...]) -> int:
-    position = 0
-    for index, size in zip(at, mesh.shape.values(), strict=True):
-        position = position * size + index
-    return position
+    return row_major(at, mesh.shape.values())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fspmd.body import state
 from fspmd.entries import blocks, entry_axes
+from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import Topology, price
@@ -36,16 +37,11 @@ def positions(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
     if mesh.transport != "simulation":
         at = mesh.coordinate()
         assert at is not None
-        return [_place(mesh, axes, dict(zip(mesh.axis_names, at, strict=True)))]
-    held = frame(mesh, axes)
-    return [_place(mesh, axes, dict(zip(held.axes, at, strict=True))) for at in held.coordinates()]
-
-
-def _place(mesh: Mesh, axes: tuple[str, ...], at: dict[str, int]) -> int:
-    place = 0
-    for axis in axes:
-        place = place * mesh.shape[axis] + at[axis]
-    return place
+        places = [dict(zip(mesh.axis_names, at, strict=True))]
+    else:
+        held = frame(mesh, axes)
+        places = [dict(zip(held.axes, at, strict=True)) for at in held.coordinates()]
+    return [row_major([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes]) for at in places]
 
 
 def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import MeshError
+from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant
 from fspmd.transport.call import Layout, Options, Transport
@@ -109,9 +110,7 @@ def _is_fake(x: Tensor) -> bool:
 def _place(mesh: Mesh, axes: Axes, o: Options) -> tuple[int, int]:
     """How many ranks take part, and which of them this one is."""
     at = dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=False))
-    index = 0
-    for axis in axes:
-        index = index * mesh.shape[axis] + at.get(axis, 0)
+    index = row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
     for group in o.index_groups or ():
         if index in group:
             return len(group), group.index(index)

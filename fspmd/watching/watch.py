@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, watch_with, watches_with
 from fspmd.redistribution.cost import Price, moves, price
@@ -187,8 +188,6 @@ def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 def _place(call: Call) -> int:
     """This process's place in its group along the axes."""
-    coordinate = dict(zip(call.mesh.axis_names, call.mesh.coordinate() or (), strict=False))
-    place = 0
-    for axis in call.axes or call.mesh.axis_names:
-        place = place * call.mesh.shape[axis] + coordinate.get(axis, 0)
-    return place
+    mesh = call.mesh
+    at, axes = dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=False)), call.axes or mesh.axis_names
+    return row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
