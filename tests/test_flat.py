@@ -182,6 +182,11 @@ CASES: dict[str, Case] = {
     ),
     "like it": (lambda x: torch.zeros_like(flat(x)) + flat(x) * torch.ones_like(flat(x)), ((4, 5, 3),)),
     "to a dtype": (lambda x: flat(x).float().contiguous().clone().double(), ((4, 5, 3),)),
+    "pieces": (lambda x: (*flat(x).split(5), *flat(x).chunk(2), *flat(x).split([10, 10], dim=-2)), ((4, 5, 3),)),
+    "pieces of a part": (
+        lambda x: torch.split(x.reshape(12, 4), 4)[1] * x.reshape(3, 16).chunk(3)[2].view(4, 4),
+        ((6, 2, 4),),
+    ),
     "chunk and stack": (lambda x: torch.stack(flat(x).chunk(3, 1), 0), ((4, 5, 3),)),
     "roll": (lambda x: flat(x).roll(1, 0) + flat(x).roll(2), ((2, 6, 2),)),
     "two flat dims": (lambda x: x.reshape(6, 8) @ x.reshape(6, 8).T, ((2, 3, 2, 4),)),
@@ -231,6 +236,21 @@ def test_nothing_moves(name: str) -> None:
                 assert second.spec is x.spec
         assert (log.events if hasattr(log, "events") else list(log)) == [], log
         assert first.spec is x.spec
+
+
+def test_pieces_between_which_no_block_lies_are_views() -> None:
+    """Queries, keys and values of one product, each cut."""
+    w = device_put(torch.randn(3, 8, 4, dtype=F64), P(None, "x"), mesh=LINE).flatten(0, 1)
+    x = torch.randn(5, 4, dtype=F64)
+    with communication_log() as log:
+        pieces = F.linear(x, w).chunk(3, dim=-1)
+        assert [one.spec.partition for one in pieces] == [P(None, "x")] * 3
+        pieces[1].mul_(2)
+        for parts in (w.split(8), w.split([8, 8, 8]), torch.split(w, 8), w.chunk(3)):
+            assert [one.spec.partition for one in parts] == [P("x", None)] * 3
+    assert not list(log)
+    for one, want in zip(pieces, (x @ device_get(w).T).chunk(3, dim=-1), strict=True):
+        torch.testing.assert_close(device_get(one), want * (2 if one is pieces[1] else 1))
 
 
 def test_a_mean_loss_only_waits_for_its_sum() -> None:

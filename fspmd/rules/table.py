@@ -33,7 +33,7 @@ from fspmd.rules import (
 )
 from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.composites import COMPOSITES, renormed_embedding
+from fspmd.rules.composites import COMPOSITES, in_pieces, renormed_embedding
 from fspmd.rules.contractions import (
     convolution,
     convolution_of_blocks,
@@ -323,6 +323,8 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     given = (*args[1:2], *kwargs.values())
     if name == "view":
         return torch.ops.aten.view.dtype if any(isinstance(one, torch.dtype) for one in given) else None
+    if name in ("split", "chunk"):
+        return in_pieces(func, args, kwargs)
     if func is F.embedding:
         return renormed_embedding if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
@@ -344,7 +346,7 @@ def may_be_composite(func: Any) -> bool:
     if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
         return False
     name = name_of(func)
-    by_argument = func is F.embedding or name in ("view", "scaled_dot_product_attention")
+    by_argument = func is F.embedding or name in ("view", "split", "chunk", "scaled_dot_product_attention")
     return by_argument or func in COMPOSITES or name in COMPOSITES
 
 
