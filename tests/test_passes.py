@@ -15,6 +15,7 @@ import pytest
 import test_global_programs as chains
 import test_random_programs as bodies
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH, layouts
@@ -624,10 +625,32 @@ PRODUCTS: dict[str, tuple[Function, str, int]] = {
         "all_gather",
         4,
     ),
+    "of heads": (
+        lambda x, w: torch.einsum(
+            "bsd,dhk->bhsk", all_gather(x.transpose(0, 1), "x", axis=1, tiled=True), w.view(8, 2, 3)
+        ),
+        "all_gather",
+        4,
+    ),
     "sum": (lambda x, w: psum(x @ w, "x"), "psum_varying", 4),
+    "sum of two": (
+        lambda x, w: psum_scatter(x.repeat(2, 1, 1) @ w.flip(0) + x.repeat(2, 1, 1) @ w, "x", tiled=True),
+        "psum_scatter",
+        2,
+    ),
     "scatter": (lambda x, w: psum_scatter(x.repeat(2, 1, 1) @ w, "x", tiled=True), "psum_scatter", 2),
     "scatter of inner rows": (
         lambda x, w: psum_scatter(x.repeat(1, 8, 1) @ w, "x", scatter_dimension=1, tiled=True),
+        "psum_scatter",
+        2,
+    ),
+    "scatter of heads": (
+        lambda x, w: psum_scatter(
+            torch.einsum("bshk,hkd->bsd", x.repeat(1, 8, 1).view(4, 24, 2, 4), w.view(2, 4, 6)),
+            "x",
+            scatter_dimension=1,
+            tiled=True,
+        ),
         "psum_scatter",
         2,
     ),
@@ -676,6 +699,38 @@ def test_what_was_gathered_for_several_is_there_for_all() -> None:
     f = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     x = device_put(torch.arange(384, dtype=F64).reshape(16, 3, 8).sin(), P("x"), mesh=MESH)
     check_gain(f, x, ["chunked"], ["all_gather"], ["all_gather"] * 4)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("mesh", [MESH, GRID], ids=["x4", "x2y3"])
+def test_a_layer_whose_sequence_is_cut_is_computed_in_chunks(mesh: Mesh) -> None:
+    """Of a transformer: each of its gathers and scatters of activations, forward and backward."""
+    tp, width = "x", 8
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, dtype=F64) for shape in [(4, 16, 8), (8, 4, 2), (4, 2, 8), (8, 16), (8, 16), (16, 8)]]
+    cut, whole_ = P(None, tp, None), P(None, None, None, reduced={tp})
+    specs = [cut, P(None, tp), P(tp), P(None, tp), P(None, tp), P(tp)]
+
+    def layer(x: Any, wq: Any, wo: Any, gate: Any, up: Any, down: Any) -> Any:
+        h = _moved(F.layer_norm(x, (width,)), whole_)
+        q = torch.einsum("bsd,dhk->bhsk", h, wq)
+        a = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        x = x + _moved(torch.einsum("bhsk,hkd->bsd", a, wo), cut)
+        h = _moved(F.layer_norm(x, (width,)), whole_)
+        return x + _moved((F.silu(F.linear(h, gate.t())) * (h @ up)) @ down, cut)
+
+    mine = [device_put(x, spec, mesh=mesh) for x, spec in zip(leaves, specs, strict=True)]
+    step = value_and_grad(lambda *given: layer(*given).sin().sum(), argnums=tuple(range(len(leaves))))
+    for passes in (["chunked"], [*PASSES], ["overlap", "chunked", "coalesce"]):
+        value, gradients = with_passes(passes)(step, *mine)
+        expected, wanted = step(*leaves)
+        torch.testing.assert_close(whole(value), expected)
+        for x, y in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(whole(x), y)
+    was, now = programs_of(step, *mine, passes=["chunked"])
+    moved = [node for node in was.graph.nodes if is_collective(node, "gather_once", "reduce_scatter")]
+    assert len(moved) == 8  # two of each, forward and backward
+    assert not [node for node in moved if node.name in {one.name for one in now.graph.nodes}]
 
 
 def test_matmuls_stay_whole_where_chunks_do_not_pay() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -17,8 +17,9 @@ from fspmd.transport.abstract import shape_after
 from fspmd.transport.frame import UNEVEN
 from fspmd.transport.rows import Routes
 
+F = TypeVar("F", bound=Callable[..., Any])
 #: what a step is told by the step in whose place, or for whose sake, it is made
-_INHERITED = ("cause", "backward", "deferred")
+_INHERITED = ("cause", "backward", "deferred", "repeats")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,8 +143,14 @@ def add_view(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...],
 
 
 def _inherit(node: fx.Node, like: fx.Node) -> None:
-    node.meta.update({key: like.meta[key] for key in _INHERITED})
+    node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
     node.meta["constant"] = False
+
+
+def reading_what_it_gives(function: F) -> F:
+    """A step that gives a part of a value, and reads no more of it."""
+    setattr(function, "reads_what_it_gives", True)  # noqa: B010 (not known to type checkers)
+    return function
 
 
 def replace(node: fx.Node, other: fx.Node) -> None:

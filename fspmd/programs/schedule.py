@@ -83,6 +83,8 @@ def bytes_of(node: fx.Node) -> int:
     if node.target is operator.getitem:
         return 0
     made = sum(one.meta["value"].nbytes for one in made_by(node)) or _written(node)
+    if getattr(node.target, "reads_what_it_gives", False):
+        return 2 * made
     return made and made + sum(_read(one) for one in node.all_input_nodes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -19,18 +18,20 @@ from fspmd.programs.calls import (
     add_wait,
     is_alike,
     is_collective,
+    reading_what_it_gives,
     replace,
 )
 from fspmd.programs.facts import aten
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.rewrites import GATHERS, NAMES, SUMS
+from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
+from fspmd.programs.passes.rewrites import GATHERS, SUMS
 from fspmd.programs.program import Program, Value, owner
 from fspmd.redistribution.cost import price, topology, work
 
 Shape = tuple[int, ...]
-_LEFT: Final[dict[Any, int]] = {aten.mm.default: 0, aten.addmm.default: 1}  # which argument has the rows
-_RESHAPES: Final = (aten.view.default, aten._unsafe_view.default)
+#: which argument has the rows; of batches those of one matrix, as `torch.einsum` makes them
+_LEFT: Final[dict[Any, int]] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Chunked:
         memory = Memory(program)
         count = 0
         for node in list(program.graph.nodes):
-            if node.target in _LEFT and node.meta["value"].shape:
+            if node.target in _LEFT and len(matrix_of(node)) == 2:
                 count += any(take(memory, node, self.chunks) for take in (_after_gather, _before_sum))
         return count
 
@@ -58,25 +59,32 @@ def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> 
     """``gather(x) @ w``: rows of ``x`` are gathered while those before are multiplied."""
     left = product.args[_LEFT[product.target]]
     assert isinstance(left, fx.Node)
-    gather, names = _made_by(left)
+    gather, names = made_by(left)
     if gather is None or not is_collective(gather, *GATHERS) or not _may_be_cut(memory, gather):
         return False
     one: Call = gather.meta["call"]
     (x,) = gather.all_input_nodes
     whole: Shape = gather.meta["value"].shape
     dim, block = one.options.dim, x.meta["value"].shape
-    if not _rows(left.meta["value"].shape, whole, dim) or memory.is_written(x, gather, product):
+    here = min((product, *users_of(gather)), key=memory.place.__getitem__)
+    if (
+        not _rows(matrix_of(left), whole, dim)
+        or memory.is_written(x, gather, here)
+        or memory.is_written(gather, gather)
+    ):
         return False
-    if memory.is_written(gather, gather) or any(memory.place[user] < memory.place[product] for user in _users(gather)):
+    if not _may_come_earlier(memory, product, here) or here.meta["deferred"] != gather.meta["deferred"]:
         return False
-    others = len(_users(gather)) > 1
+    others = len(users_of(gather)) > 1
     copied = product.meta["value"].nbytes + (gather.meta["value"].nbytes if others else 0)
     n = _best(gather, product, block[dim], copied, chunks)
     if not n:
         return False
     graph, ranks = product.graph, whole[dim] // block[dim]
     length = block[dim] // n
-    with graph.inserting_before(product):
+    for operand in product.all_input_nodes:
+        _bring(memory, operand, here)
+    with graph.inserting_before(here):
         parts = [_part(graph, x, dim, i * length, length, gather) for i in range(n)]
         begun = [add_begun(graph, one, parts[0], gather)]
         gathered, products = [], []
@@ -92,11 +100,12 @@ def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> 
             full = _joined(graph, gathered, (whole, dim, ranks), gather, gather.meta["value"])
             gather.meta["held"] = None
             memory.stands_for(full, gather)
-            chain = _views(gather)
+            chain = reshaped(gather)
             replace(gather, full)
             for view in chain:  # that others use, and that stood before it
                 full.append(view)
                 full = view
+    _note(memory, parts[0], here)
     memory.stands_for(joined, product)
     replace(product, joined)
     _erase(left)
@@ -104,10 +113,8 @@ def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> 
 
 
 def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bool:
-    """``psum(x @ w)``, or its scatter: rows are summed up while those after are multiplied."""
-    last = product
-    while len(last.users) == 1 and (user := next(iter(last.users))).target in _RESHAPES:
-        last = user
+    """``psum(x @ w)``, or its scatter: rows are summed up while others are multiplied; also ``psum(x @ w + y)``."""
+    last, names, summand, after = last_of(product)
     if len(last.users) != 1:
         return False
     total = next(iter(last.users))
@@ -118,31 +125,38 @@ def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bo
     left: Any = product.args[_LEFT[product.target]]
     whole: Shape = last.meta["value"].shape
     dim = one.options.dim if scatters else 0
-    if not _rows(product.meta["value"].shape, whole, dim) or total.meta["deferred"] != product.meta["deferred"]:
+    if not _rows(matrix_of(product), whole, dim) or total.meta["deferred"] != product.meta["deferred"]:
         return False
-    if any(memory.is_written(x, product, total) for x in product.all_input_nodes) or memory.is_written(
-        product, product
-    ):
+    read = [*product.all_input_nodes, *([] if summand is None else [summand])]
+    if any(memory.is_written(x, product, total) for x in read) or memory.is_written(product, product):
         return False
     ranks = whole[dim] // total.meta["value"].shape[dim] if scatters else 1
-    n = _best(total, product, whole[dim] // ranks, total.meta["value"].nbytes + left.meta["value"].nbytes, chunks)
+    copied = sum(x.meta["value"].nbytes for x in (total, left, *read[len(product.all_input_nodes) :]))
+    n = _best(total, product, whole[dim] // ranks, copied, chunks)
     if not n:
         return False
     graph = product.graph
     shape = (*whole[:-1], left.meta["value"].shape[-1])
     rows = Value((prod(whole[:-1]) // n, shape[-1]), left.meta["value"].dtype)
+    sized = Value((*whole[:dim], whole[dim] // n, *whole[dim + 1 :]), last.meta["value"].dtype)
+    first: fx.Node | None = None
     with graph.inserting_before(total):
         begun, landed = [], []
         for i in range(n):
             part = add_step(graph, rows_of, (left, shape, dim, ranks, i, n), product, rows)
+            first = first or part
             made = _product(graph, product, part)
-            sized = (*whole[:dim], whole[dim] // n, *whole[dim + 1 :])
-            viewed = add_view(graph, aten.view.default, (made, list(sized)), product, sized)
+            viewed = add_view(graph, aten.view.default, (made, list(sized.shape)), product, sized.shape)
+            viewed = _named(graph, viewed, names, last)
+            if summand is not None:
+                other = add_step(graph, block_of, (summand, dim, ranks, i, n), last, sized)
+                viewed = _named(graph, add_step(graph, aten.add.Tensor, (viewed, other), last, sized), after, last)
             begun.append(add_begun(graph, one, viewed, total))
             if i:
                 landed.append(add_wait(graph, begun[i - 1], total))
         landed.append(add_wait(graph, begun[-1], total))
         joined = _joined(graph, landed, (total.meta["value"].shape, dim, 1), total, total.meta["value"])
+    _note(memory, first, total)
     memory.stands_for(joined, total)
     replace(total, joined)
     _erase(last)
@@ -152,28 +166,6 @@ def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bo
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
-def _made_by(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
-    """The step whose rows a matrix has, and the calls that have changed their type since."""
-    names = []
-    while node.target in _RESHAPES or is_collective(node, *NAMES):
-        if is_collective(node):
-            names.append(node.meta["call"])
-        node = node.all_input_nodes[0]
-    return (node if is_collective(node) else None), names[::-1]
-
-
-def _views(node: fx.Node) -> list[fx.Node]:
-    """The same matrix with other shapes or types, each after what it is made of."""
-    found = [user for user in node.users if user.target in _RESHAPES or is_collective(user, *NAMES)]
-    return found + [one for view in found for one in _views(view)]
-
-
-def _users(node: fx.Node) -> list[fx.Node]:
-    """Who uses a result, or views of it."""
-    views = _views(node)
-    return [user for one in (node, *views) for user in one.users if user not in views]
-
-
 def _may_be_cut(memory: Memory, node: fx.Node) -> bool:
     one: Call = node.meta["call"]
     (x,) = node.all_input_nodes
@@ -181,6 +173,36 @@ def _may_be_cut(memory: Memory, node: fx.Node) -> bool:
     o = one.options
     even = o.sizes is None and o.index_groups is None and not (held and held[1])
     return bool(node.meta["waits"]) and even and is_alike(one) and one.mesh.axis_size(one.axes) > 1
+
+
+def _may_come_earlier(memory: Memory, product: fx.Node, here: fx.Node) -> bool:
+    """Whether a product may be made before an earlier step: its operands, or what they are views of, are there."""
+    if product is here:
+        return True
+    if product.meta["deferred"] != here.meta["deferred"]:
+        return False
+    for operand in product.all_input_nodes:
+        made = operand
+        while memory.place[made] > memory.place[here] and is_reshaped(made):
+            made = made.all_input_nodes[0]
+        if memory.place[made] >= memory.place[here] or memory.is_written(made, here, product):
+            return False
+    return True
+
+
+def _bring(memory: Memory, view: fx.Node, here: fx.Node) -> None:
+    """Have a view taken before a step."""
+    if memory.place[view] > memory.place[here]:
+        _bring(memory, view.all_input_nodes[0], here)
+        here.prepend(view)
+        memory.place[view] = memory.place[here]
+
+
+def _note(memory: Memory, first: fx.Node | None, here: fx.Node) -> None:
+    """Steps from the first on were put before another one."""
+    while first is not None and first is not here:
+        memory.place.setdefault(first, memory.place[here])
+        first = first.next
 
 
 def _rows(matrix: Shape, whole: Shape, dim: int) -> bool:
@@ -208,16 +230,26 @@ def _best(collective: fx.Node, product: fx.Node, length: int, copied: int, chunk
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
+@reading_what_it_gives
 def part_of(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     """Some of a block, without gaps in memory."""
     return x.narrow(dim, start, length).contiguous()
 
 
+@reading_what_it_gives
 def rows_of(x: Tensor, shape: Shape, dim: int, ranks: int, i: int, n: int) -> Tensor:
     """Of the rows of each rank along a dim the ``i``-th of ``n`` parts, as a matrix."""
     cut = x.view(shape).unflatten(dim, (ranks, n, shape[dim] // ranks // n))
     rows: Tensor = cut.select(dim + 1, i).reshape(-1, shape[-1])
     return rows
+
+
+@reading_what_it_gives
+def block_of(x: Tensor, dim: int, ranks: int, i: int, n: int) -> Tensor:
+    """The same rows, as they lie in it."""
+    cut = x.unflatten(dim, (ranks, n, x.shape[dim] // ranks // n))
+    rows: Tensor = cut.select(dim + 1, i).flatten(dim, dim + 1)
+    return rows.contiguous()
 
 
 def joined(parts: tuple[Tensor, ...], shape: Shape, dim: int, ranks: int, final: Shape) -> Tensor:
@@ -247,12 +279,15 @@ def _flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _product(graph: fx.Graph, product: fx.Node, rows: fx.Node) -> fx.Node:
-    args = list(product.args)
+    args, target = list(product.args), product.target
+    if target is aten.bmm.default:
+        right: Any = args[1]
+        args[1] = add_view(graph, aten.squeeze.dim, (right, 0), product, right.meta["value"].shape[1:])
+        target = aten.mm.default
     args[_LEFT[product.target]] = rows
     value: Value = product.meta["value"]
-    target: Callable[..., Any] = product.target  # type: ignore[assignment]
-    made = Value((rows.meta["value"].shape[0], value.shape[1]), value.dtype)
-    return add_step(graph, target, tuple(args), product, made, **product.kwargs)
+    made = Value((rows.meta["value"].shape[0], value.shape[-1]), value.dtype)
+    return add_step(graph, target, tuple(args), product, made, **product.kwargs)  # type: ignore[arg-type]
 
 
 def _joined(graph: fx.Graph, parts: list[fx.Node], how: tuple[Shape, int, int], like: fx.Node, value: Value) -> fx.Node:
@@ -266,5 +301,5 @@ def _erase(node: fx.Node) -> None:
     before = node.all_input_nodes
     node.graph.erase_node(node)
     for one in before:
-        if one.target in _RESHAPES or one.target in _LEFT or is_collective(one, *NAMES, *GATHERS):
+        if is_reshaped(one) or one.target in _LEFT or is_collective(one, *GATHERS):
             _erase(one)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call, call
-from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, replace
+from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, reading_what_it_gives, replace
 from fspmd.programs.passes.dead_code import has_effect
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program, Value
@@ -187,6 +187,7 @@ def packed(calls: Sequence[Call], *operands: Tensor) -> Tensor:
     return torch.cat(rows, 1)
 
 
+@reading_what_it_gives
 def unpacked(rows: Tensor, start: int, width: int, shape: Shape, strides: Shape | None, one: Call) -> Tensor:
     """One result, in a memory of its own, where it lies as it did alone: contiguous, or by ``strides``."""
     found = _FORMS[one.pair.kernel].back(rows.narrow(1, start, width), shape, one)
