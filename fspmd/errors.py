@@ -52,6 +52,10 @@ class RecordError(FspmdError):
     """What ``jit`` cannot record: it would be a constant of the record, or be left out of it."""
 
 
+class ValuesNeededError(RecordError):
+    """What cannot be recorded of shapes alone."""
+
+
 class DonationError(FspmdError):
     """A tensor used after ``jit`` was given its memory."""
 

@@ -165,13 +165,24 @@ _grad_enabled = torch.is_grad_enabled
 _forward_ad = torch.autograd.forward_ad
 
 
-_watch: Callable[[Any, Call], Call] | None = None
+_Watch = Callable[[Any, Call], Call]
+_watch: _Watch | None = None
+_record: _Watch | None = None
+_seen = False  # there is one of them
 
 
-def watch_with(watch: Callable[[Any, Call], Call] | None) -> None:
+def watch_with(watch: _Watch | None) -> None:
     """From here on ``watch`` sees each operand and call before it is applied, and gives the call that is."""
-    global _watch
+    global _watch, _seen
     _watch = watch
+    _seen = watch is not None or _record is not None
+
+
+def record_with(record: _Watch | None) -> None:
+    """The same for who records; who watches sees only calls that ``record`` gives back as they are."""
+    global _record, _seen
+    _record = record
+    _seen = record is not None or _watch is not None
 
 
 def watches_with(watch: Callable[[Any, Call], Call]) -> bool:
@@ -205,13 +216,15 @@ class StandIn(Call):
 
 def watched(x: Any, call: Call) -> Call:
     """The call as who watches wants it; what is done without `apply` asks for it."""
-    watch = _watch  # another thread may end it
+    record, watch = _record, _watch  # another thread may end them
+    if record is not None and (recorded := record(x, call)) is not call:
+        return recorded
     return call if watch is None else watch(x, call)
 
 
 def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
-    if _watch is not None:
+    if _seen:
         call = watched(x, call)
     with _untracked():
         if _transforms_active() or _forward_ad._current_level >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -29,18 +30,24 @@ class RecordingMode(DispatchMode):
 
 
 _active = 0  # recordings under way, in any thread
+_thread = 0  # that began the last of them
 
 
 def begin() -> None:
-    """A recording begins."""
-    global _active
-    _active += 1
+    """A recording begins; there is one at a time."""
+    global _active, _thread
+    _active, _thread = _active + 1, threading.get_ident()
 
 
 def end() -> None:
     """It has ended."""
     global _active
     _active -= 1
+
+
+def is_recording() -> bool:
+    """Whether what this thread does is a part of a recording, steps or not; or what runs backward for it."""
+    return _active > 0 and (_thread == threading.get_ident() or recorder() is not None)
 
 
 def recorder() -> Any:

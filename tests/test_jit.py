@@ -5,12 +5,14 @@ Each program is recorded on some arguments and replayed on others, on which its 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
 import os
 import pickle
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -176,6 +178,49 @@ def test_writes_of_collectives() -> None:
     check_writes_of_collectives(MESH)
 
 
+def _with_gains(axis: str) -> Function:
+    """A body of which passes leave fewer collectives."""
+
+    def body(x: Tensor) -> Tensor:
+        whole = fspmd.all_gather(x.sin(), axis, tiled=True)
+        return psum(x, axis) + psum(x, axis) * 2 + fspmd.psum_scatter(whole, axis, tiled=True)
+
+    return body
+
+
+def check_ranks_without_a_record(mesh: fspmd.Mesh) -> None:
+    """Some record while others replay, in two threads; and some are watched."""
+    rank, x = mesh.coordinate()[0], torch.arange(8.0)  # type: ignore[index]
+    grid = fspmd.make_mesh((2, 2), ("y", "z"))
+    maps = [
+        shard_map(_with_gains(axis), mesh=on, in_specs=P(axis), out_specs=P(axis))
+        for axis, on in (("x", mesh), ("y", grid), ("z", grid))
+    ]
+    expected = [f(x) for f in maps]
+    recorded = [jit(f) for f in maps]
+
+    def check(i: int) -> None:
+        for k in range(8):
+            if k % 4 == rank:
+                recorded[i].clear_cache()
+            found.append((recorded[i](x), expected[i]))
+
+    found: list[tuple[Sharded, Sharded]] = []
+    with fspmd.communication_log() if rank else contextlib.nullcontext([]) as log:
+        check(0)
+    once = [one.kind for one in recorded[0].lower(x).collectives()]  # type: ignore[attr-defined]
+    assert [one.kind for one in log] == (once * 8 if rank else [])
+    assert once.count("psum") == 1
+    threads = [threading.Thread(target=check, args=(1 + (i + rank) % 2,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 24
+    for ours, theirs in found:
+        torch.testing.assert_close(ours.local, theirs.local)
+
+
 def check_python_of_ranks(mesh: fspmd.Mesh) -> None:
     """What rank_map runs takes another way in each replay, and so do its gradients."""
 
@@ -224,6 +269,7 @@ def _on_processes(seeds: range) -> None:
         check_sizes_that_are_values,
         check_writes_of_collectives,
         check_python_of_ranks,
+        check_ranks_without_a_record,
         test_donation.check_on_processes,
         test_debug_print.check_on_processes,
     ):

@@ -331,3 +331,12 @@ def test_logs_are_told_of_replays() -> None:
     assert f.cache_info().hits == 1  # type: ignore[attr-defined]
     assert list(map(_facts, log)) == list(map(_facts, f.lower(x).collectives()))  # type: ignore[attr-defined]
     assert log.backward
+
+
+def test_writes_into_what_is_closed_over_are_found_though_nothing_has_values() -> None:
+    y = torch.ones(4)
+    for write in (lambda x: y[1:].add_(x * 2), lambda x: y.view(2, 2)[0].copy_(x[:2])):
+        with pytest.raises(RecordError, match=r"writes into a tensor of shape .* closes over"):
+            jit(write).lower(torch.ones(3))
+    z = torch.ones(4)[1:]
+    assert "add" in jit(lambda x: z.clone().add_(x)).lower(torch.ones(3)).as_text()

@@ -25,6 +25,19 @@ def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:
     return optree.tree_map(lambda leaf: _stand_in(leaf, mode), tree, none_is_leaf=True)
 
 
+def active_mode() -> FakeTensorMode:
+    """That in which a program is recorded."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    assert mode is not None
+    return mode  # type: ignore[no-any-return]
+
+
+def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """What takes the place of a tensor in the mode: of views of the same memory such views, too."""
+    fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, x)
+    return fake
+
+
 def _stand_in(leaf: Any, mode: FakeTensorMode) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)

@@ -10,6 +10,7 @@ import torch
 
 from fspmd.body import state
 from fspmd.errors import ArgumentError, RecordError
+from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.pairs import is_watched
 from fspmd.programs.ahead import Compiled
@@ -17,12 +18,13 @@ from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_s
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.donation import NOTHING, donation
+from fspmd.programs.first import record_of_call
 from fspmd.programs.keys import key_of, not_hashable
 from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
-from fspmd.programs.passes.table import Passes, passes_of
-from fspmd.programs.records import Record, changed, record_of, recorded, replayed, settled, stale, thawed
-from fspmd.tracing import recorder
+from fspmd.programs.passes.table import Passes, passes_of, transform
+from fspmd.programs.records import Record, changed, record_of, replayed, settled, stale, thawed
+from fspmd.tracing import is_recording
 from fspmd.watching.watch import hears_of_records, tell
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -77,8 +79,10 @@ def jit(
     none of the Python around them: no rules, no types, no autograd. Random functions draw anew, as they would without
     `jit`. Results are followed by autograd where arguments, or tensors that ``f`` closes over, have a gradient.
 
-    In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit` ``f`` runs as it is, and so does under
-    `communication_log` what has no record yet; within another jitted function it is a part of that function's record.
+    In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit` ``f`` runs as it is; within another
+    jitted function it is a part of that function's record. `communication_log` is told what the record communicates.
+    Processes record for themselves, without communication, and all run the record; but where shapes or the ways of
+    values are only known from values (uneven blocks, `ragged_all_to_all`, `rank_map`) all must record at once.
 
     Arguments that ``static_argnums`` (ints, from the end where negative) or ``static_argnames`` name are handed on as
     they are: functions, modules, whole trees. They tell records apart by type and equality, so they must be hashable.
@@ -158,7 +162,7 @@ def jit(
     def jitted(*args: Any, **kwargs: Any) -> Any:
         nonlocal hits, misses
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
-        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None:
+        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None or is_recording():
             return function(*args, **kwargs)
         if (watched := is_watched()) and not hears_of_records():
             return function(*args, **kwargs)
@@ -170,20 +174,23 @@ def jit(
         except TypeError:
             raise not_hashable(args, kwargs) from None
         if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
-            if watched or not recording.acquire(blocking=False):
-                return recordable(*args, **kwargs)  # another thread records
+            if not recording.acquire(blocking=world_size() > 1):
+                return recordable(*args, **kwargs)  # another thread records, which may wait for what this one does
             misses += 1
             try:
                 facts = facts_of(function, args, kwargs)
                 report(function, facts, (one.facts for one in records.values()), stale(record) if record else ())
                 given = donation(function, donate, args, kwargs) if donate else NOTHING
-                records[known], out = recorded(recordable, args, kwargs, changes, facts, given, make)
+                record, ran = record_of_call(recordable, args, kwargs, changes, facts, given, make)
+                records[known] = record
             finally:
                 recording.release()
-            return out
-        hits += 1
+        else:
+            hits, ran = hits + 1, None
         if watched:
             tell(record.moved)
+        if ran is not None:
+            return ran[0]
         if record.plain and strides == record.strides:
             return record.rebuild(record.run(*values))
         return replayed(record, values, strides)
@@ -197,14 +204,15 @@ def jit(
         return mark_static(function, static, args, kwargs) if static else (args, kwargs)
 
     def lowered(*args: Any, **kwargs: Any) -> Lowered:
-        if state.body is not None or _transforms_active() or recorder() is not None:
+        if state.body is not None or _transforms_active() or is_recording():
             raise RecordError(
                 f"jit({getattr(f, '__name__', f)}).lower(...) was called in a shard_map body, a torch.func transform "
                 "or a function that is recorded; lower it outside of them, with a TensorSpec for what it is given there"
             )
         given, named, mode = without_values(*marked(args, kwargs))
         found = donation(function, donate, given, named) if donate else NOTHING
-        captured = imagined(recordable, given, named, changes, mode)
+        captured = imagined(recordable, given, named, mode)
+        transform(captured.program, changes)
         found = settled(captured, found, make)
 
         def compiled() -> Compiled:

@@ -18,7 +18,6 @@ from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.fakes import fake_mode, stand_ins
 from fspmd.programs.flops import model_flops
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
-from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program
 from fspmd.programs.schedule import Event, communications, schedule
 from fspmd.programs.text import program_text
@@ -181,18 +180,14 @@ def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
     return *stand_ins((args, kwargs), mode), mode
 
 
-def imagined(
-    function: Callable[..., Any], args: Any, kwargs: Any, passes: Sequence[Pass], mode: FakeTensorMode
-) -> Capture:
-    """Record a function without running it; its program is changed by ``passes``."""
+def imagined(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
+    """Record a function without running it."""
     before = kept_states()
     try:
         with recording, mode:
-            captured = capture(function, args, kwargs, imagines=True)
+            return capture(function, args, kwargs, imagines=True)
     finally:
         go_on(before)
-    transform(captured.program, passes)
-    return captured
 
 
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
-from fspmd.errors import RecordError
+from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.local_view.python_step import blocks_of, write_of_python
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.pairs import Call, StandIn, watch_with
+from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import Routed, runner, way_back
 from fspmd.programs.escapes import Escapes, line
 from fspmd.programs.facts import aten, draws, is_pure, memory_of
@@ -113,7 +113,7 @@ class Recorder(Values):
                     out = function(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise self.refusal(
-                    RecordError(
+                    ValuesNeededError(
                         f"jit(f).lower(...) knows shapes alone, but what {trace().cause.what} moves depends on values; "
                         "call jit(f), or lower what stands before and after it"
                     )
@@ -193,7 +193,7 @@ class Recorder(Values):
         """Raises where a function that ``what`` runs as one step reaches values of the record."""
         if self.imagines:
             raise self.refusal(
-                RecordError(
+                ValuesNeededError(
                     f"jit(f).lower(...) knows shapes alone, and what {what} gives may depend on values; call "
                     f"jit(f), or lower what stands before and after it{line()}"
                 )
@@ -232,7 +232,7 @@ class Recorder(Values):
     def recording(self) -> Iterator[None]:
         """What runs inside is recorded."""
         tracing.begin()
-        watch_with(self._watched)
+        record_with(self._recorded)
         modules = register_module_forward_pre_hook(self._module)
         dispatch = above.dispatch
         above.dispatch = self._typed(dispatch)
@@ -244,7 +244,7 @@ class Recorder(Values):
             self.generators.show()
             above.dispatch = dispatch
             modules.remove()
-            watch_with(None)
+            record_with(None)
             tracing.end()
 
     def _typed(self, dispatch: Any) -> Any:
@@ -262,8 +262,8 @@ class Recorder(Values):
         if tracing.recorder() is self:
             self.modules[id(module)] = module
 
-    def _watched(self, x: Any, call: Call) -> Call:
-        return call if type(call) is _Recorded else _Recorded(call, self)
+    def _recorded(self, x: Any, call: Call) -> Call:
+        return call if type(call) is _Recorded or not tracing.is_recording() else _Recorded(call, self)
 
 
 class _Looks(tracing.DispatchMode):

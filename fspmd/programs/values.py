@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import TensorWeakRef
 
 from fspmd import tracing
 from fspmd.programs.facts import aten, functorch, memory_of, shard_of
+from fspmd.programs.fakes import active_mode, stand_in
 from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded
 from fspmd.tracing import RecordingMode
@@ -35,6 +37,7 @@ class Values(RecordingMode):
     def __init__(self, imagines: bool) -> None:
         super().__init__()
         self.imagines = imagines  # tensors are fake, and have no values
+        self.mode = active_mode() if imagines else None
         self.graph = fx.Graph()
         self.given: list[Tensor] = []  # arguments
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
@@ -42,6 +45,7 @@ class Values(RecordingMode):
         self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values, where others have none
         self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
@@ -53,7 +57,7 @@ class Values(RecordingMode):
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"x{len(self._nodes)}")
         self._know(x, node)
-        self._owners.setdefault(memory_of(x), node)
+        self._owners.setdefault(self._memory(x), node)
         self.given.append(x)
         return node
 
@@ -75,21 +79,32 @@ class Values(RecordingMode):
             self.captured[node] = x
             with torch._C.DisableTorchFunction():
                 self._gradients[node] = x.grad if x.is_leaf else None
-            self._owners.setdefault(memory_of(x), node)
+            self._owners.setdefault(self._memory(x), node)
         self._know(x, node)
         return node
 
     def owner(self, x: Tensor) -> fx.Node | None:
         """Whose memory, of what was there before, a tensor lies in."""
         self.node_of(x)
-        return self._owners.get(memory_of(x))
+        return self._owners.get(self._memory(x))
+
+    def _memory(self, x: Tensor) -> int:
+        """What tells the memory of a tensor; of one with values, where others have none, that of its stand-in."""
+        block = x.shards[0] if type(x) is LocalTensor else x
+        while functorch.is_functorch_wrapped_tensor(block):
+            block = functorch.get_unwrapped(block)
+        if self.mode is not None and not isinstance(block, FakeTensor):
+            if id(block) not in self._stand_ins:
+                self._stand_ins[id(block)] = block, stand_in(block, self.mode)
+            block = self._stand_ins[id(block)][1]
+        return memory_of(block)
 
     def constant(self, x: Tensor, value: Tensor | None = None) -> Tensor:
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
         with self.real():
             kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
-            _describe(node, kept)
+            _describe(node, kept, memory_of(kept))
         self._gradients[node] = None
         copy = self._put(aten.clone.default, (node,), {}, constant=True)
         self._know(x, copy)
@@ -124,7 +139,7 @@ class Values(RecordingMode):
     def _know(self, x: Tensor, node: fx.Node) -> None:
         self._nodes[id(x)] = TensorWeakRef(x), node
         if "value" not in node.meta:
-            _describe(node, x)
+            _describe(node, x, self._memory(x))
         for i, shard in enumerate(x.shards) if type(x) is LocalTensor else ():
             self._shards[id(shard)] = TensorWeakRef(shard), node, i
 
@@ -224,13 +239,13 @@ def _entry(table: dict[int, Any], x: Tensor) -> Any:
     return found if found is not None and found[0]() is x else None
 
 
-def _describe(node: fx.Node, x: Tensor) -> None:
+def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
     """Say of a node what its result is, and in whose memory it lies."""
     node.meta["value"] = value_of(x)
     node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
     node.meta["device"] = x.device
     node.meta["strides"] = _strides(x)
-    node.meta["storage"] = storage = memory_of(x)
+    node.meta["storage"] = storage
     before = node.all_input_nodes  # which are alive
     if node.target in (operator.getitem, Pending.wait):
         before = before[0].all_input_nodes
