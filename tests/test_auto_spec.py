@@ -37,6 +37,7 @@ from fspmd import (
     with_spec,
 )
 from fspmd.auto import eliminate
+from fspmd.auto.axes import alike, renamed
 from fspmd.auto.model import Builder
 from fspmd.auto.record import record
 from fspmd.auto.repeats import ties
@@ -155,6 +156,30 @@ def test_both_solvers_find_a_plan_of_the_same_time() -> None:
     f, args = WHOLE[-1]
     found = [auto_spec(f, LINE, *args, alternatives=0, solver=solver) for solver in ("elimination", "milp")]
     assert found[1].time == pytest.approx(found[0].time, rel=1e-6)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("f", "args"), PROGRAMS)
+def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...]) -> None:
+    """Every move priced, every choice looked at."""
+    mesh = make_mesh((2, 3), ("x", "y"))
+    leaves, treedef = optree.tree_flatten(args)
+    program = record(f, mesh, leaves, treedef)
+    whole = Builder(program, topology(), {})
+    whole.price_all()
+    every = Solver(whole)
+    assert auto_spec(f, mesh, *args).time == pytest.approx(
+        eliminate.eliminate(whole.model, every.order, 0.0, every.every).cost, rel=1e-9
+    )
+
+
+def test_axes_that_are_alike_stand_for_each_other() -> None:
+    mesh = make_mesh((8, 2, 2, 3), ("x", "y", "z", "w"), transport="abstract")
+    names = dict(zip("xyzw", "xzyw", strict=True))
+    assert names not in alike(mesh, Topology(per_host=4))  # a host has ranks along z, and none along y
+    assert names in alike(mesh, Topology(per_host=1))
+    spec = TensorSpec(mesh, P(("x", "y"), unreduced={"z"}), (64, 4), torch.float32)
+    assert renamed(spec, names).partition == P(("x", "z"), None, unreduced={"y"})
 
 
 def test_a_graph_that_is_too_wide_needs_the_other_solver(monkeypatch: pytest.MonkeyPatch) -> None:

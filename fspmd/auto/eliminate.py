@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fspmd.auto.model import Model
+from fspmd.auto.model import Cost, Model
 
 WIDEST = 1 << 25  # elements of a table
+_ROUNDING = 1e-11  # of the cost
 
 
 class TooWide(Exception):
@@ -30,30 +33,71 @@ class Bucket:
     variable: int
     others: tuple[int, ...]
     costs: Tensor  # [one dim for each of the others, its own choices]
+    least: Tensor  # of its own choices
 
-    def regrets(self, chosen: list[int]) -> Tensor:
+    def regrets(self, places: Sequence[int]) -> Tensor:
         """What each choice costs more than the best."""
-        costs = self.costs[tuple(chosen[other] for other in self.others)]
+        costs = self.costs[tuple(places[other] for other in self.others)]
         return costs - costs.amin()
 
 
 @dataclass(slots=True)
 class Solved:
-    """The least cost, and the buckets from which choices are read off, the last one first."""
+    """The least cost, and the buckets from which choices are read off, the last one first.
+
+    Choices are places among those that were ``kept``, of each variable.
+    """
 
     cost: float
     buckets: list[Bucket]
+    kept: Sequence[Tensor]
 
     def best(self) -> list[int]:
         """The choices that cost the least; of equal ones the first."""
-        chosen = [0] * len(self.buckets)
+        places = [0] * len(self.buckets)
         for bucket in reversed(self.buckets):
-            chosen[bucket.variable] = int(bucket.regrets(chosen).argmin())
-        return chosen
+            places[bucket.variable] = int(bucket.regrets(places).argmin())
+        return self.choices(places)
+
+    def choices(self, places: Sequence[int]) -> list[int]:
+        """Among all that a variable has."""
+        return [int(own[i]) for own, i in zip(self.kept, places, strict=True)]
+
+    def marginals(self) -> list[Tensor]:
+        """For each choice of a variable the least cost of all in which it is taken: `least` goes back down."""
+        place = {bucket.variable: i for i, bucket in enumerate(self.buckets)}
+        below: list[list[Bucket]] = [[] for _ in self.buckets]
+        for bucket in self.buckets:
+            if bucket.others:
+                below[min(map(place.__getitem__, bucket.others))].append(bucket)
+        above: dict[int, Tensor] = {}
+        found: list[Tensor] = [Tensor()] * len(self.buckets)
+        for i, bucket in reversed(list(enumerate(self.buckets))):
+            rest = above.pop(bucket.variable) if bucket.others else self.cost - bucket.least
+            whole = bucket.costs + rest.unsqueeze(-1)
+            scope = (*bucket.others, bucket.variable)
+            found[bucket.variable] = _least_over(whole, scope, (bucket.variable,))
+            for child in below[i]:
+                without = _least_over(whole, scope, child.others) - child.least
+                above[child.variable] = torch.where(child.least == inf, inf, without)
+        return found
+
+    def within(self, cost: float) -> list[Tensor]:
+        """The choices that are taken by anything of at most this cost."""
+        most = cost + _ROUNDING * max(1.0, abs(cost))
+        return [own[least <= most] for own, least in zip(self.kept, self.marginals(), strict=True)]
 
 
-def order(model: Model) -> list[int]:
-    """In which variables leave: that whose table is smallest, each time.
+def _least_over(table: Tensor, scope: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
+    """Of a table over a scope the least over all but some variables, which are in the order of the scope."""
+    gone = [i for i, v in enumerate(scope) if v not in kept]
+    table = table.amin(gone) if gone else table
+    left = [v for v in scope if v in kept]
+    return table.permute([left.index(v) for v in kept])
+
+
+def order(model: Model, sizes: Sequence[int]) -> list[int]:
+    """For variables of so many choices, in which variables leave: that whose table is smallest, each time.
 
     Raises:
         TooWide: some table is too large all the same.
@@ -62,7 +106,6 @@ def order(model: Model) -> list[int]:
     for a, b in model.pairs:
         joined[a].add(b)
         joined[b].add(a)
-    sizes = [len(own) for own in model.choices]
 
     def table(v: int) -> int:
         return sizes[v] * prod(sizes[other] for other in joined[v])
@@ -88,39 +131,71 @@ def order(model: Model) -> list[int]:
     return found
 
 
-def eliminate(model: Model, sequence: list[int], price: float | None) -> Solved:
-    """Solve; ``price``: µs for each byte, or None: bytes alone."""
-    tables: dict[int, dict[tuple[int, ...], Tensor]] = {v: {} for v in sequence}
+def eliminate(model: Model, sequence: list[int], price: float | None, kept: Sequence[Tensor]) -> Solved:
+    """Solve, by some choices of each variable; ``price``: µs for each byte, or None: bytes alone."""
     place = {v: i for i, v in enumerate(sequence)}
+    tables: list[list[tuple[tuple[int, ...], Tensor]]] = [[] for _ in sequence]
+    known = _Known()
 
     def put(scope: tuple[int, ...], table: Tensor) -> None:
         """At the variable of the scope that leaves first."""
-        at = tables[min(scope, key=place.__getitem__)]
-        at[scope] = at[scope] + table if scope in at else table
+        tables[min(scope, key=place.__getitem__)].append((scope, table))
 
     for v, cost in enumerate(model.own):
-        put((v,), cost.weighed(price))
-    for pair, cost in model.pairs.items():
-        put(pair, cost.weighed(price))
+        put((v,), known.own(cost.of(kept[v]).weighed(price)))
+    for (a, b), cost in model.pairs.items():
+        put((a, b), known.pair(cost, kept[a], kept[b], price))
     total, buckets = 0.0, []
     for v in sequence:
-        found = tables.pop(v)
-        others = tuple(sorted({other for scope in found for other in scope} - {v}))
-        scope = (*others, v)
-        rows = [_aligned(table, own_scope, scope) for own_scope, table in found.items()]
-        costs = functools.reduce(torch.add, sorted(rows, key=Tensor.numel))
-        buckets.append(Bucket(v, others, costs))
-        least = costs.amin(-1)
+        found, tables[v] = tables[v], []
+        others = tuple(sorted({other for scope, _ in found for other in scope} - {v}))
+        costs, least = known.sums(found, (*others, v))
+        buckets.append(Bucket(v, others, costs, least))
         if others:
             put(others, least)
         else:
             total += float(least)
-    return Solved(total, buckets)
+    return Solved(total, buckets, kept)
 
 
-def _aligned(table: Tensor, own: tuple[int, ...], scope: tuple[int, ...]) -> Tensor:
-    """A table over some of a scope's variables, to be added to one over all."""
-    order_of = sorted(range(len(own)), key=lambda i: scope.index(own[i]))
-    ordered = table.permute(order_of)
-    shape = [table.shape[own.index(v)] if v in own else 1 for v in scope]
-    return ordered.reshape(shape)
+class _Known:
+    """Tables that were made, by what they are made of: where layers repeat they are the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+        self._held: list[Cost] = []  # so that none has the id of another
+
+    def own(self, table: Tensor) -> Tensor:
+        """Of one variable."""
+        found: Tensor = self._made.setdefault(table.numpy().tobytes(), table)
+        return found
+
+    def pair(self, cost: Cost, mine: Tensor, theirs: Tensor, price: float | None) -> Tensor:
+        """Of two variables, of some of their choices."""
+        key = id(cost.time), mine.numpy().tobytes(), theirs.numpy().tobytes()
+        if key not in self._made:
+            self._held.append(cost)
+            self._made[key] = cost.of(mine, theirs).weighed(price)
+        found: Tensor = self._made[key]
+        return found
+
+    def sums(self, rows: list[tuple[tuple[int, ...], Tensor]], scope: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The sum of tables, over a scope whose last variable leaves, and what is least over that."""
+        at = {v: i for i, v in enumerate(scope)}
+        placed = [(tuple([at[v] for v in own]), table) for own, table in rows]
+        placed.sort(key=lambda row: (row[1].numel(), row[0]))
+        key = tuple([(own, id(table)) for own, table in placed])
+        if key not in self._made:
+            costs = functools.reduce(torch.add, [_aligned(table, own, len(scope)) for own, table in placed])
+            self._made[key] = costs, costs.amin(-1)
+        found: tuple[Tensor, Tensor] = self._made[key]
+        return found
+
+
+def _aligned(table: Tensor, own: tuple[int, ...], dims: int) -> Tensor:
+    """A table over some dims, to be added to one over all."""
+    order_of = sorted(range(len(own)), key=own.__getitem__)
+    shape = [1] * dims
+    for dim, n in zip(own, table.shape, strict=True):
+        shape[dim] = n
+    return table.permute(order_of).reshape(shape)

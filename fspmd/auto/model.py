@@ -7,7 +7,7 @@ reads it share the price of the move between them; with one that makes it, which
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf, prod
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.auto.axes import alike, over_axes, renamed
 from fspmd.auto.record import Op, Program
 from fspmd.auto.repeats import Ties
 from fspmd.auto.ways import Need, Way, layouts, ways
@@ -34,6 +35,11 @@ class Laid:
     spec: TensorSpec
     summed: frozenset[str] = frozenset()
 
+    @property
+    def over_axes(self) -> tuple[Any, ...]:
+        """What each mesh axis does."""
+        return over_axes([self.spec], [self.summed])
+
 
 @dataclass(slots=True)
 class Cost:
@@ -47,6 +53,14 @@ class Cost:
 
     def __mul__(self, times: int) -> Cost:
         return self if times == 1 else Cost(self.time * times, self.memory * times)
+
+    def of(self, *kept: Tensor) -> Cost:
+        """Of some choices of each variable."""
+        time, memory = self.time, self.memory
+        for dim, own in enumerate(kept):
+            if len(own) < time.shape[dim]:
+                time, memory = time.index_select(dim, own), memory.index_select(dim, own)
+        return Cost(time, memory)
 
     @property
     def mT(self) -> Cost:
@@ -68,6 +82,8 @@ class Prices:
     places: Tensor  # of the need of each way
     cost: Cost  # [layouts, needs]
     exact: Tensor
+    rows: dict[TensorSpec, list[int]]
+    columns: dict[TensorSpec, list[int]]
 
     def table(self) -> Cost:
         """For each layout and way."""
@@ -122,6 +138,8 @@ class Builder:
         self._tied = tied
         self._homes = dict(program.gradients) | dict(program.written)
         self._parts: dict[tuple[int, int], dict[int, tuple[Prices | Cost, int]]] = {}  # of a value and an op: how often
+        self._priced_from: dict[TensorSpec, list[Prices]] = {}
+        self._joined: dict[Any, Cost] = {}  # what a value and an op share, by what it is the sum of
         self._ways = [self._ways_of(op) for op in program.ops]
         self._read: dict[int, list[int]] = {}
         for i, op in enumerate(program.ops):
@@ -183,6 +201,11 @@ class Builder:
                 self._add(number, variable, self._making(self.of_value[number], i, k))
         for pair in self._parts:
             self._join(pair)
+        parts = {id(part): part for own in self._parts.values() for part, _ in own.values()}
+        for part in parts.values():
+            if isinstance(part, Prices):
+                for spec in part.rows:
+                    self._priced_from.setdefault(spec, []).append(part)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -270,39 +293,62 @@ class Builder:
 
     def _join(self, pair: tuple[int, int]) -> None:
         """Add up what a value and an op share."""
-        rows = self._parts[pair].values()
-        costs = [(part.table() if isinstance(part, Prices) else part) * times for part, times in rows]
-        whole = sum(costs[1:], costs[0])
         value, op = pair
-        self.model.pairs[(value, op) if value < op else (op, value)] = whole if value < op else whole.mT
+        key = tuple([(id(part), times) for part, times in self._parts[pair].values()]), value < op
+        if key not in self._joined:
+            rows = self._parts[pair].values()
+            costs = [(part.table() if isinstance(part, Prices) else part) * times for part, times in rows]
+            whole = sum(costs[1:], costs[0])
+            self._joined[key] = whole if value < op else whole.mT
+        self.model.pairs[(value, op) if value < op else (op, value)] = self._joined[key]
+
+    def _joined_anew(self, changed: Set[int]) -> None:
+        """Where parts have changed."""
+        if changed:
+            self._joined.clear()
+        for pair, parts in self._parts.items():
+            if not changed.isdisjoint(parts):
+                self._join(pair)
 
     def price(self, chosen: Sequence[int]) -> bool:
         """Price the moves of these choices; whether some cost more than they take at least."""
-        changed: set[int] = set()
+        before, changed = list[tuple[Prices, int, int, float]](), set[int]()
         for (value, op), parts in self._parts.items():
             for part, _ in parts.values():
                 if isinstance(part, Prices):
                     i, k = chosen[value], int(part.places[chosen[op]])
                     if not part.exact[i, k]:
-                        part.exact[i, k] = True
-                        time = self._time(part.laid[i], part.needs[k])
-                        if time > float(part.cost.time[i, k]) + _ROUNDING:
+                        before.append((part, i, k, float(part.cost.time[i, k])))
+        for part, i, k, _ in before:
+            if not part.exact[i, k]:
+                changed |= self._learn(part.laid[i].spec, part.needs[k].spec)
+        self._joined_anew(changed)
+        return any(float(part.cost.time[i, k]) > least + _ROUNDING for part, i, k, least in before)
+
+    def _learn(self, source: TensorSpec, target: TensorSpec) -> set[int]:
+        """Price a move wherever it is found, and those that differ by the names of alike axes; what has changed."""
+        changed = set[int]()
+        for names in alike(source.mesh, self.topology):
+            own = {name: axis for axis, name in names.items()}
+            before, after = renamed(source, names), renamed(target, names)
+            for part in self._priced_from.get(before, ()):
+                for k in part.columns.get(after, ()):
+                    need = part.needs[k]
+                    casts = source.mesh.ordered({own[axis] for axis in need.casts})
+                    time = self._time(source, target, casts, need.followed)
+                    for i in part.rows[before]:
+                        if not part.exact[i, k]:
+                            part.cost.time[i, k], part.exact[i, k] = time, True
                             changed.add(id(part))
-                        part.cost.time[i, k] = time
-        for pair, parts in self._parts.items():
-            if not changed.isdisjoint(parts):
-                self._join(pair)
-        return bool(changed)
+        return changed
 
     def price_all(self) -> None:
         """Price every move."""
-        for part in {id(part): part for parts in self._parts.values() for part, _ in parts.values()}.values():
-            if isinstance(part, Prices):
-                for i, k in (~part.exact).nonzero().tolist():
-                    part.cost.time[i, k] = self._time(part.laid[i], part.needs[k])
-                part.exact[:] = True
-        for pair in self._parts:
-            self._join(pair)
+        for part in {id(part): part for parts in self._priced_from.values() for part in parts}.values():
+            for i, k in (~part.exact).nonzero().tolist():
+                if not part.exact[i, k]:
+                    self._learn(part.laid[i].spec, part.needs[k].spec)
+        self._joined_anew({id(part) for parts in self._parts.values() for part, _ in parts.values()})
 
     def _reading(self, variable: int, op: int, operand: int) -> Prices:
         """The moves of an operand."""
@@ -313,11 +359,11 @@ class Builder:
         found: Prices = self.tables[key]
         return found
 
-    def _time(self, laid: Laid, need: Need) -> float:
-        key = laid.spec, need
+    def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], followed: bool) -> float:
+        key = source, target, casts, followed
         if key not in self.tables:
-            way = moves(laid.spec, need.spec, need.casts, self.topology)
-            self.tables[key] = way.forward + (way.backward + way.casting if need.followed else 0.0)
+            way = moves(source, target, casts, self.topology)
+            self.tables[key] = way.forward + (way.backward + way.casting if followed else 0.0)
         found: float = self.tables[key]
         return found
 
@@ -348,13 +394,19 @@ def _least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], topol
     exact = torch.zeros(time.shape, dtype=torch.bool)
     if needs[0].stays:
         time[:], exact[:] = inf, True
-    of_spec: dict[TensorSpec, list[int]] = {}
-    for k, need in enumerate(needs):
-        of_spec.setdefault(need.spec, []).append(k)
+    rows, columns = _places(specs), _places([need.spec for need in needs])
     for i, one in enumerate(laid):
-        for k in of_spec.get(one.spec, ()):
+        for k in columns.get(one.spec, ()):
             time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], topology), 0.0, True
-    return Prices(laid, needs, places, Cost(time, memory), exact)
+    return Prices(laid, needs, places, Cost(time, memory), exact, rows, columns)
+
+
+def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
+    """Where each stands."""
+    found: dict[TensorSpec, list[int]] = {}
+    for i, spec in enumerate(specs):
+        found.setdefault(spec, []).append(i)
+    return found
 
 
 def _as_it_lies(laid: Laid, need: Need, topology: Topology) -> float:

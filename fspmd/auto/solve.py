@@ -6,15 +6,18 @@ get a price, at which the quickest plan that fits and what no plan can beat come
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspmd.auto import integer
-from fspmd.auto.eliminate import Bucket, TooWide, eliminate, order
+from fspmd.auto.eliminate import Solved, TooWide, eliminate, order
 from fspmd.auto.model import Builder, Cost
 
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
@@ -47,11 +50,12 @@ class Solver:
     def __init__(self, builder: Builder, solver: str | None = None) -> None:
         self.builder, self.model = builder, builder.model
         self.price = _TIE
+        self.every = [torch.arange(len(own)) for own in builder.model.choices]
         self.order: list[int] = []
         self.integer = solver == "milp"
         if not self.integer:
             try:
-                self.order = order(builder.model)
+                self.order = order(builder.model, [len(own) for own in builder.model.choices])
             except TooWide:
                 if solver == "elimination":
                     raise
@@ -59,7 +63,7 @@ class Solver:
         if self.integer:
             builder.price_all()
 
-    def best(self, limit: float | None) -> Found:
+    def best(self, limit: float | None, most: float = inf) -> Found:
         """The quickest choice of at most so many bytes.
 
         Raises:
@@ -67,7 +71,7 @@ class Solver:
         """
         if self.integer:
             return self._by_integers(limit)
-        quickest, _ = self._cheapest(_TIE)
+        quickest, _ = self._cheapest(_TIE, most)
         if limit is None or quickest.memory <= limit:
             return quickest
         smallest = self._smallest()
@@ -95,19 +99,60 @@ class Solver:
         time, memory = self.model.cost(chosen)
         return Found(tuple(chosen), time, memory, time)
 
-    def _cheapest(self, price: float) -> tuple[Found, list[Bucket]]:
-        """The least time, with µs for each byte."""
-        while True:
-            solved = eliminate(self.model, self.order, price)
+    def _cheapest(self, price: float, most: float = inf) -> tuple[Found, Solved]:
+        """The least time, with µs for each byte; ``most``: what is known to be possible.
+
+        To know something a plan is made better over one mesh axis at a time, then over two, which is quickly done.
+        """
+        axes = [axis for axis, n in self.builder.program.mesh.shape.items() if n > 1]
+        if most == inf and len(axes) > 1:
+            found = self._least(price, self.every, rounds=1)[0]
+            for count in range(1, min(len(axes), 3)):
+                for group in 2 * list(itertools.combinations(axes, count)):
+                    known = found.time + price * found.memory
+                    better, _ = self._least(price, self._over(group, found.chosen), known)
+                    found = better if better.time + price * better.memory < known else found
+            most = found.time + price * found.memory
+        return self._least(price, self.every, most)
+
+    def _least(
+        self, price: float, kept: Sequence[Tensor], most: float = inf, rounds: int | None = None
+    ) -> tuple[Found, Solved]:
+        """The least of some choices; those that no plan as cheap as a known one has are left out on the way."""
+        for done in itertools.count(1):
+            solved = eliminate(self.model, self.order, price, kept)
+            if solved.cost == inf:
+                break
             chosen = solved.best()
-            if solved.cost == inf or not self.builder.price(chosen):
-                time, memory = self.model.cost(chosen)
-                return Found(tuple(chosen), time, memory, time), solved.buckets
+            if not self.builder.price(chosen) or done == rounds:
+                break
+            time, memory = self.model.cost(chosen)
+            most = min(most, time + price * memory)
+            kept = solved.within(most)
+        chosen = solved.best()
+        time, memory = self.model.cost(chosen)
+        return Found(tuple(chosen), time, memory, time), solved
+
+    def _over(self, axes: Sequence[str], chosen: Sequence[int]) -> list[Tensor]:
+        """The choices that do over all other axes what those of a plan do."""
+        others = [i for i, axis in enumerate(self.builder.program.mesh.axis_names) if axis not in axes]
+        rows = zip(self._doing, chosen, strict=True)
+        return [(own[:, others] == own[i, others]).all(1).nonzero().flatten() for own, i in rows]
+
+    @functools.cached_property
+    def _doing(self) -> list[Tensor]:
+        """What each choice of a variable does over each axis, as numbers."""
+        known: dict[tuple[Any, ...], Tensor] = {}
+        for own in self.model.choices:
+            if own not in known:
+                numbers: dict[Any, int] = {}
+                rows = [one.over_axes for one in own]
+                known[own] = torch.tensor([[numbers.setdefault(x, len(numbers)) for x in row] for row in rows])
+        return [known[own] for own in self.model.choices]
 
     def _smallest(self) -> Found:
         """The least memory; of equals not the quickest."""
-        solved = eliminate(self.model, self.order, None)
-        chosen = solved.best()
+        chosen = eliminate(self.model, self.order, None, self.every).best()
         self.builder.price(chosen)
         time, memory = self.model.cost(chosen)
         return Found(tuple(chosen), time, memory, 0.0)
@@ -120,7 +165,8 @@ class Solver:
         """
         while True:
             price = max((fits.time - over.time) / (over.memory - fits.memory), 0.0)
-            found, buckets = self._cheapest(price)
+            known = min(one.time + price * one.memory for one in (over, fits))
+            found, _ = self._cheapest(price, known)
             cost = found.time + price * found.memory
             bound = cost - price * limit
             if cost > over.time + price * over.memory - _ROUNDING * max(1.0, abs(cost)):
@@ -132,20 +178,24 @@ class Solver:
         self.price = price
         if found.memory <= limit and found.time < fits.time:
             fits = found
-        return self._search(limit, bound, fits, buckets)
+        return self._search(limit, bound, fits)
 
-    def _search(self, limit: float, bound: float, fits: Found, buckets: list[Bucket]) -> Found:
+    def _search(self, limit: float, bound: float, fits: Found) -> Found:
         """All choices that may be quicker than what is known to fit, by what they cost more than the bound."""
-        sizes = eliminate(self.model, self.order, None)
-        times = eliminate(self.model, self.order, 0.0)
+        solved = eliminate(self.model, self.order, self.price, self.every)
+        kept = solved.within(fits.time + self.price * limit)
+        solved = eliminate(self.model, self.order, self.price, kept)
+        buckets = solved.buckets
+        sizes = eliminate(self.model, self.order, None, kept)
+        times = eliminate(self.model, self.order, 0.0, kept)
         best, looked = fits, 0
-        chosen = [0] * len(buckets)
+        places = [0] * len(buckets)
         stack = [(len(buckets), 0, bound, sizes.cost, times.cost)]
         done = True
         while stack:
             at, choice, cost, size, time = stack.pop()
             if at < len(buckets):
-                chosen[buckets[at].variable] = choice
+                places[buckets[at].variable] = choice
             looked += 1
             if looked > _SEARCHED:
                 done = False
@@ -153,12 +203,13 @@ class Solver:
             if max(cost, time) >= best.time - _ROUNDING * best.time or size > limit:
                 continue
             if at == 0:
+                chosen = solved.choices(places)
                 self.builder.price(chosen)
                 exact, memory = self.model.cost(chosen)
                 if memory <= limit and exact < best.time:
                     best = Found(tuple(chosen), exact, memory, bound)
                 continue
-            rows = [one[at - 1].regrets(chosen) for one in (buckets, sizes.buckets, times.buckets)]
+            rows = [one[at - 1].regrets(places) for one in (buckets, sizes.buckets, times.buckets)]
             stack += [(at - 1, i, cost + a, size + b, time + c) for i, (a, b, c) in _ordered(rows)]
         return Found(best.chosen, best.time, best.memory, best.time if done else min(bound, best.time))
 

@@ -10,7 +10,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+from fspmd.auto.axes import over_axes
 from fspmd.auto.record import Op
 from fspmd.entries import entry_of
 from fspmd.global_view.layouts import Choice, layouts_of, working
@@ -48,6 +50,12 @@ class Way:
     def time(self) -> float:
         """µs of both."""
         return self.computing + self.within
+
+    @property
+    def over_axes(self) -> tuple[Any, ...]:
+        """What each mesh axis does."""
+        specs = [*(need.spec for need in self.needs), *self.results]
+        return over_axes(specs, [need.casts for need in self.needs])
 
 
 def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way, ...]:

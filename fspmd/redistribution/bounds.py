@@ -11,7 +11,8 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from math import inf, prod
 
 import torch
@@ -21,8 +22,9 @@ from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
-from fspmd.transport.windows import lacking, window
+from fspmd.transport.windows import lacking
 
+Axes = tuple[str, ...]
 Rows = tuple[tuple[int, int], ...]  # of one dim: from, to
 
 
@@ -32,29 +34,47 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     It looks at the ranks that stand first or last along each axis: as a bound that of some of them will do.
     """
     mesh = target.mesh
-    links = {axis: topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1}
-    speeds = sorted({link.bandwidth for link in links.values()})
-    islands = [frozenset(axis for axis, link in links.items() if link.bandwidth > speed) for speed in speeds]
-    latency = min((link.latency for link in links.values()), default=0.0)
+    levels = _levels(mesh, topology)
+    latency = min((level.latency for level in levels), default=0.0)
     scale = target.dtype.itemsize
-    lacked_by = [_lacked_by(target, island) for island in islands]
+    lacked_by = [(_lacked_by(target, level.island), _received_by(target, level.island)) for level in levels]
 
     @functools.cache
     def least(spec: TensorSpec) -> float:
-        time = told = 0.0
+        time = told = slow = 0.0
         slowest = inf
-        for speed, lacked_of in zip(speeds, lacked_by, strict=True):
-            lacked = lacked_of(spec)
+        for level, counts in zip(levels, lacked_by, strict=True):
+            lacked = max(count(spec) for count in counts)
             if lacked > told:
-                time, told = time + (lacked - told) * scale / speed, lacked
-                slowest = min(slowest, speed)
+                time, told = time + (lacked - told) * scale / level.bandwidth, lacked
+                slow, slowest = max(slow, level.latency), min(slowest, level.bandwidth)
         if not told:
             return 0.0
-        count = _grown(spec, target)
-        at_once = topology.launch + latency * (count - 1) + told * scale / slowest
-        return min(at_once, time + _begun(count, latency, topology, 2))
+        count = _heard(spec, target)
+        at_once = topology.launch + slow * (count - 1) + told * scale / slowest
+        return min(at_once, time + max(_begun(count, latency, topology, 2), 2 * topology.launch + slow))
 
     return least
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Links that are no quicker than some, and the axes of quicker ones, which join ranks to islands."""
+
+    bandwidth: float
+    latency: float  # the least of them
+    island: frozenset[str]
+
+
+@functools.lru_cache(maxsize=1024)
+def _levels(mesh: Mesh, topology: Topology) -> tuple[_Level, ...]:
+    """The slowest first."""
+    links = {axis: topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1}
+    found = []
+    for speed in sorted({link.bandwidth for link in links.values()}):
+        latency = min(link.latency for link in links.values() if link.bandwidth <= speed)
+        found.append(_Level(speed, latency, frozenset(a for a, link in links.items() if link.bandwidth > speed)))
+    return tuple(found)
 
 
 def closely(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
@@ -80,38 +100,137 @@ def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
 def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> Tensor:
     """µs ``[sources, targets]`` that no route can beat, of many layouts of one tensor at a time.
 
-    As `at_least` tells it. Of sums that end a rank receives its whole block, and the last collective writes one.
+    Of what the last rank, or its island, lacks; and of sums: where m are added up, and k ranks then have the sum,
+    there are m - 1 messages until one has it, and k - 1 from there on. The last collective writes a block.
     """
-    mesh = targets[0].mesh
+    mesh, levels = targets[0].mesh, _levels(targets[0].mesh, topology)
     if mesh.size == 1 or any(spec.flat for spec in (*sources, *targets)):  # which have no windows
         return torch.zeros(len(sources), len(targets), dtype=torch.float64)
-    at, ndim = tuple([n - 1 for n in mesh.shape.values()]), targets[0].ndim
-    held, wanted = (
-        torch.tensor([window(spec, at) for spec in specs]).reshape(len(specs), ndim, 2) for specs in (sources, targets)
-    )
-    begin = torch.maximum(held[:, None, :, 0], wanted[None, :, :, 0])
-    end = torch.minimum(held.sum(-1)[:, None], wanted.sum(-1)[None])
-    whole = wanted[:, :, 1].prod(-1)
-    lacks = whole - (end - begin).clamp(min=0).prod(-1)
-    axes = [axis for axis, n in mesh.shape.items() if n > 1]
-    sums, stay = (
-        torch.tensor([sum((axis in spec.partition.unreduced) << i for i, axis in enumerate(axes)) for spec in specs])
-        for specs in (sources, targets)
-    )
-    lacks = torch.where((sums[:, None] & ~stay) != 0, whole, lacks) * targets[0].dtype.itemsize
-    blocks_of = [torch.tensor([prod(spec.block_shape) for spec in specs]).clamp(min=1) for specs in (sources, targets)]
-    even = torch.tensor([spec.even for spec in sources])
-    grown = torch.where(even[:, None], (blocks_of[1] // blocks_of[0][:, None]).clamp(min=2), 2)
-    latency, bandwidth = _best_link(mesh, topology)
-    counts, of = grown.unique(return_inverse=True)
-    begun = torch.tensor([_begun(count, latency, topology) for count in counts.tolist()], dtype=torch.float64)[of]
-    writing = torch.tensor([prod(spec.block_shape) for spec in targets]) * targets[0].dtype.itemsize / topology.memory
-    return torch.where(lacks > 0, begun + lacks / bandwidth + writing, 0.0)
+    scale, latency = targets[0].dtype.itemsize, min(level.latency for level in levels)
+    time, told, slow, slowest = torch.zeros(4, len(sources), len(targets), dtype=torch.float64).unbind()
+    slowest = slowest + inf
+    for level in levels:
+        lacked = torch.maximum(_lacks(sources, targets, level.island), _receives(sources, targets, level.island))
+        more = lacked > told
+        time = time + torch.where(more, lacked - told, 0.0) * scale / level.bandwidth
+        slow = torch.where(more, slow.clamp(min=level.latency), slow)
+        slowest = torch.where(more, slowest.clamp(max=level.bandwidth), slowest)
+        told = torch.maximum(lacked, told)
+    heard = _hears(sources, targets)
+    at_once = topology.launch + slow * (heard - 1) + told * scale / slowest
+    counts, of = heard.unique(return_inverse=True)
+    begun = torch.tensor([_begun(n, latency, topology, 2) for n in counts.tolist()], dtype=torch.float64)[of]
+    least = torch.minimum(at_once, time + torch.maximum(begun, 2 * topology.launch + slow))
+    writing = torch.tensor([prod(spec.block_shape) for spec in targets]) * scale / topology.memory
+    return torch.where(told > 0, least + writing, 0.0)
+
+
+def _dims(
+    sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], count: Callable[[int, Axes, Axes], int]
+) -> Tensor:
+    """The product over dims of what is counted of two layouts of a dim, of that size."""
+    found = torch.ones(len(sources), len(targets), dtype=torch.float64)
+    for d, size in enumerate(targets[0].shape):
+        entries = [[entry_axes(spec.partition[d]) for spec in specs] for specs in (sources, targets)]
+        before, after = (list(dict.fromkeys(own)) for own in entries)
+        table = torch.tensor([[float(count(size, one, other)) for other in after] for one in before])
+        rows = torch.tensor([before.index(one) for one in entries[0]])
+        found *= table.double()[rows][:, [after.index(one) for one in entries[1]]]
+    return found
+
+
+def _lacks(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], island: frozenset[str]) -> Tensor:
+    """Elements that the last rank lacks of its block, shared among its island; all where sums end outside."""
+    sizes = targets[0].mesh.shape
+
+    def rows(size: int, axes: Axes, joined: Set[str]) -> Rows:
+        places = [None if axis in joined else sizes[axis] - 1 for axis in axes]
+        return _rows(size, tuple([sizes[axis] for axis in axes]), tuple(places))
+
+    common = _dims(sources, targets, lambda n, one, other: _common(rows(n, one, island), rows(n, other, island)))
+    whole = _dims(targets[:1], targets, lambda n, _, other: _common(*[rows(n, other, island)] * 2))
+    _, added, _, _ = _sums(sources, targets, island)
+    return torch.where(added > 1, whole, whole - common) / prod(sizes[axis] for axis in island)
+
+
+def _hears(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec]) -> Tensor:
+    """How many ranks' blocks are in what the last rank has in the end, 2 or more."""
+    sizes = targets[0].mesh.shape
+
+    def overlapped(size: int, one: Axes, other: Axes) -> int:
+        return _overlapped(size, *(tuple([sizes[axis] for axis in axes]) for axes in (one, other)))
+
+    _, added, _, _ = _sums(sources, targets, frozenset())
+    return (_dims(sources, targets, overlapped) * added).long().clamp(min=2)
+
+
+def _receives(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], island: frozenset[str]) -> Tensor:
+    """Elements that a rank receives at least from other islands, on average."""
+    staying, added, now, then = _sums(sources, targets, island)
+    copies = torch.minimum(staying * (then - now), staying + then - 2).clamp(min=0)
+    summed = torch.minimum(staying * (added + then - 2), staying * added + then - 2)
+    return torch.where(added > 1, summed, copies) * (prod(targets[0].shape) / targets[0].mesh.size)
+
+
+def _sums(
+    sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], island: frozenset[str]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over axes outside of islands: how many sums stay, how many are added up, how often each is held before, after."""
+    sizes = {axis: n for axis, n in targets[0].mesh.shape.items() if n > 1 and axis not in island}
+    ranks = torch.tensor([prod(itertools.compress(sizes.values(), bits)) for bits in _bits(len(sizes))])
+
+    def mask(chosen: Set[str]) -> int:
+        return sum((axis in chosen) << i for i, axis in enumerate(sizes))
+
+    pending = [torch.tensor([mask(spec.partition.unreduced) for spec in specs]) for specs in (sources, targets)]
+    cut = [torch.tensor([mask(spec.partition.axes) for spec in specs]) for specs in (sources, targets)]
+    every = len(ranks) - 1
+    now, then = (ranks[every & ~own & ~also] for own, also in zip(pending, cut, strict=True))
+    return ranks[pending[0][:, None] & pending[1]], ranks[pending[0][:, None] & ~pending[1]], now[:, None], then
+
+
+def _bits(count: int) -> list[list[int]]:
+    return [[one >> i & 1 for i in range(count)] for one in range(1 << count)]
 
 
 def _grown(spec: TensorSpec, target: TensorSpec) -> int:
     """How many blocks like its own a rank has in the end; 2 where that is fewer, or not the same for all."""
     return max(2, prod(target.block_shape) // prod(spec.block_shape)) if spec.even else 2
+
+
+def _heard(spec: TensorSpec, target: TensorSpec) -> int:
+    """How many ranks' blocks are in what a rank has in the end; 2 where these are fewer, or it cannot be told."""
+    sizes, found = spec.mesh.shape, 1
+    for size, before, after in zip(spec.shape, spec.partition, target.partition, strict=True):
+        found *= _overlapped(size, *(tuple([sizes[a] for a in entry_axes(entry)]) for entry in (before, after)))
+    return max(2, found * prod(sizes[axis] for axis in spec.partition.unreduced - target.partition.unreduced))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _overlapped(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> int:
+    """How many blocks of one way to cut a dim the last block of another one overlaps."""
+    if not size:
+        return 1
+    start, length = blocks(size, after)[-1]
+    return max(1, sum(begin < start + length and start < begin + own for begin, own in blocks(size, before) if own))
+
+
+def _received_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
+    """Elements that the ranks of islands receive from others at least, on average."""
+    sizes = {axis: n for axis, n in target.mesh.shape.items() if axis not in island}
+    pending, cut = target.partition.unreduced, target.partition.axes
+    having = prod(n for axis, n in sizes.items() if axis not in pending and axis not in cut)
+    share = prod(target.shape) / target.mesh.size
+
+    def received(spec: TensorSpec) -> float:
+        sums = [(axis, n) for axis, n in sizes.items() if axis in spec.partition.unreduced]
+        added = prod(n for axis, n in sums if axis not in pending)
+        if added == 1:
+            return 0.0
+        staying = prod(n for axis, n in sums if axis in pending)
+        return share * min(staying * (added + having - 2), staying * added + having - 2)
+
+    return received
 
 
 def _begun(count: int, latency: float, topology: Topology, fewest: int = 1) -> float:
