@@ -296,7 +296,7 @@ def _joined(graph: fx.Graph, parts: list[fx.Node], how: tuple[Shape, int, int], 
 
 def _erase(node: fx.Node) -> None:
     """A step that nothing uses, and those that were for it alone, as far as they compute nothing else."""
-    if node.users or node.op != "call_function":
+    if node._erased or node.users or node.op != "call_function":
         return
     before = node.all_input_nodes
     node.graph.erase_node(node)
