@@ -190,6 +190,26 @@ def test_explanations() -> None:
         "  reduced        P(reduced={'x'}) -> P(reduced={'x'})",
         "  whole          P() -> P()",
     ]
+    before = torch.get_rng_state()
+    assert fspmd.explain_rule(F.mse_loss, torch.ones(4), torch.ones(4)).splitlines() == [
+        "mse_loss(f32[4], f32[4]) is made of",
+        "mse_loss(f32[4], f32[4]): a, a -> a",
+        "  a sharded      P('x'), P('x') -> P('x')",
+        "  reduced        P(reduced={'x'}), P(reduced={'x'}) -> P(reduced={'x'})",
+        "  whole          P(), P() -> P()",
+        "mean(f32[4]): a -> ",
+        "  a sharded      P('x') -> P(unreduced={'x'})",
+        "  unreduced      P(unreduced={'x'}) -> P(unreduced={'x'})",
+        "  reduced        P(reduced={'x'}) -> P(reduced={'x'})",
+        "  whole          P() -> P()",
+    ]
+    assert "  2 sharded      P(None, None, 'x'), P() -> P(None, None, 'x') by a body" in fspmd.explain_rule(
+        F.conv1d, torch.ones(2, 4, 6), torch.ones(3, 4, 3)
+    )
+    assert "\n*(f32[3], f32[3]): a, a -> a" in fspmd.explain_rule(F.dropout, torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ArgumentError, match=r"nonzero.* has no rule; write one"):
+        fspmd.explain_rule(torch.nonzero, torch.ones(3))
 
 
 @pytest.mark.parametrize(

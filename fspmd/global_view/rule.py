@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,14 +12,28 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError
-from fspmd.global_view.dispatch import forget_plans
+from fspmd.errors import ArgumentError, FspmdError
+from fspmd.global_view.dispatch import dispatch, forget_plans, instead_of_dispatch
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.messages import counted, described
-from fspmd.rules import Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
+from fspmd.rules import (
+    Factors,
+    Row,
+    Rule,
+    Site,
+    Whole,
+    composite_of,
+    handler_of,
+    is_registered,
+    match,
+    parse,
+    reducing,
+    register,
+    row_of,
+)
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 
@@ -168,10 +183,11 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         kwargs: The same.
 
     Returns:
-        Text: the dims of the computation, and one line for each thing that an axis ``x`` can do.
+        Text: the dims of the computation, and one line for each thing that an axis ``x`` can do. Of a function without
+        a rule the same of each that it is made of.
 
     Raises:
-        ArgumentError: the function has no rule, or none for such a call.
+        ArgumentError: neither the function nor what it is made of has a rule for such a call.
 
     >>> import torch
     >>> print(explain_rule(torch.mm, torch.empty(4, 6), torch.empty(6, 8)))
@@ -186,11 +202,43 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """
     mesh = make_mesh((2,), ("x",), transport="simulation", device="cpu")
     operands = _operands(mesh, args, kwargs)
-    question = ask(func, args, kwargs, operands) if operands else None
-    if question is None:
-        given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
-        raise ArgumentError(f"{shown(func)} of {given or 'no tensors'} has no rule; write one with fspmd.rule")
-    return _explained(shown(func).removesuffix("()"), question)
+    question = _asked(func, args, kwargs, operands) if operands else None
+    if question is not None:
+        return _explained(func, question)
+    given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
+    if parts := _parts(mesh, func, args, kwargs) if operands and _is_dispatched(func) else []:
+        return "\n".join([f"{shown(func).removesuffix('()')}({given}) is made of", *parts])
+    raise ArgumentError(f"{shown(func)} of {given or 'no tensors'} has no rule; write one with fspmd.rule")
+
+
+def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Any) -> Question | None:
+    known = is_registered(func) or (handler_of(func) is None and composite_of(func, args, kwargs) is None)
+    return ask(func, args, kwargs, operands) if known else None
+
+
+def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """What each call with a rule means that a call is made of; it runs once, on tensors without data."""
+    found: dict[str, None] = {}
+
+    def told(inner: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        operands = _operands(mesh, args, kwargs or {})
+        question = _asked(inner, args, kwargs or {}, operands) if operands else None
+        if question is not None:
+            found[_explained(inner, question)] = None
+        return dispatch(Sharded, inner, types, args, kwargs)
+
+    def without_data(x: Any) -> Any:
+        if not isinstance(x, (Tensor, Sharded)):
+            return x
+        block = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return Sharded(block, TensorSpec(mesh, P(), tuple(x.shape), x.dtype))
+
+    tree: Any = (args, kwargs)
+    given, named = optree.tree_map(without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
+    with suppress(FspmdError, RuntimeError), torch.random.fork_rng([]), torch.no_grad(), instead_of_dispatch(told):
+        func(*given, **named)
+        return list(found)
+    return []
 
 
 def _operands(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, TensorSpec]]:
@@ -203,7 +251,8 @@ def _operands(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return found
 
 
-def _explained(name: str, question: Question) -> str:
+def _explained(func: Any, question: Question) -> str:
+    name = shown(func).removesuffix("()")
     factors, specs = question.factors, [spec for _, spec in question.operands]
     letters = _letters(question)
 
