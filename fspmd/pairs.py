@@ -195,6 +195,11 @@ def is_watched() -> bool:
     return _watch is not None
 
 
+def is_seen() -> bool:
+    """Whether anybody watches or records what is applied, in any thread."""
+    return _seen
+
+
 class StandIn(Call):
     """A call in the place of a ``plain`` one, put there ``by`` who watches; so is its transpose."""
 

@@ -14,7 +14,7 @@ import optree
 import torch
 
 from fspmd.auto.calls import Calls, operands_of
-from fspmd.global_view.dispatch import dispatch, instead_of_dispatch
+from fspmd.global_view.dispatch import Dispatch, instead_of_dispatch
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import cast_where_gathered
@@ -62,8 +62,7 @@ def applied(
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        guide = _Guide(calls, steps)
-        with instead_of_dispatch(guide.dispatch):
+        with instead_of_dispatch(lambda below: _Guide(calls, steps, below).dispatch):
             out = f(*args, **kwargs)
         leaves, treedef = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
         ends = iter(results)
@@ -80,15 +79,15 @@ def _ended(x: Sharded, partition: P | None) -> Sharded:
 class _Guide:
     """The next step of one run."""
 
-    def __init__(self, calls: Calls, steps: Sequence[Step]) -> None:
-        self.calls, self.steps, self.at = calls, steps, 0
+    def __init__(self, calls: Calls, steps: Sequence[Step], below: Dispatch) -> None:
+        self.calls, self.steps, self.below, self.at = calls, steps, below, 0
         self.within = False  # a call, which may make others
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """In place of the one that moves what it must."""
         kwargs = kwargs or {}
         if self.within:
-            return dispatch(Sharded, func, types, args, kwargs)
+            return self.below(func, types, args, kwargs)
         asked = self.calls.ask(func, args, kwargs)
         if asked.run is not None:
             return asked.run(args, kwargs)
@@ -107,7 +106,7 @@ class _Guide:
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.within = True
         try:
-            return dispatch(Sharded, func, types, args, kwargs)
+            return self.below(func, types, args, kwargs)
         finally:
             self.within = False
 

@@ -241,7 +241,7 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
         raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
     watch_with(by.watched)
     try:
-        with by, instead_of_dispatch(by.dispatch), telling(by.told):
+        with by, instead_of_dispatch(lambda _: by.dispatch), telling(by.told):
             out = f(*treedef.unflatten(given))
     except FspmdError:
         raise

@@ -418,16 +418,18 @@ def _leave_to_python(function: Any, why: str) -> None:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-_instead: dict[int, list[Callable[..., Any]]] = {}  # by thread, the last is asked
+Dispatch = Callable[..., Any]  # of a function, types, arguments by place, and by name
+_instead: dict[int, list[Dispatch]] = {}  # by thread, the last is asked
 _changing = threading.Lock()
 
 
 @contextmanager
-def instead_of_dispatch(other: Callable[..., Any]) -> Iterator[None]:
-    """While the block runs, ``other(func, types, args, kwargs)`` has the calls of this thread on `Sharded` values."""
+def instead_of_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
+    """While the block runs, ``over(below)`` has the calls of this thread on `Sharded` values, in place of ``below``."""
     thread = threading.get_ident()
     with _changing:
-        _instead.setdefault(thread, []).append(other)
+        others = _instead.setdefault(thread, [])
+        others.append(over(others[-1] if others else MethodType(dispatch, Sharded)))
         above.dispatch = Sharded.__torch_function__ = MethodType(_either, Sharded)
     try:
         yield

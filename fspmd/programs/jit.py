@@ -12,7 +12,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, RecordError
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
-from fspmd.pairs import is_watched
+from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.ahead import Compiled
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_static, with_static
 from fspmd.programs.backends import Backend, maker
@@ -162,10 +162,12 @@ def jit(
     def jitted(*args: Any, **kwargs: Any) -> Any:
         nonlocal hits, misses
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
-        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None or is_recording():
+        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None:
             return function(*args, **kwargs)
-        if (watched := is_watched()) and not hears_of_records():
-            return function(*args, **kwargs)
+        if watched := is_seen():
+            watched = is_watched()
+            if is_recording() or (watched and not hears_of_records()):
+                return function(*args, **kwargs)
         if static:
             args, kwargs = mark_static(function, static, args, kwargs)
         known, values, strides = key_of(args, kwargs)

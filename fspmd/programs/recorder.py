@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
+from fspmd.global_view.dispatch import Dispatch, instead_of_dispatch
 from fspmd.local_view.python_step import blocks_of, write_of_python
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
@@ -28,7 +29,7 @@ from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.reach import reached
 from fspmd.programs.refusals import check, check_writes, written_by
 from fspmd.programs.values import Values
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
 from fspmd.watching.causes import trace
@@ -234,20 +235,17 @@ class Recorder(Values):
         tracing.begin()
         record_with(self._recorded)
         modules = register_module_forward_pre_hook(self._module)
-        dispatch = above.dispatch
-        above.dispatch = self._typed(dispatch)
         self.generators.hide()
         try:
-            with self, Escapes(self):
+            with self, Escapes(self), instead_of_dispatch(self._typed):
                 yield
         finally:
             self.generators.show()
-            above.dispatch = dispatch
             modules.remove()
             record_with(None)
             tracing.end()
 
-    def _typed(self, dispatch: Any) -> Any:
+    def _typed(self, dispatch: Dispatch) -> Dispatch:
         """What operators of `Sharded` values call, which are no torch functions to a mode."""
 
         def run(*args: Any) -> Any:
