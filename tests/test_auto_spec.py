@@ -406,6 +406,19 @@ def test_blocks_that_are_cut_anew_take_what_was_predicted() -> None:
     assert sum(one.price.time for one in log) == pytest.approx(found.communication, rel=0.1)
 
 
+@pytest.mark.parametrize("length", [512, 4096])
+def test_attention_along_a_sharded_sequence_takes_what_was_predicted(length: int) -> None:
+    """As long as the program that `lower` shows is: the ring waits for blocks that products do not hide."""
+    shape, fixed = (1, 2, length, 64), {name: P(None, None, "x") for name in ("query", "key", "value")}
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return F.scaled_dot_product_attention(query, key, value)
+
+    found = auto_spec(attend, LINE, *[meta(*shape)] * 3, fixed=fixed, alternatives=0)
+    specs = [TensorSpec(LINE, spec, shape, torch.float32) for spec in found.specs]
+    assert jit(found.apply(attend)).lower(*specs).cost().time == pytest.approx(found.time, rel=0.01)
+
+
 def test_specs_stand_in_for_tensors() -> None:
     spec = TensorSpec(LINE, P(), (4096, 4096), torch.float32)
     assert auto_spec(torch.mm, LINE, spec, spec).time > 0

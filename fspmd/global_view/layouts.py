@@ -62,25 +62,25 @@ def layouts_of(
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
     stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
     computing = 0.0 if stays else working(factors, needs, laid, topology)
-    within = 0.0
+    within = back = 0.0
     if by_body and body is not None:
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
         over = tuple(axis for factor in by_body for axis in axes_of[factor])
         within = body.time(needs, results, over, topology, whole)
         if within == inf:
             return None
-    back = within * body.back if body is not None else 0.0
+        back = within * body.back if isinstance(body.back, float) else body.back(needs, results, over, topology, whole)
     return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
 
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
-    """µs of the computation: each element of its factors' blocks once, or reading and writing the blocks."""
+    """µs of the computation: the products of each place of its factors' blocks, or reading and writing the blocks."""
     lengths: dict[int, int] = {}
     held = 0
     for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
         held += prod(spec.block_shape) * spec.dtype.itemsize
         lengths.update((f, n) for f, n in zip(dims, spec.block_shape, strict=True) if f is not None)
-    return work(prod(lengths.values()), held, topology)
+    return work(prod(lengths.values()) * factors.products, held, topology)
 
 
 def aligned(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fspmd.collectives import pmax, ppermute, psum
 from fspmd.entries import entry_axes
-from fspmd.redistribution.cost import Topology, price
+from fspmd.redistribution.cost import Topology, price, work
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
@@ -36,7 +36,7 @@ def attention(whole: Whole) -> Factors:
     if whole.argument(4, "dropout_p", 0.0) or min(map(len, whole.shapes)) < 2 or len(whole.shapes) < 3:
         return NO_RULE
     grouped = bool(whole.argument(7, "enable_gqa", False))
-    query, key, *_ = whole.shapes[:3]
+    query, key, value = whole.shapes[:3]
     if grouped and min(len(shape) for shape in whole.shapes[:3]) < 3:
         return NO_RULE
     found = match(_PATTERNS[0, "h " if grouped else ""], whole.shapes[:3])
@@ -47,7 +47,12 @@ def attention(whole: Whole) -> Factors:
     own = frozenset({s, rows} if whole.argument(5, "is_causal", False) else {s})
     scaled = frozenset({found.names["h"]} if grouped else ())
     found = found._replace(
-        operands=(*found.operands, *masks), summed=frozenset(), whole=own, scaled=scaled, names=names
+        operands=(*found.operands, *masks),
+        summed=frozenset(),
+        whole=own,
+        scaled=scaled,
+        names=names,
+        products=query[-1] + value[-1],
     )
     if query[-2] != key[-2]:
         return found
@@ -55,7 +60,9 @@ def attention(whole: Whole) -> Factors:
     joint = tuple(tuple(ring.get(f, f) if f is not None else None for f in dims) for dims in found.operands[:3])
     beside = tuple(tuple(t if f == rows else None if f == s else f for f in dims) for dims in masks)
     results = (tuple(ring.get(f, f) if f is not None else None for f in found.results[0]),)
-    together = found._replace(operands=(*joint, *beside), results=results, whole=frozenset({t}))
+    together = found._replace(
+        operands=(*joint, *beside), results=results, whole=frozenset({t}), products=found.products * key[-2]
+    )
     return found._replace(others=(together,))
 
 
@@ -70,15 +77,33 @@ def _mask(result: Dims, shape: Sequence[int], whole: Whole, s: int) -> Dims:
 def _time(
     specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
 ) -> float:
-    """One round of the ring, the rest being hidden behind the products; or the sum of all parts."""
-    query = specs[0]
-    on = [[a for a in axes if a in entry_axes(spec.partition[-2])] for spec in specs[:2]]
+    """Of what the products do not hide of the rounds of a ring; or of the sums of all parts, and of their weights."""
+    query, key, value = specs[:3]
+    on = [tuple([a for a in axes if a in entry_axes(spec.partition[-2])]) for spec in specs[:2]]
     if not on[1]:
         return 0.0
-    sizes = [math.prod(spec.block_shape) * spec.dtype.itemsize for spec in specs[:3]]
     if on[0] == on[1]:
-        return price("permute", query.mesh, tuple(on[1]), sum(sizes[1:]), sum(sizes[1:]), topology).time
-    return price("reduce", query.mesh, tuple(on[1]), sizes[0], sizes[0], topology).time
+        return _rounds(query, key, value, on[1], topology)
+    rows = math.prod(query.block_shape[:-1]) * max(query.dtype.itemsize, 4)
+    one, whole = (price("reduce", query.mesh, on[1], n, n, topology).time for n in (rows, rows * value.shape[-1]))
+    return 2 * one + whole
+
+
+def _back(
+    specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
+) -> float:
+    """Of the same for gradients: sums have none."""
+    query, key, value = specs[:3]
+    on = [tuple([a for a in axes if a in entry_axes(spec.partition[-2])]) for spec in specs[:2]]
+    return _rounds(query, key, value, on[1], topology) if on[1] and on[0] == on[1] else 0.0
+
+
+def _rounds(query: TensorSpec, key: TensorSpec, value: TensorSpec, axes: tuple[str, ...], topology: Topology) -> float:
+    """Each round begins before the products of the one before it, and none comes after the last products."""
+    sent = sum(math.prod(spec.block_shape) * max(spec.dtype.itemsize, 4) for spec in (key, value))
+    one = price("permute", query.mesh, axes, sent, sent, topology).time
+    products = math.prod(query.block_shape[:-1]) * key.block_shape[-2] * (query.shape[-1] + value.shape[-1])
+    return (query.mesh.axis_size(axes) - 1) * max(0.0, one - work(products, sent, topology))
 
 
 def _body(
@@ -194,7 +219,7 @@ def _parts(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     return psum(weights @ value, axes) / total.where(total != 0, 1)
 
 
-attend = Bodied(_body, _time)
+attend = Bodied(_body, _time, _back)
 
 
 def with_dropout(

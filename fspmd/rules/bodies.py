@@ -80,7 +80,7 @@ class Bodied:
 
     body: Body
     time: Time  # infinite for operands that it does not take
-    back: float = 1.0  # of its gradients, in times of that
+    back: float | Time = 1.0  # of its gradients, in times of that
     asks: bool = False  # ranks compare the shapes of what they give to collectives: not known to be right
 
 

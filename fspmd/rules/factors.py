@@ -32,6 +32,7 @@ class Factors(NamedTuple):
     pieces: Mapping[int, int] = _NO  # how many equal ones, none of them cut, a factor consists of
     names: Mapping[Any, int] = _NO  # how a sharded body calls them; dims by number have none
     others: tuple[Factors, ...] = ()  # other readings of the same dims, of which one may be cheaper
+    products: int = 1  # for each place of the factors
 
 
 @dataclass(frozen=True, slots=True)
