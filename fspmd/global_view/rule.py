@@ -235,7 +235,12 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     tree: Any = (args, kwargs)
     given, named = optree.tree_map(without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
-    with suppress(FspmdError, RuntimeError), torch.random.fork_rng([]), torch.no_grad(), instead_of_dispatch(told):
+    with (
+        suppress(FspmdError, RuntimeError),
+        torch.random.fork_rng([]),
+        torch.no_grad(),
+        instead_of_dispatch(lambda _: told),
+    ):
         func(*given, **named)
         return list(found)
     return []
