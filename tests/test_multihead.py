@@ -10,7 +10,19 @@ from simulated import layouts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fspmd import P, communication_log, device_get, device_put, make_mesh, reshard
+from fspmd import (
+    ColwiseParallel,
+    Flat,
+    P,
+    RowwiseParallel,
+    communication_log,
+    device_get,
+    device_put,
+    functional_call,
+    make_mesh,
+    parallelize,
+    reshard,
+)
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -104,6 +116,21 @@ def test_a_packed_projection_cut_along_all_three_is_exchanged_once() -> None:
     with communication_log() as log:
         called(x, x, (rows, None, columns, None), need_weights=False)
     assert [one.kind for one in log] == ["ragged_all_to_all"]
+
+
+def test_a_packed_projection_of_which_each_part_is_cut_moves_nothing() -> None:
+    each = ColwiseParallel(specs={"in_proj_*": P(Flat((3, None), (E, "x")))}, output=None)
+    module = nn.MultiheadAttention(E, H, dtype=F64)
+    styles = {"": each, "out_proj": RowwiseParallel(output=None)}
+    params, plan = parallelize(dict(module.named_parameters()), styles, LINE)
+    q, k = waves(L, B, E), waves(S, B, E).cos()
+    q_, k_ = (device_put(one, P(), mesh=LINE) for one in (q, k))
+    for given, whole in (((q_, q_, q_), (q, q, q)), ((q_, k_, k_), (q, k, k))):
+        with communication_log() as log:
+            out, _ = functional_call(module, params, *given, need_weights=False, styles=plan)
+            assert not log
+        assert out.spec.partition == P(None, None, None, unreduced={"x"})
+        torch.testing.assert_close(device_get(out), module(*whole, need_weights=False)[0])
 
 
 def test_what_torch_refuses_is_refused() -> None:

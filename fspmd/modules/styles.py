@@ -81,8 +81,8 @@ class ColwiseParallel(Style):
     the axis, as `SequenceParallel` gives it, is gathered; backward its gradient is then a reduce-scatter.
 
     The ``in_proj_weight`` of ``nn.MultiheadAttention`` holds those of q, k and v one after another, which no even cut
-    divides by heads: the values are right, and its rule moves what each rank's heads lack. A layer each for q, k and v
-    moves nothing.
+    divides by heads: the values are right, and its rule moves what each rank's heads lack. Each of the three cut, with
+    ``specs={"in_proj_*": P(Flat((3, None), (width, "x")))}``, or a layer each for q, k and v moves nothing.
     """
 
     weight: Layout = -2
