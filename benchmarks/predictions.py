@@ -51,11 +51,11 @@ CASES: dict[str, tuple[Callable[[Any], Any], dict[str, Specs]]] = {
             "data parallel": _mlp(32, 768, P("x"), P(), P()),
         },
     ),
-    "MLP of 64, 16,384 rows": (
+    "MLP of 16, 65,536 rows": (
         mlp,
         {
-            "data parallel": _mlp(16384, 64, P("x"), P(), P()),
-            "columns, then rows": _mlp(16384, 64, P(), P(None, "x"), P("x")),
+            "data parallel": _mlp(65536, 16, P("x"), P(), P()),
+            "columns, then rows": _mlp(65536, 16, P(), P(None, "x"), P("x")),
         },
     ),
     "MLP of 512, 64 rows": (
