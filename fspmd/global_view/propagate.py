@@ -199,8 +199,8 @@ def propagate(
     floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
     if not floating:
         return plan
-    if _same(best, question._replace(gradients=floating).best(known)):
-        return plan
+    if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):
+        return plan  # else it is asked when a gradient is wanted
     return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
 
 

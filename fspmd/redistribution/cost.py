@@ -75,6 +75,14 @@ def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
     return len({mesh.rank_at(at) // per_host for at in corners}) > 1
 
 
+@functools.lru_cache(maxsize=256)
+def links_differ(mesh: Mesh, topology: Topology) -> bool:
+    """Whether some axes of a mesh are quicker than others, or than all together."""
+    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    groups = [(axis,) for axis in axes] + [axes] * (len(axes) > 1)
+    return len({topology.link(mesh, group) for group in groups}) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Price:
     """What one collective costs each rank."""

@@ -19,7 +19,7 @@ from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bounded
-from fspmd.redistribution.cost import FREE, Price, Topology, price
+from fspmd.redistribution.cost import FREE, Price, Topology, links_differ, price
 from fspmd.redistribution.edges import edges, reblock
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
@@ -190,7 +190,7 @@ def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
     sizes = [mesh.shape[axis] for axis in step.call.axes]
     spared = 2 * (prod(sizes) - 1 - sum(n - 1 for n in sizes))  # rounds, by one step per axis
     latency = topology.link(mesh, step.call.axes).latency
-    return spared * latency <= topology.launch and not _links_differ(source, topology)
+    return spared * latency <= topology.launch and not links_differ(source.mesh, topology)
 
 
 def _weight(move: Call) -> int:
@@ -274,15 +274,8 @@ def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> b
     return bool(
         before.unreduced - after.unreduced
         or (many and after.unreduced | after.reduced)
-        or _links_differ(source, topology)
+        or links_differ(source.mesh, topology)
     )
-
-
-def _links_differ(spec: TensorSpec, topology: Topology) -> bool:
-    mesh = spec.mesh
-    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
-    groups = [(axis,) for axis in axes] + [axes] * (len(axes) > 1)
-    return len({topology.link(mesh, group) for group in groups}) > 1
 
 
 def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
