@@ -69,7 +69,7 @@ def layouts_of(
         within = body.time(needs, results, over, topology, whole)
         if within == inf:
             return None
-        back = within * body.back if isinstance(body.back, float) else body.back(needs, results, over, topology, whole)
+        back = body.back(needs, results, over, topology, whole) if callable(body.back) else within * body.back
     return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
 
 
