@@ -72,6 +72,6 @@ def refuse_rule(func: Any, specs: Sequence[TensorSpec], part: NoRuleError | None
     given = ", ".join(f"Sharded {spec!r}" for spec in specs)
     why = f": it is made of {str(part).split(' ')[0]}, which has none" if part is not None else ""
     raise NoRuleError(
-        f"{shown(func)} has no rule for {given}{why}; write it in a function run by shard_map, whose values are this "
-        "rank's blocks, or use it on the global tensor, device_get(x)"
+        f"{shown(func)} has no rule for {given}{why}; write one, such as fspmd.rule(f, 'm n -> m n'), or use it in a "
+        "function run by shard_map, whose values are this rank's blocks, or on the global tensor, device_get(x)"
     ) from part

@@ -259,8 +259,8 @@ def closed_over_sharded_in_a_collective(m: Setting) -> None:
 @mistake(ArgumentError)
 def sharded_in_a_function_without_a_rule(m: Setting) -> None:
     """to_sparse() has no rule for Sharded f32[8@x, 4] on mesh(x=4): it is made of _to_sparse(), which has none; write \
-    it in a function run by shard_map, whose values are this rank's blocks, or use it on the global tensor, \
-    device_get(x)
+    one, such as fspmd.rule(f, 'm n -> m n'), or use it in a function run by shard_map, whose values are this rank's \
+    blocks, or on the global tensor, device_get(x)
     """
     device_put(ONES, P("x"), mesh=m.line).to_sparse()
 
