@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
+Again = Callable[[], AbstractContextManager[None]]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -58,6 +59,25 @@ def recorder() -> Any:
         if isinstance(mode, RecordingMode):
             return None if mode.paused else mode
     return None
+
+
+_later = threading.local()
+
+
+@contextmanager
+def repeated_by(place: Callable[[], Again]) -> Iterator[None]:
+    """While the block runs, ``place()`` is asked of a run that may be repeated, and gives what to repeat it in."""
+    before, _later.place = getattr(_later, "place", None), place
+    try:
+        yield
+    finally:
+        _later.place = before
+
+
+def again() -> Again:
+    """Of a run that begins here: the context of runs that repeat it."""
+    place = getattr(_later, "place", None)
+    return nullcontext if place is None else place()
 
 
 @contextmanager

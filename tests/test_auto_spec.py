@@ -23,6 +23,7 @@ from fspmd import (
     TensorSpec,
     Topology,
     auto_spec,
+    checkpoint,
     communication_log,
     device_get,
     device_put,
@@ -417,6 +418,23 @@ def test_attention_along_a_sharded_sequence_takes_what_was_predicted(length: int
     found = auto_spec(attend, LINE, *[meta(*shape)] * 3, fixed=fixed, alternatives=0)
     specs = [TensorSpec(LINE, spec, shape, torch.float32) for spec in found.specs]
     assert jit(found.apply(attend)).lower(*specs).cost().time == pytest.approx(found.time, rel=0.01)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+def test_what_checkpoint_computes_again_lies_as_it_did(mesh: Mesh) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        for one in w:
+            x = checkpoint(lambda one, x: torch.tanh(torch.relu(x @ one) @ one))(one, x)
+        return x.sum()
+
+    torch.manual_seed(0)
+    f, values = value_and_grad(loss), optree.tree_map(_filled, ([meta(7, 7), meta(7, 7)], meta(6, 7)))
+    found = auto_spec(f, mesh, *values, alternatives=0)
+    placed = device_put(values, found.specs, mesh=mesh)
+    for out in (found.apply(f)(*placed), jit(found.apply(f))(*placed)):
+        for got, want in zip(optree.tree_leaves(out, is_leaf=is_sharded), optree.tree_leaves(f(*values)), strict=True):
+            torch.testing.assert_close(device_get(got), want)
 
 
 def test_specs_stand_in_for_tensors() -> None:

@@ -6,7 +6,8 @@ What is moved where is so in any run; a call that was not recorded moves what it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.tracing import Again, repeated_by
 
 _AHEAD = 4  # steps that may be left out: what is recorded of whole values may be less of such that are no sums yet
 
@@ -62,7 +64,7 @@ def applied(
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with instead_of_dispatch(lambda below: _Guide(calls, steps, below).dispatch):
+        with _guided(calls, steps):
             out = f(*args, **kwargs)
         leaves, treedef = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
         ends = iter(results)
@@ -76,12 +78,29 @@ def _ended(x: Sharded, partition: P | None) -> Sharded:
     return Sharded(redistribute(x.local, x.spec, target), target)
 
 
+@contextmanager
+def _guided(calls: Calls, steps: Sequence[Step], at: int = 0, under: Dispatch | None = None) -> Iterator[None]:
+    """Calls follow the steps from one on; what `checkpoint` computes again those that it followed at first."""
+    guides: list[_Guide] = []
+
+    def over(below: Dispatch) -> Dispatch:
+        guides.append(_Guide(calls, steps, under or below, at))
+        return guides[0].dispatch
+
+    with instead_of_dispatch(over), repeated_by(guides[0].again):
+        yield
+
+
 class _Guide:
     """The next step of one run."""
 
-    def __init__(self, calls: Calls, steps: Sequence[Step], below: Dispatch) -> None:
-        self.calls, self.steps, self.below, self.at = calls, steps, below, 0
+    def __init__(self, calls: Calls, steps: Sequence[Step], below: Dispatch, at: int) -> None:
+        self.calls, self.steps, self.below, self.at = calls, steps, below, at
         self.within = False  # a call, which may make others
+
+    def again(self) -> Again:
+        """The context of what follows, when it runs again."""
+        return functools.partial(_guided, self.calls, self.steps, self.at, self.below)
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """In place of the one that moves what it must."""

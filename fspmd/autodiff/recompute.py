@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
-from fspmd.tracing import repeated
+from fspmd.tracing import Again, again, repeated
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -51,12 +51,16 @@ def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     That later runs take place in the body is the doing of `hooks`.
     """
 
-    ran = False
+    later: Again | None = None
 
     def run(*inputs: Any) -> Any:
-        nonlocal ran
-        again, ran = ran, True
-        with repeated() if again else nullcontext():
+        nonlocal later
+        with ExitStack() as stack:
+            if later is None:
+                later = again()
+            else:
+                stack.enter_context(later())
+                stack.enter_context(repeated())
             tracker = state.tracker
             if tracker is None:
                 return f(*inputs, **kwargs)

@@ -100,7 +100,8 @@ def _back(
 
 def _rounds(query: TensorSpec, key: TensorSpec, value: TensorSpec, axes: tuple[str, ...], topology: Topology) -> float:
     """Each round begins before the products of the one before it, and none comes after the last products."""
-    sent = sum(math.prod(spec.block_shape) * max(spec.dtype.itemsize, 4) for spec in (key, value))
+    heads = math.prod(query.block_shape[:-2])  # those of keys and values are repeated first
+    sent = heads * key.block_shape[-2] * (query.shape[-1] + value.shape[-1]) * max(query.dtype.itemsize, 4)
     one = price("permute", query.mesh, axes, sent, sent, topology).time
     products = math.prod(query.block_shape[:-1]) * key.block_shape[-2] * (query.shape[-1] + value.shape[-1])
     return (query.mesh.axis_size(axes) - 1) * max(0.0, one - work(products, sent, topology))
