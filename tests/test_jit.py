@@ -570,6 +570,24 @@ def test_inference_mode() -> None:
     assert recorded(x).requires_grad
 
 
+def test_tensors_of_inference_mode() -> None:
+    """They cannot be told when they are written into, nor kept for backward; a record has copies of them."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return fspmd.grad(lambda x: (x * x).sum())(x) * y
+
+    recorded = jit(f)
+    with torch.inference_mode():
+        x, y = torch.arange(3.0).requires_grad_(), torch.zeros(3)
+        for i in range(1, 4):
+            assert recorded(x, y).tolist() == [0, 2 * i, 4 * i]
+            assert y.tolist() == [i] * 3
+        with pytest.raises(ArgumentError, match=r"gradients were asked for in torch.inference_mode\(\)"):
+            f(x, y)
+    assert recorded.cache_info().hits == 2
+
+
 def test_a_record_keeps_no_arguments() -> None:
     recorded = jit(lambda x, *, y: (x.sin() * y).sum())
     x, y = torch.ones(3).requires_grad_(), torch.ones(3)
@@ -804,6 +822,9 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "seeded": (_seeded, r"^jit cannot record what sets the state .*\(test_jit.py:\d+\)$"),
     "seeded alike": (_seeded_alike, r"^jit cannot record what sets the state of a generator"),
     "set alike": (_set_alike, r"^jit cannot record what sets the state of a generator"),
+    "seed read": (lambda x: x * torch.initial_seed(), r"^jit cannot record the seed or the state of a generator"),
+    "seed in a tensor": (lambda x: x + torch.tensor([1, OTHER.initial_seed()])[1], r"^jit cannot record the seed"),
+    "state read": (lambda x: x + torch.get_rng_state()[8:11], r"^jit cannot record the seed or the state"),
     "forked": (_forked, r"^jit cannot record what sets the state of a generator"),
     "generator": (
         lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(0)),

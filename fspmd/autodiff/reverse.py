@@ -31,7 +31,7 @@ from fspmd.autodiff.leaves import (
     typed,
 )
 from fspmd.body import state
-from fspmd.errors import TreeError
+from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
@@ -82,6 +82,8 @@ def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple
     The last of the four says whether gradients must be differentiable: inside another derivative, or where ``f``
     depends on other tensors that require grad.
     """
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError("gradients were asked for in torch.inference_mode(), where there are none; use no_grad")
     create = torch.is_grad_enabled() and (DEPTH.value > 0 or any(local_of(leaf).requires_grad for leaf in leaves))
     with torch.enable_grad(), differentiating():
         inputs = [_fresh(local_of(leaf), create) for leaf in leaves]

@@ -98,6 +98,11 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
+    written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
+    for i in written:
+        if leaves[places[i]].is_inference() and not imagines:
+            with torch.inference_mode():
+                leaves[places[i]].copy_(tensors[i])
     return Capture(
         program,
         facts,
@@ -108,7 +113,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         again,
         drawn,
         tuple(recorder.captured.values()),
-        tuple(i for i, node in enumerate(inputs) if node in recorder.written),
+        written,
         tuple((module, state_of(module)) for module in recorder.modules.values()),
     )
 
@@ -124,7 +129,7 @@ def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
     for x, y in zip(
         (x for x in was if isinstance(x, Tensor)), (x for x in leaves if isinstance(x, Tensor)), strict=True
     ):
-        if x.requires_grad != y.requires_grad:
+        if x.requires_grad != y.requires_grad and not y.is_inference():
             raise RecordError(
                 f"jit cannot record a function that gives a gradient to an argument of shape {tuple(x.shape)}, by "
                 "requires_grad_() or by writing into it what has one; write x = x.detach().requires_grad_(), or return "
@@ -134,6 +139,8 @@ def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
 
 def _apart(x: Tensor) -> Tensor:
     """The same value as another object: told from the same tensor given twice, or closed over; of no graph."""
+    if x.is_inference():  # no others have gradients, or are told when they are written into
+        return torch.empty_like(x, requires_grad=False).copy_(x)
     apart = x.detach()
     if type(x) is Tensor and x.layout is torch.strided and 0 in x.stride():
         apart = apart.contiguous()  # other arguments can lie in memory as this does

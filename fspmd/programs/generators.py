@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
 from fspmd.programs.reach import reached
 from fspmd.transport.randomness import outside_transforms
+
+_FIRST_SECRET: Final = int.from_bytes(b"secrets", "big")
+_FEW: Final = 16  # numbers of a tensor that are looked at for seeds
 
 
 class Generators:
@@ -28,7 +31,7 @@ class Generators:
         self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
         self.python = random.getstate()
         self.own: dict[int, Tensor] = {}  # the states that they are to have
-        self.secret = int.from_bytes(b"secrets", "big")  # the seed that they have between steps
+        self.secret = _FIRST_SECRET  # the seed that they have between steps
         self.before: dict[tuple[int, int], Tensor] = {}  # what they were to have at earlier ones
 
     def hide(self) -> None:
@@ -64,6 +67,19 @@ class Generators:
                     f"seeded anew each time; pass it as an argument, or close over it{line()}"
                 )
 
+    def check_unread(self, value: Any) -> None:
+        """Raises for a seed or a state that somebody has read between steps."""
+        if isinstance(value, Tensor):
+            with torch._C.DisableTorchFunction():
+                if value.dtype is torch.uint8 and value.numel() == torch.default_generator.get_state().numel():
+                    value = _seed_of(value)
+                elif value.dtype is torch.int64 and 0 < value.numel() <= _FEW:
+                    value = int(value.max())
+                else:
+                    return
+        if _FIRST_SECRET <= value <= self.secret:
+            raise constant_of("the seed or the state of a generator, which another run has otherwise")
+
     def check_python(self) -> None:
         """Raises where Python's own generator was used."""
         if random.getstate() != self.python:
@@ -86,6 +102,14 @@ def _number(generator: Any) -> int:
 def _state(generator: torch.Generator) -> Tensor:
     with outside_transforms(), torch._C.DisableTorchFunction():
         return generator.get_state()
+
+
+def _seed_of(state: Tensor) -> int:
+    """Of what may be the state of a generator; -1 where it is not."""
+    try:
+        return torch.Generator().set_state(state).initial_seed()
+    except RuntimeError:
+        return -1
 
 
 def generators_of(values: Iterable[Any]) -> list[torch.Generator]:

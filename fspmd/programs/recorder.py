@@ -24,7 +24,7 @@ from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import Routed, runner, way_back
 from fspmd.programs.escapes import Escapes, line
-from fspmd.programs.facts import aten, draws, is_pure, memory_of
+from fspmd.programs.facts import aten, draws, functorch, is_pure, memory_of
 from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.reach import reached
 from fspmd.programs.refusals import check, check_writes, written_by
@@ -166,6 +166,14 @@ class Recorder(Values):
         if id(routes) not in self._objects:
             self._objects[id(routes)] = routes, self._put(way_back, (self._placed(routes.transposed),), {})
         return self._objects[id(routes)][1]
+
+    def check_captured(self, value: Any) -> None:
+        if type(value) in (int, float) or (type(value) is Tensor and not functorch.is_functorch_wrapped_tensor(value)):
+            try:
+                with self.real():
+                    self.generators.check_unread(value)
+            except RecordError as error:
+                raise self.refusal(error) from None
 
     def values_of(self, x: Any) -> Any:
         """A constant with its values, where it is imagined without."""

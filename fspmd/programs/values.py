@@ -75,6 +75,7 @@ class Values(RecordingMode):
         elif (shard := _entry(self._shards, x)) is not None:
             node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
         else:
+            self.check_captured(x)
             node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
             self.captured[node] = x
             with torch._C.DisableTorchFunction():
@@ -105,6 +106,7 @@ class Values(RecordingMode):
         with self.real():
             kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
             _describe(node, kept, memory_of(kept))
+        self.check_captured(kept)
         self._gradients[node] = None
         copy = self._put(aten.clone.default, (node,), {}, constant=True)
         self._know(x, copy)
@@ -150,7 +152,12 @@ class Values(RecordingMode):
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
         known = self._objects.get(id(value))
+        if known is None:
+            self.check_captured(value)
         return value if known is None else known[1]
+
+    def check_captured(self, value: Any) -> None:
+        """Raises for what was there before and may be no constant, nor read anew."""
 
     def _put(
         self,
