@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from simulated import GRID, MESH
 from test_passes import SLOW
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fspmd import (
     Mesh,
@@ -39,6 +41,7 @@ from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES
+from fspmd.transport.local_tensor import LocalTensor
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
@@ -147,3 +150,54 @@ def test_passes_together(seed: int) -> None:
         except Exception as error:
             error.add_note(f"seed {seed}, passes {passes}")
             raise
+
+
+class _Alive(TorchDispatchMode):
+    """The most bytes that given tensors, and those made since, hold at once, after each function of torch."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        super().__init__()
+        self.most = 0
+        self.known: list[Any] = []  # weak references
+        self.note(given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.note(optree.tree_leaves((args, out)))  # donated arguments are others from here on
+        return out
+
+    def note(self, made: list[Any]) -> None:
+        tensors = [x for x in made if isinstance(x, Tensor)]
+        blocks = [block for x in tensors for block in (x.shards if isinstance(x, LocalTensor) else [x])]
+        self.known = list(dict.fromkeys([*self.known, *map(weakref.ref, blocks)]))
+        found = [x.untyped_storage() for one in self.known if type(x := one()) is Tensor]
+        self.most = max(self.most, sum({storage._cdata: storage.nbytes() for storage in found}.values()))
+
+
+@pytest.mark.parametrize("passes", [None, ["recompute"], ["overlap", "coalesce"]], ids=str)
+def test_memory_is_what_is_held_in_a_replay(passes: Any) -> None:
+    """Of a single rank, but for a few numbers; without draws, which need memory for themselves."""
+    mesh = make_mesh((1,), ("x",), transport="simulation")
+    ws, x = (
+        [device_put(torch.randn(24, 24, dtype=F64), P(), mesh=mesh) for _ in range(4)],
+        torch.ones(50, 24, dtype=F64),
+    )
+
+    def loss(ws: Any, x: Any) -> Any:
+        for layer, w in zip((LAYERS[0], LAYERS[1], LAYERS[4], LAYERS[1]), ws, strict=True):
+            x = layer(x, w)
+        return (x * x).mean()
+
+    def step(ws: Any, x: Any) -> Any:
+        value, gradients = value_and_grad(loss)(ws, x)
+        return value, [w - 0.1 * g for w, g in zip(ws, gradients, strict=True)]
+
+    for donated in (None, 0):
+        recorded: Any = jit(step, passes=passes, donate_argnums=donated)
+        memory = recorded.lower(ws, device_put(x, P("x"), mesh=mesh)).memory()
+        for _ in range(2):
+            given = [Sharded(w.local.clone(), w.spec) for w in ws]
+            data = device_put(x.clone(), P("x"), mesh=mesh)
+            with _Alive([*(w.local for w in given), data.local]) as alive:
+                recorded(given, data)
+        assert abs(alive.most - memory.peak) <= 128
