@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,17 +13,14 @@ from fspmd.errors import ArgumentError, RecordError
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.pairs import is_seen, is_watched
-from fspmd.programs.ahead import Compiled
-from fspmd.programs.arguments import Names, Numbers, check_apart, chosen, mark_static, with_static
+from fspmd.programs.arguments import Names, Numbers, check_apart, chosen
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
-from fspmd.programs.donation import NOTHING, donation
-from fspmd.programs.first import record_of_call
 from fspmd.programs.keys import key_of, not_hashable
-from fspmd.programs.lower import Lowered, imagined, without_values
-from fspmd.programs.misses import facts_of, report
-from fspmd.programs.passes.table import Passes, passes_of, transform
-from fspmd.programs.records import Record, changed, record_of, replayed, settled, stale, thawed
+from fspmd.programs.lower import Lowered
+from fspmd.programs.passes.table import Passes, passes_of
+from fspmd.programs.recordable import Recordable
+from fspmd.programs.records import Record, changed, replayed, thawed
 from fspmd.tracing import is_recording
 from fspmd.watching.watch import hears_of_records, tell
 
@@ -39,28 +36,6 @@ class CacheInfo(NamedTuple):
     currsize: int
 
 
-@overload
-def jit(
-    f: Callable[..., Any],
-    *,
-    static_argnums: Numbers = None,
-    static_argnames: Names = None,
-    donate_argnums: Numbers = None,
-    donate_argnames: Names = None,
-    passes: Passes = None,
-    backend: Backend = "replay",
-) -> Callable[..., Any]: ...
-@overload
-def jit(
-    f: None = None,
-    *,
-    static_argnums: Numbers = None,
-    static_argnames: Names = None,
-    donate_argnums: Numbers = None,
-    donate_argnames: Names = None,
-    passes: Passes = None,
-    backend: Backend = "replay",
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def jit(
     f: Callable[..., Any] | None = None,
     *,
@@ -149,16 +124,18 @@ def jit(
         )
     if not callable(f):
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
-    function = f
     static = chosen(f, "static", static_argnums, static_argnames)
     donate = chosen(f, "donate", donate_argnums, donate_argnames)
     check_apart(f, static, donate)
-    make = maker(backend)
-    recordable = with_static(f) if static else f
+    return _jitted(Recordable(f, static, donate, changes, maker(backend)))
+
+
+def _jitted(recordable: Recordable) -> Callable[..., Any]:
+    function, static, plain = recordable.function, recordable.static, recordable.plain
     records: dict[Any, Record] = {}
     hits = misses = 0
 
-    @functools.wraps(f)
+    @functools.wraps(function)
     def jitted(*args: Any, **kwargs: Any) -> Any:
         nonlocal hits, misses
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
@@ -169,7 +146,7 @@ def jit(
             if is_recording() or (watched and not hears_of_records()):
                 return function(*args, **kwargs)
         if static:
-            args, kwargs = mark_static(function, static, args, kwargs)
+            args, kwargs = recordable.marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
         try:
             record = records.get(known)
@@ -177,13 +154,10 @@ def jit(
             raise not_hashable(args, kwargs) from None
         if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
             if not recording.acquire(blocking=world_size() > 1):
-                return recordable(*args, **kwargs)  # another thread records, which may wait for what this one does
+                return plain(*args, **kwargs)  # another thread records, which may wait for what this one does
             misses += 1
             try:
-                facts = facts_of(function, args, kwargs)
-                report(function, facts, (one.facts for one in records.values()), stale(record) if record else ())
-                given = donation(function, donate, args, kwargs) if donate else NOTHING
-                record, ran = record_of_call(recordable, args, kwargs, changes, facts, given, make)
+                record, ran = recordable.record(args, kwargs, records.values(), record)
                 records[known] = record
             finally:
                 recording.release()
@@ -202,26 +176,14 @@ def jit(
         records.clear()
         hits = misses = 0
 
-    def marked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return mark_static(function, static, args, kwargs) if static else (args, kwargs)
-
     def lowered(*args: Any, **kwargs: Any) -> Lowered:
         if state.body is not None or _transforms_active() or is_recording():
             raise RecordError(
-                f"jit({getattr(f, '__name__', f)}).lower(...) was called in a shard_map body, a torch.func transform "
-                "or a function that is recorded; lower it outside of them, with a TensorSpec for what it is given there"
+                f"jit({getattr(function, '__name__', function)}).lower(...) was called in a shard_map body, a "
+                "torch.func transform or a function that is recorded; lower it outside of them, with a TensorSpec for "
+                "what it is given there"
             )
-        given, named, mode = without_values(*marked(args, kwargs))
-        found = donation(function, donate, given, named) if donate else NOTHING
-        captured = imagined(recordable, given, named, mode)
-        transform(captured.program, changes)
-        found = settled(captured, found, make)
-
-        def compiled() -> Compiled:
-            record = record_of(captured, facts_of(function, given, named), found, make)
-            return Compiled(function, record, marked)
-
-        return Lowered(function, captured, (given, named), found.places, compiled)
+        return recordable.lowered(args, kwargs)
 
     setattr(jitted, "lower", lowered)  # noqa: B010
     setattr(jitted, "cache_info", lambda: CacheInfo(hits, misses, len(records)))  # noqa: B010 (not known to type checkers)
