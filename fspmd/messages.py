@@ -116,3 +116,12 @@ WRITTEN_CAST = (
     "{} would write into the result of pcast, which shares its memory with its argument; write into a copy: "
     "pcast(...).clone()"
 )
+
+
+def micros(time: float) -> str:
+    """A time to three digits, or to the µs.
+
+    >>> micros(3.14159), micros(51031.0)
+    ('3.14 µs', '51,031 µs')
+    """
+    return f"{time:.3g} µs" if time < 999.5 else f"{time:,.0f} µs"

@@ -250,6 +250,7 @@ def test_memory_is_let_go_after_its_last_use() -> None:
 
     x = TensorSpec(make_mesh((4,), ("x",), transport="abstract"), P("x"), (4096,), torch.float64)
     memory = jit(chain).lower(x).memory()
+    assert str(memory.holds[0]).endswith("f64[1024]                 x")
     assert (memory.given, memory.peak) == (8 * 1024, 3 * 8 * 1024)  # the argument, an operand and a result
 
 

@@ -171,7 +171,7 @@ class Lowered:
 
     def memory(self) -> Memory:
         """The most bytes that a rank holds at once, and what they are."""
-        return memory_of_program(self.program, self._donated)
+        return memory_of_program(self.program, self._donated, self._arguments)
 
 
 def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, FakeTensorMode]:

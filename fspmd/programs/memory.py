@@ -12,18 +12,22 @@ from torch import fx
 from fspmd.programs.calls import is_wait
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
-from fspmd.programs.text import line_of
+from fspmd.programs.text import given_as, line_of
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor of those that are there at the peak: bytes of its block, and the step that made it."""
+    """One tensor of those that are there at the peak: bytes of its block, and the step that made it.
+
+    ``line`` is the user's, or what he calls an argument.
+    """
 
     nbytes: int
     node: fx.Node
+    line: str
 
     def __str__(self) -> str:
-        return f"{self.nbytes:>16,} B  {self.node.meta['value']}  {line_of(self.node)}"
+        return f"{self.nbytes:>16,} B  {self.node.meta['value']!s:<24}  {self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,21 @@ class Memory:
         return "\n".join(lines)
 
 
-def memory_of_program(program: Program, donated: Collection[fx.Node] = ()) -> Memory:
-    """From the first step to the last, those that compute gradients of results after the others."""
+def memory_of_program(program: Program, donated: Collection[fx.Node] = (), arguments: Sequence[str] = ()) -> Memory:
+    """From the first step to the last, those that compute gradients of results after the others.
+
+    ``arguments``: what the user calls the tensors among them.
+    """
+    called = given_as(program, arguments)
     steps, found = (*program.steps, *program.deferred), lives(program, donated)
     held = levels(found, steps)
     given = sum(one.meta["value"].nbytes for one in (*program.inputs, *program.constants))
     at = max(range(len(steps)), key=held.__getitem__, default=0)
-    there = [Held(one.meta["value"].nbytes, one) for one, (start, end) in found.items() if start <= at <= end]
+    there = [
+        Held(one.meta["value"].nbytes, one, called.get(one) or line_of(one))
+        for one, (start, end) in found.items()
+        if start <= at <= end
+    ]
     there.sort(key=lambda one: -one.nbytes)
     return Memory(held[at] if steps else given, given, steps[at] if steps else None, tuple(there))
 

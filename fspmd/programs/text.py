@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from fspmd.meshes.mesh import Mesh
-from fspmd.messages import counted
+from fspmd.messages import counted, micros
 from fspmd.programs.program import Program
 from fspmd.programs.schedule import price_of_step
 from fspmd.spec import TensorSpec, describe
 from fspmd.watching.causes import Cause
 
-_WIDEST = (28, 44, 56, 28)  # columns grow to that
+_WIDEST = (44, 44, 56, 28)  # columns grow to that
 Row = tuple[str, ...]
 
 
@@ -24,9 +24,7 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
     """The program: what it takes, its steps, what it gives."""
     names = {node: f"%{i}" for i, node in enumerate(_in_order(program))}
     text = _Text(names)
-    closed = ["closed over"] * (len(program.inputs) - len(arguments))
-    takes = [text.given(node, path) for node, path in zip(program.inputs, [*arguments, *closed], strict=True)]
-    takes += [text.given(node, "closed over") for node in program.constants if node in names]
+    takes = [text.given(node, path) for node, path in given_as(program, arguments).items() if node in names]
     runs = list(map(text.step, program.steps))
     later = [text.given(node, "a cotangent") for node in program.cotangents]
     later += map(text.step, program.deferred)
@@ -42,6 +40,12 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
     return "\n".join(lines)
 
 
+def given_as(program: Program, arguments: Sequence[str]) -> dict[fx.Node, str]:
+    """What a program is given, and what the user calls it."""
+    closed = (*program.inputs[len(arguments) :], *program.constants)
+    return dict(zip(program.inputs, arguments, strict=False)) | dict.fromkeys(closed, "closed over")
+
+
 def _in_order(program: Program) -> list[fx.Node]:
     used = [node for node in program.constants if node.users]
     return [*program.inputs, *used, *program.steps, *program.cotangents, *program.deferred]
@@ -51,7 +55,7 @@ def line_of(node: fx.Node) -> str:
     """The user's line that a step is there for."""
     cause: Cause | None = node.meta.get("cause")
     if cause is None:
-        return "an argument"
+        return "a cotangent"
     return f"{cause.text}  ({cause.where})" if cause.file else cause.what
 
 
@@ -78,7 +82,7 @@ class _Text:
         price = price_of_step(node)
         arguments = [self.value(arg) for arg in node.args]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
-        moves = "" if price is None else f"{price.moved:,.0f} B, {price.time:.3g} µs"
+        moves = "" if price is None else f"{price.moved:,.0f} B, {micros(price.time)}"
         line = f"{'<- ' if node.meta['backward'] else ''}{line_of(node)}"
         return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, line)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
-from fspmd.messages import described
+from fspmd.messages import described, micros
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Price:
     peak: int  # bytes that a rank holds at once: its blocks before and after
 
     def __str__(self) -> str:
-        return f"each rank sends {self.moved:,.0f} B in {self.time:.3g} µs and holds {self.peak:,} B at most"
+        return f"each rank sends {self.moved:,.0f} B in {micros(self.time)} and holds {self.peak:,} B at most"
 
     def __add__(self, other: Price) -> Price:
         return Price(self.moved + other.moved, self.time + other.time, max(self.peak, other.peak))

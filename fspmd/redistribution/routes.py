@@ -17,6 +17,7 @@ from typing import Any
 
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
+from fspmd.messages import micros
 from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bounded
 from fspmd.redistribution.cost import FREE, Price, Topology, links_differ, price
@@ -41,7 +42,7 @@ class Step:
         if self.call.options.dims is not None:
             return f"view -> {_short(self.spec)}: nothing moves"
         over = ", ".join(map(repr, self.call.axes or self.call.mesh.axis_names))
-        cost = f"{self.price.moved:,.0f} B, {self.price.time:.3g} µs, holds {self.price.peak:,} B"
+        cost = f"{self.price.moved:,.0f} B, {micros(self.price.time)}, holds {self.price.peak:,} B"
         return f"{self.call.pair.name} over {over} -> {_short(self.spec)}: {cost}"
 
 

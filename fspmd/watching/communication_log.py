@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fspmd.messages import counted
+from fspmd.messages import counted, micros
 from fspmd.spec import short_dtype
 from fspmd.watching.watch import Communication, Watcher, add, remove
 
@@ -53,7 +53,7 @@ class CommunicationLog(list[Communication], Watcher):
 def _cells(one: Communication) -> tuple[str, ...]:
     axes = ", ".join(map(repr, one.axes or one.mesh.axis_names))
     block = f"{short_dtype(one.dtype)}[{', '.join(map(str, one.shape))}]"
-    cost = (f"{one.price.moved:,.0f} B", f"{one.price.time:.3g} µs")
+    cost = (f"{one.price.moved:,.0f} B", micros(one.price.time))
     by = one.cause.what if one.cause.written else f"{one.cause.what} (implicit)"
     way = "backward" if one.backward else "forward"
     return (way, f"{one.kind} over {axes}", block, *cost, by, one.cause.where, one.cause.text)

@@ -17,6 +17,7 @@ from fspmd.global_view.outcomes import Place, differentiated
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.messages import micros
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
@@ -140,7 +141,7 @@ def _solved(
     needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
     rows = list(_rows(ordered, ways[0]))
     if not rows and ways[0].by_body:
-        rows = [f"a sharded body, {ways[0].body:.3g} µs of collectives"]
+        rows = [f"a sharded body, {micros(ways[0].body)} of collectives"]
     return rows, needs, _others(question, ordered, ways[1:])
 
 
@@ -236,7 +237,7 @@ def _priced(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _cost(price: Price) -> str:
-    return f"{price.moved:,.0f} B, {price.time:.3g} µs"
+    return f"{price.moved:,.0f} B, {micros(price.time)}"
 
 
 def _route(source: TensorSpec, target: TensorSpec, *, backward: bool = False) -> str:
@@ -273,7 +274,7 @@ def _others(question: Question, operands: Sequence[_Operand], ways: list[Strateg
         laid = ", ".join(map(_short, way.operands))
         out = ", ".join(_short(r.with_partition(p)) for r, p in zip(question.results, way.results, strict=True))
         where = " in a sharded body" if way.by_body else ""
-        found.append((time, f"{laid} → {out} [{price.moved:,.0f} B, {time:.3g} µs{where}]"))
+        found.append((time, f"{laid} → {out} [{price.moved:,.0f} B, {micros(time)}{where}]"))
     return [text for _, text in sorted(found, key=lambda one: one[0])]
 
 
