@@ -73,17 +73,15 @@ def prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, *
 
 
 def _counted(how: str) -> Body:
-    """How many elements are not zero, whether any is, or all: one all-reduce of one number per row, or one byte."""
+    """Whether any element is not zero, or all: one all-reduce of one byte per row."""
 
     def body(site: Site, x: Tensor, dim: Dim = None, keepdim: bool = False, **_: Any) -> Tensor:
         dims = dims_of(x, dim)
         hits = x == 0 if how == "all" else x != 0
-        if how == "count_nonzero":
-            return psum(hits.sum(dims, keepdim=keepdim), site.over(dims))
         some = pmax(hits.any(dims, keepdim=keepdim).to(torch.uint8), site.over(dims))
         return (some == 0 if how == "all" else some > 0).to(site.results[0].dtype)
 
     return body
 
 
-COUNTS = {name: reducing(1, 0)(_counted(name)) for name in ("any", "all", "count_nonzero")}
+COUNTS = {name: reducing(1, 0)(_counted(name)) for name in ("any", "all")}
