@@ -77,6 +77,8 @@ def main() -> None:
     rows = [(line, n, "Megatron", megatron(None, "tp")) for n in (1, 32)]
     rows += [(make_mesh((4,), ("tp",)), 32, "data parallel", batch)]
     rows += [(grid, n, "Megatron and data parallel", megatron("dp", "tp")) for n in (1, 32)]
+    cube, pod = (make_mesh(sizes, ("dp", "sp", "tp"), transport="abstract") for sizes in ((2, 2, 2), (4, 8, 8)))
+    rows += [(mesh, n, "Megatron and data parallel", megatron("dp", "tp")) for mesh in (cube, pod) for n in (1, 32)]
     for mesh, layers, name, fixed in rows:
         found, seconds = solved(mesh, layers)
         hand, _ = solved(mesh, layers, fixed=fixed)

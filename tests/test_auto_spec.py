@@ -421,6 +421,23 @@ def test_attention_along_a_sharded_sequence_takes_what_was_predicted(length: int
 
 
 @pytest.mark.usefixtures("slow")
+def test_no_plan_but_those_that_are_told_is_quicker_than_a_runner_up() -> None:
+    """Against the quickest plan of each layout of the arguments."""
+    mesh = make_mesh((2,), ("x",))
+    for f, (w, x) in (PROGRAMS[0], PROGRAMS[1]):
+        shapes = {"w.up": w["up"], "w.down": w["down"], "x": x}
+        found = auto_spec(f, mesh, w, x, alternatives=5)
+        every = []
+        for choice in itertools.product(*([P(None, None), P("x", None), P(None, "x")] for _ in shapes)):
+            fixed = dict(zip(shapes, choice, strict=True))
+            one = auto_spec(f, mesh, w, x, fixed=fixed, alternatives=0)
+            every.append(one.time)
+        told = [one.time for one in (found, *found.alternatives)]
+        assert told == pytest.approx(sorted(every)[:6])
+        assert len({str(one.specs) for one in (found, *found.alternatives)}) == 6
+
+
+@pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 def test_what_checkpoint_computes_again_lies_as_it_did(mesh: Mesh) -> None:
     def loss(w: Any, x: Any) -> Any:

@@ -49,7 +49,7 @@ class Layouts:
     results: tuple[P | None, ...]
     """How the tensors that are returned must lie: as the arguments of the next call, or None."""
     alternatives: tuple[Layouts, ...] = ()
-    """The runners-up, the quickest first: plans in which some argument lies otherwise."""
+    """The runners-up, the quickest first: plans in which some argument lies otherwise than in those before."""
 
     @property
     def communication(self) -> float:
@@ -167,8 +167,9 @@ def auto_spec(
     def laid(found: Found) -> Layouts:
         return _layouts(solved.builder, found, leaves, treedef, of_leaves)
 
-    others = _others(solved, best, memory_limit) if alternatives else []
-    return replace(laid(best), alternatives=tuple(map(laid, others[:alternatives])))
+    variables = list(dict.fromkeys(solved.builder.of_value[number] for number in program.leaves))
+    others = solved.runners_up(best, variables, alternatives, memory_limit)
+    return replace(laid(best), alternatives=tuple(map(laid, others)))
 
 
 def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -> tuple[Solver, Found]:
@@ -186,20 +187,6 @@ def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -
     if alike is None or found is None or other.time < found.time * (1 - _ROUNDING):
         return apart, other
     return alike, replace(found, bound=other.bound)
-
-
-def _others(solver: Solver, best: Found, limit: float | None) -> list[Found]:
-    """For each argument the quickest plan in which it lies otherwise; each once, the quickest first."""
-    found: dict[tuple[int, ...], Found] = {}
-    of_value = solver.builder.of_value
-    variables = list(dict.fromkeys(of_value[number] for number in solver.builder.program.leaves))
-    for variable in variables:
-        if len(solver.model.choices[variable]) == 1:
-            continue
-        other = solver.next_best(best, variable)
-        if other.time < inf and (limit is None or other.memory <= limit):
-            found.setdefault(tuple(other.chosen[v] for v in variables), other)
-    return sorted(found.values(), key=lambda one: one.time)
 
 
 def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:

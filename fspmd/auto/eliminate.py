@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.auto.model import Cost, Model
+from fspmd.auto.model import Model
+from fspmd.auto.prices import Cost
 
 WIDEST = 1 << 25  # elements of a table
 _ROUNDING = 1e-11  # of the cost

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fspmd.auto.model import Cost, Model
+from fspmd.auto.model import Model
+from fspmd.auto.prices import Cost
 from fspmd.errors import ArgumentError
 
 

@@ -7,8 +7,10 @@ get a price, at which the quickest plan that fits and what no plan can beat come
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -18,11 +20,13 @@ from torch import Tensor
 
 from fspmd.auto import integer
 from fspmd.auto.eliminate import Solved, TooWide, eliminate, order
-from fspmd.auto.model import Builder, Cost
+from fspmd.auto.model import Builder
+from fspmd.auto.prices import Cost
 
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 _BYTES = 1e3  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
+_LOOKED = 8  # plans, for each runner-up that is wanted: those that do not fit are none
 _SEARCHED = 5_000  # choices that are looked at, before what is known is good enough
 
 
@@ -79,15 +83,68 @@ class Solver:
             raise DoesNotFit(smallest.memory)
         return self._within(limit, quickest, smallest)
 
-    def next_best(self, found: Found, variable: int) -> Found:
-        """The cheapest choice in which a value lies otherwise, at the price of a byte that was found last."""
-        own, laid = self.model.own[variable], self.model.choices[variable]
-        same = torch.tensor([one.spec is laid[found.chosen[variable]].spec for one in laid])
-        self.model.own[variable] = Cost(torch.where(same, inf, own.time), own.memory)
+    def runners_up(self, best: Found, variables: Sequence[int], count: int, limit: float | None) -> list[Found]:
+        """The cheapest plans in which some of these values lies otherwise than in any before.
+
+        A byte has the price that it had last. What is left of a set of plans without its best is parted by the first
+        value that lies otherwise (Lawler, "A Procedure for Computing the K Best Solutions", 1972); each part waits
+        until its bound is the least.
+        """
+        found: list[Found] = []
+        queue: list[tuple[float, int, dict[int, Tensor], Found | None]] = [(self._cost(best), 0, {}, best)]
+        number = itertools.count(1)
+        looked = 0
+        while queue and len(found) < count and looked < _LOOKED * count:
+            least, _, allowed, plan = heapq.heappop(queue)
+            if plan is None:
+                plan = self._among(allowed)
+                if plan.time < inf:
+                    heapq.heappush(queue, (max(least, self._cost(plan)), next(number), allowed, plan))
+                continue
+            looked += 1
+            if plan is not best and (limit is None or plan.memory <= limit):
+                found.append(plan)
+            bounds, fixed = self._bounds(allowed), dict(allowed)
+            for v in variables:
+                laid = self.model.choices[v]
+                same = torch.tensor([one.spec is laid[plan.chosen[v]].spec for one in laid])
+                mine = fixed.get(v, torch.ones(len(laid), dtype=torch.bool))
+                if (mine & ~same).any():
+                    ahead = max(least, float(bounds[v][mine & ~same].amin()))
+                    heapq.heappush(queue, (ahead, next(number), {**fixed, v: mine & ~same}, None))
+                fixed[v] = mine & same
+        return sorted(found, key=lambda one: one.time)
+
+    def _cost(self, found: Found) -> float:
+        return found.time + self.price * found.memory
+
+    @contextmanager
+    def _only(self, allowed: Mapping[int, Tensor]) -> Iterator[None]:
+        """Nothing else is possible while the block runs."""
+        before = {v: self.model.own[v] for v in allowed}
+        for v, mine in allowed.items():
+            self.model.own[v] = Cost(torch.where(mine, before[v].time, inf), before[v].memory)
         try:
-            return self._by_integers(None, self.price) if self.integer else self._cheapest(self.price)[0]
+            yield
         finally:
-            self.model.own[variable] = own
+            for v, own in before.items():
+                self.model.own[v] = own
+
+    def _among(self, allowed: Mapping[int, Tensor]) -> Found:
+        with self._only(allowed):
+            if not self.integer:
+                return self._cheapest(self.price)[0]
+            try:
+                return self._by_integers(None, self.price)
+            except integer.Infeasible:
+                return Found((), inf, inf, inf)
+
+    def _bounds(self, allowed: Mapping[int, Tensor]) -> list[Tensor]:
+        """What each choice costs at least."""
+        if self.integer:
+            return [torch.zeros(len(own)) for own in self.model.choices]
+        with self._only(allowed):
+            return eliminate(self.model, self.order, self.price, self.every).marginals()
 
     def _by_integers(self, limit: float | None, price: float = _TIE) -> Found:
         """The same by an integer program."""

@@ -1,0 +1,127 @@
+"""What the moves of one operand take: from each layout of a value to each need of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.auto.axes import over_axes
+from fspmd.auto.ways import Need
+from fspmd.redistribution.bounds import least_times
+from fspmd.redistribution.cost import Topology
+from fspmd.redistribution.moves import moves
+from fspmd.spec import P, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A layout of a value, and the axes over which backward sums its gradients once for all that read it as it is."""
+
+    spec: TensorSpec
+    summed: frozenset[str] = frozenset()
+
+    @property
+    def over_axes(self) -> tuple[Any, ...]:
+        """What each mesh axis does."""
+        return over_axes([self.spec], [self.summed])
+
+
+@dataclass(slots=True)
+class Cost:
+    """Time and memory of each choice, or pair of choices."""
+
+    time: Tensor
+    memory: Tensor
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.time + other.time, self.memory + other.memory)
+
+    def __mul__(self, times: int) -> Cost:
+        return self if times == 1 else Cost(self.time * times, self.memory * times)
+
+    def of(self, *kept: Tensor) -> Cost:
+        """Of some choices of each variable."""
+        time, memory = self.time, self.memory
+        for dim, own in enumerate(kept):
+            if len(own) < time.shape[dim]:
+                time, memory = time.index_select(dim, own), memory.index_select(dim, own)
+        return Cost(time, memory)
+
+    @property
+    def mT(self) -> Cost:
+        return Cost(self.time.mT, self.memory.mT)
+
+    def weighed(self, price: float | None) -> Tensor:
+        """Time, with µs for each byte; None: bytes alone, of what is possible."""
+        if price is None:
+            return torch.where(self.time == inf, inf, self.memory)
+        return self.time + price * self.memory if price else self.time
+
+
+@dataclass(slots=True, eq=False)
+class Prices:
+    """Of the moves from each layout of a value to each need of an op: at first what they take at least."""
+
+    laid: tuple[Laid, ...]
+    needs: tuple[Need, ...]
+    places: Tensor  # of the need of each way
+    cost: Cost  # [layouts, needs]
+    exact: Tensor
+    rows: dict[TensorSpec, list[int]]
+    columns: dict[TensorSpec, list[int]]
+
+    def table(self) -> Cost:
+        """For each layout and way."""
+        return Cost(self.cost.time[:, self.places], self.cost.memory[:, self.places])
+
+
+def size(spec: TensorSpec) -> int:
+    """Bytes of a block."""
+    return prod(spec.block_shape) * spec.dtype.itemsize
+
+
+def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], topology: Topology) -> Prices:
+    """What moves take at least, the bytes of what backward keeps of them; exactly, where nothing moves."""
+    needs = tuple(dict.fromkeys(needs_of_ways))
+    places = torch.tensor([needs.index(need) for need in needs_of_ways])
+    specs = [one.spec for one in laid]
+    time = least_times(specs, [need.spec for need in needs], topology)
+    if needs[0].followed:
+        gradients = [_gradient(need) for need in needs]
+        time += least_times(gradients, [spec.dual for spec in specs], topology).mT
+    sizes = torch.tensor([float(size(need.spec)) if need.saved else 0.0 for need in needs], dtype=torch.float64)
+    memory = sizes.expand_as(time).clone()
+    exact = torch.zeros(time.shape, dtype=torch.bool)
+    if needs[0].stays:
+        time[:], exact[:] = inf, True
+    rows, columns = _places(specs), _places([need.spec for need in needs])
+    for i, one in enumerate(laid):
+        for k in columns.get(one.spec, ()):
+            time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], topology), 0.0, True
+    return Prices(laid, needs, places, Cost(time, memory), exact, rows, columns)
+
+
+def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
+    """Where each stands."""
+    found: dict[TensorSpec, list[int]] = {}
+    for i, spec in enumerate(specs):
+        found.setdefault(spec, []).append(i)
+    return found
+
+
+def _as_it_lies(laid: Laid, need: Need, topology: Topology) -> float:
+    if laid.summed or not need.casts:  # summed once for all that read it
+        return 0.0 if laid.summed.issuperset(need.casts) else inf
+    return moves(laid.spec, need.spec, need.casts, topology).casting
+
+
+def _gradient(need: Need) -> TensorSpec:
+    """How the gradient of what an op reads lies, before its sums over ranks end."""
+    partition = need.spec.dual.partition
+    pending = partition.unreduced.union(need.casts) - partition.reduced
+    return need.spec.with_partition(P(*partition, unreduced=pending, reduced=partition.reduced))
