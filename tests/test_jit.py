@@ -188,6 +188,22 @@ def _with_gains(axis: str) -> Function:
     return body
 
 
+def check_draws_of_ranks(mesh: fspmd.Mesh) -> None:
+    """Of each rank its own; and a parameter is one while it is recorded."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        drawn = shard_map(_dropped, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+        return device_get(drawn) * w if isinstance(w, torch.nn.Parameter) else w
+
+    recorded, w = jit(f), torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=F64))
+    for _ in range(3):
+        found = []
+        for one in (recorded, f):
+            torch.manual_seed(5)
+            found.append([one(w, X).detach(), torch.rand(3)])
+        torch.testing.assert_close(*found)
+
+
 def check_ranks_without_a_record(mesh: fspmd.Mesh) -> None:
     """Some record while others replay, in two threads; and some are watched."""
     rank, x = mesh.coordinate()[0], torch.arange(8.0)  # type: ignore[index]
@@ -269,6 +285,7 @@ def _on_processes(seeds: range) -> None:
         check_sizes_that_are_values,
         check_writes_of_collectives,
         check_python_of_ranks,
+        check_draws_of_ranks,
         check_ranks_without_a_record,
         test_donation.check_on_processes,
         test_debug_print.check_on_processes,

@@ -34,7 +34,8 @@ def active_mode() -> FakeTensorMode:
 
 def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
     """What takes the place of a tensor in the mode: of views of the same memory such views, too."""
-    fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, x)
+    with torch._C.DisableTorchFunction():
+        fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, x)
     return fake
 
 
@@ -42,7 +43,8 @@ def _stand_in(leaf: Any, mode: FakeTensorMode) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
-        return _fake(leaf, mode)
+        fake = _fake(leaf, mode)
+        return torch.nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else fake
     return leaf
 
 
