@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import test_backends as others
 import test_global_programs as chains
+import test_passes_together as together
 import torch
 from processes import Processes
-from simulated import MESH
+from simulated import GRID, MESH
 from test_jit import REFUSED_OF_JAX, oracle
+from test_passes import some_passes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +30,7 @@ from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh
 from fspmd.programs import backends
 from fspmd.programs.cuda_graphs import CudaGraphs, by_cuda_graphs, by_graphs
 from fspmd.programs.facts import memory_of
+from fspmd.programs.passes.table import PASSES
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
@@ -38,9 +41,6 @@ class Remembered:
 
     device = "cpu"
     captured = 0
-
-    def __init__(self) -> None:
-        self.running = False
 
     def follow(self) -> None:
         pass
@@ -100,6 +100,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     torch.set_default_device(None)
 
 
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in, for programs whose arguments are on the CPU."""
+    monkeypatch.setitem(backends._BY_NAME, "cudagraphs", functools.partial(by_graphs, Remembered))
+
+
 graphed = functools.partial(jit, backend="cudagraphs")
 
 
@@ -117,13 +123,21 @@ def test_values_gradients_and_draws(rows: int, device: str) -> None:
     assert device != "cpu" or Remembered.captured > 5
 
 
-def test_programs_of_other_tests(device: str) -> None:
-    if device == "cpu":  # whose arguments are there
-        chains.check_seeds(range(400 if FULL else 12), None, _replayed)
-        names = [name for name in oracle.SMOOTH if name not in REFUSED_OF_JAX]
-        for name in names if FULL else (*names[::17], "inner_forward_over_reverse"):
-            program, inputs, _ = oracle.prepared(oracle.PROGRAMS[name])
-            oracle.agree("output", _replayed(program, *inputs), oracle.GOLDEN[name]["outputs"])
+@pytest.mark.usefixtures("remembered")
+def test_programs_of_other_tests() -> None:
+    chains.check_seeds(range(400 if FULL else 12), None, _replayed)
+    names = [name for name in oracle.SMOOTH if name not in REFUSED_OF_JAX]
+    for name in names if FULL else (*names[::17], "inner_forward_over_reverse"):
+        program, inputs, _ = oracle.prepared(oracle.PROGRAMS[name])
+        oracle.agree("output", _replayed(program, *inputs), oracle.GOLDEN[name]["outputs"])
+
+
+@pytest.mark.usefixtures("remembered")
+def test_programs_that_passes_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parameters that are given away, and gradients by autograd."""
+    monkeypatch.setattr(together, "jit", graphed)
+    for seed in range(200 if FULL else 4):
+        together.check(seed, (MESH, GRID)[seed % 2], some_passes(seed) if seed % 3 else list(PASSES), seed % 2 == 0)
 
 
 def test_results_stay_what_they_are(device: str) -> None:
