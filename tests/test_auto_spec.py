@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -344,6 +345,8 @@ def test_what_would_not_fit_is_sharded() -> None:
     small = auto_spec(f, LINE, *args, fixed=fixed, memory_limit=limit, alternatives=0)
     assert small.memory <= limit
     assert free.time <= small.bound <= small.time
+    assert ("above what can be" in str(small)) == (small.bound < small.time * (1 - 1e-9))
+    assert "at most 25% above what can be" in str(replace(small, bound=small.time / 1.25))
     by_integers = auto_spec(f, LINE, *args, fixed=fixed, memory_limit=limit, alternatives=0, solver="milp")
     assert small.bound * (1 - 1e-6) <= by_integers.time <= small.time * (1 + 1e-6)
 

@@ -41,7 +41,11 @@ class Layouts:
     bound: float
     """µs that no plan can beat: `time`, but where a search under a limit of memory ended before all was seen."""
     memory: int
-    """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps."""
+    """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps.
+
+    What lives only while an op runs is left out, such as a weight that is gathered for it:
+    ``jit(layouts.apply(f)).lower(...).memory()`` counts that, too.
+    """
     leaves: tuple[tuple[str, TensorSpec], ...]
     """Key path and layout of each tensor among the arguments."""
     steps: tuple[Step, ...]
@@ -58,9 +62,10 @@ class Layouts:
 
     def __str__(self) -> str:
         width = max((len(name) for name, _ in self.leaves), default=0)
-        lines = [
-            f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives; {self.memory:,} B on each rank"
-        ]
+        above = self.time / self.bound - 1 if self.bound else 0.0
+        gap = f"; at most {100 * above:.2g}% above what can be" if above > _ROUNDING else ""
+        time = f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives"
+        lines = [f"{time}{gap}; {self.memory:,} B on each rank"]
         lines += [f"  {name:{width}}  {short(spec):<32} {spec.partition}" for name, spec in self.leaves]
         moved = [f"  {step}" for step in self.steps if str(step)]
         return "\n".join([*lines, *(["what is moved:", *moved] if moved else ["nothing is moved"])])
