@@ -81,8 +81,9 @@ def jit(
     once for the steps of the call, once for those of its gradients, when they are run for the first time.
 
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
-    constants. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
-    with other parameters.
+    constants. Tensors that leave it otherwise than as results, as in a list that it appends to, are those of the
+    recorded run, and on processes have no values. Tensors closed over are read anew, and modules that ran are recorded
+    anew in another mode (``eval()``) or with other parameters.
 
     Raises:
         ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or
