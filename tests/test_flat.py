@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import (
+    ArgumentError,
     Flat,
     Mesh,
     P,
@@ -251,6 +252,10 @@ def test_pieces_between_which_no_block_lies_are_views() -> None:
     assert not list(log)
     for one, want in zip(pieces, (x @ device_get(w).T).chunk(3, dim=-1), strict=True):
         torch.testing.assert_close(device_get(one), want * (2 if one is pieces[1] else 1))
+    assert [len(w.split(torch.tensor(size))) for size in (8, 12)] == [3, 2]
+    for sizes in ([8, 8], [8] * 4, -8):
+        with pytest.raises(ArgumentError, match="fails on the global tensors: split"):
+            w.split(sizes)
 
 
 def test_a_mean_loss_only_waits_for_its_sum() -> None:

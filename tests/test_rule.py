@@ -118,6 +118,17 @@ def test_a_rule_goes_before_what_is_known_of_a_function_that_is_no_row(function:
     assert ran
 
 
+def test_a_rule_of_a_function_that_is_told_to_write_into_its_operand() -> None:
+    x = device_put(torch.tensor([[-1.0, 2.0]] * 8), P("x"), mesh=LINE)
+    rule(F.relu, "[a] b -> [a] b")
+    try:
+        assert F.relu(x, inplace=True) is x
+    finally:
+        registry._ROWS.pop(F.relu)
+        forget_plans()
+    assert fspmd.device_get(x).tolist() == [[0.0, 2.0]] * 8
+
+
 def test_a_rule_of_a_function_that_hands_on_to_another() -> None:
     x = device_put(torch.rand(4, 8), P(None, "x"), mesh=LINE)
     rule(F.log_softmax, "m [n] -> m [n]", body=lambda site, x, *_, **__: x * 0 + 7)

@@ -105,14 +105,15 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
     _check_device(func, args, kwargs)
     if _is_not_defined(func, args):
         return as_whole(lambda args, kwargs: NotImplemented)
-    if is_registered(func):
-        return None
-    if (handler := handler_of(func)) is not None:
+    registered = is_registered(func)
+    if not registered and (handler := handler_of(func)) is not None:
         return as_whole(lambda args, kwargs: handler(*args, **kwargs))
-    if func is Tensor.__setitem__ and type(args[2]) in (int, float) and args[0].is_floating_point():
-        return as_whole(_set_number)
     if args and type(args[0]) is Sharded and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
+    if registered:
+        return None
+    if func is Tensor.__setitem__ and type(args[2]) in (int, float) and args[0].is_floating_point():
+        return as_whole(_set_number)
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
         return as_whole(_to_dtype_of)
     if is_ragged(func, tensors):

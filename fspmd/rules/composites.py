@@ -10,8 +10,6 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from fspmd.entries import Flat
-from fspmd.op_kinds import name_of
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
@@ -65,30 +63,25 @@ def _normalize(x: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: An
     return found if out is None else out.copy_(found)
 
 
-def _pieces(name: str, x: Any, *args: Any, dim: int = 0, **named: Any) -> tuple[int, int]:
-    """The dim and the number of pieces of a split or chunk that keeps to the uncut first factors of a `Flat` dim; 0."""
-    given, dim = (*args, *named.values())[0], args[1] if len(args) > 1 else dim
-    if not -x.dim() <= dim < x.dim() or not isinstance(x.spec.partition[dim], Flat):
-        return dim, 0
-    size = given if isinstance(given, int) else given[0] if len({*given}) == 1 else 0
-    if name == "chunk":
-        size = -(-x.shape[dim] // given) if given > 0 else 0
-    uncut = itertools.takewhile(lambda factor: not factor[1], x.spec.factors[dim])
-    count = x.shape[dim] // size if size and not x.shape[dim] % size else 0
-    return dim, count if count and math.prod(n for n, _ in uncut) % count == 0 else 0
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, (torch.Tensor, Sharded))
 
 
 def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """A split of a dim made of dims of which none that is cut lies across the pieces: a view of each, nothing moves."""
-    name = name_of(func)
-    if not args or not isinstance(args[0], Sharded) or not _pieces(name, *args, **kwargs)[1]:
+    x = args[0] if args else None
+    if not isinstance(x, Sharded) or not x.spec.flat or any(map(_is_tensor, (*args[1:], *kwargs.values()))):
         return None
-
-    def pieces(x: Any, *args: Any, **kwargs: Any) -> Any:
-        dim, count = _pieces(name, x, *args, **kwargs)
-        return x.unflatten(dim, (count, x.shape[dim] // count)).unbind(dim % x.dim())
-
-    return pieces
+    try:
+        shapes = [one.shape for one in func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)]
+    except Exception:
+        return None  # its row says what is wrong
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.dim()
+    uncut = itertools.takewhile(lambda factor: not factor[1], x.spec.factors[dim])
+    if len({*shapes}) > 1 or math.prod(n for n, _ in uncut) % len(shapes):
+        return None
+    sizes = (len(shapes), shapes[0][dim])
+    return lambda x, *_, **__: x.unflatten(dim, sizes).unbind(dim)
 
 
 def _dist(x: Any, other: Any, p: float = 2) -> Any:
