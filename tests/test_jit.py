@@ -278,6 +278,28 @@ def test_python_of_ranks() -> None:
         longer.lower(torch.zeros(8))  # type: ignore[attr-defined]
 
 
+def test_gradients_of_gradients_of_python_of_ranks() -> None:
+    """Each depends on the arguments, too, and not on gradients alone; with a checkpoint, and of parameters."""
+
+    def way(x: Tensor) -> Tensor:
+        return x.pow(4) if x.sum() > 0 else x.sin()
+
+    def expected(x: Tensor, n: int) -> Tensor:
+        above = x.view(4, 2).sum(1, True).expand(4, 2).flatten() > 0
+        return torch.where(above, math.perm(4, n) * x ** (4 - n), (x + n * torch.pi / 2).sin())
+
+    mapped = _on_ranks(lambda x: fspmd.rank_map(way, x))
+    derived: Any = lambda x: device_get(mapped(x)).sum()  # noqa: E731
+    for n in range(1, 4):
+        derived = fspmd.grad(lambda x, f=derived: f(x).sum())
+        recorded, again = jit(derived), jit(fspmd.checkpoint(derived))
+        for x in (torch.linspace(-1, 2, 8, dtype=F64), torch.linspace(1, -3, 8, dtype=F64)):
+            torch.testing.assert_close([recorded(x), again(x)], [expected(x, n)] * 2)
+            parameter = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(recorded(parameter).sum(), parameter)
+            torch.testing.assert_close(gradient, expected(x, n + 1))
+
+
 def _on_processes(seeds: range) -> None:
     chains.check_seeds(seeds, 4, replayed)
     mesh = fspmd.make_mesh((4,), ("x",))

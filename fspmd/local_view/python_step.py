@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.errors import RecordError
 from fspmd.tracing import python, step
@@ -81,15 +82,28 @@ def _run(made: _Python, seed: int, tensors: list[Tensor]) -> list[Any]:
     """The graph, if there is one, and the results, in memory of their own."""
     before = [one._version for x in tensors for one in blocks_of(x)]
     follows = made.follows and not torch.is_inference_mode_enabled()
-    with torch.set_grad_enabled(follows):
+    with torch.set_grad_enabled(follows), _keeping():
         given = [x.detach().requires_grad_(follows and one) for x, one in zip(tensors, made.wanted, strict=True)]
         out = made(given, seed)
     if before != [one._version for x in tensors for one in blocks_of(x)]:
         raise write_of_python()
     _check_closed(out, given)
-    taken = {one.untyped_storage()._cdata for x in tensors for one in blocks_of(x)}
-    kept = [x.clone() if _memory(x) & taken else x for x in map(Tensor.detach, out)]
-    return [_Tape(given, out) if any(x.requires_grad for x in out) else None, *kept]
+    return [_tape(given, out), *_apart(out, tensors)]
+
+
+def _keeping() -> Any:
+    """What graphs save inside is kept: a checkpoint would run rank_map again for it, outside of the record."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def _tape(given: list[Tensor], out: list[Tensor]) -> _Tape | None:
+    return _Tape(given, out) if any(x.requires_grad for x in out) else None
+
+
+def _apart(out: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Results in memory that is none of the arguments'."""
+    taken = set[int]().union(*map(_memory, given))
+    return [x.clone() if _memory(x) & taken else x for x in map(Tensor.detach, out)]
 
 
 def write_of_python() -> RecordError:
@@ -101,13 +115,16 @@ def write_of_python() -> RecordError:
 
 
 @step
-def _pull(tape: _Tape, cotangents: list[Tensor]) -> list[Tensor]:
-    """The gradients of those arguments that have some."""
-    chosen = [(x, g) for x, g in zip(tape.out, cotangents, strict=True) if x.requires_grad]
-    given = [x for x in tape.given if x.requires_grad]
-    outs, grads = zip(*chosen, strict=True)
-    found = torch.autograd.grad(outs, given, grads, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
+def _pull(tape: _Tape, cotangents: list[Tensor], follows: bool) -> list[Any]:
+    """The gradients of those arguments that have some, after the graph of them, if they are to have gradients."""
+    with torch.set_grad_enabled(follows), _keeping():
+        grads = [g.detach().requires_grad_(follows and _is_smooth(g)) for g in cotangents]
+        chosen = [(x, g) for x, g in zip(tape.out, grads, strict=True) if x.requires_grad]
+        given = [x for x in tape.given if x.requires_grad]
+        outs, into = zip(*chosen, strict=True)
+        found = torch.autograd.grad(outs, given, into, allow_unused=True, retain_graph=True, create_graph=follows)
+        out = [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
+    return [_tape([*tape.given, *grads], out), *_apart(out, cotangents)]
 
 
 class _Forward(torch.autograd.Function):
@@ -118,15 +135,14 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.tape, ctx.wanted = inputs[0].tape, inputs[0].wanted
+        made, *tensors = inputs
+        ctx.tape = made.tape
+        ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(x for x in output if not _is_smooth(x)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        if ctx.tape is None:
-            return (None, *(None for _ in ctx.wanted))
-        found = iter(_Backward.apply(ctx.tape, *cotangents))
-        return (None, *(next(found) if one else None for one in ctx.wanted))
+        return None, *_gradients(ctx.tape, ctx.saved_tensors, cotangents)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -137,22 +153,44 @@ class _Forward(torch.autograd.Function):
         _refuse("is under vmap")
 
 
+class _Pulled:
+    """A graph from which gradients are asked for, whether these have some, and their graph."""
+
+    def __init__(self, tape: _Tape) -> None:
+        self.tape, self.follows = tape, torch.is_grad_enabled()
+        self.after: _Tape | None = None
+
+
 class _Backward(torch.autograd.Function):
+    """Of what a graph was made of, on which its gradients depend, and of cotangents."""
+
     @staticmethod
-    def forward(tape: _Tape, *cotangents: Tensor) -> Any:
-        return tuple(_pull(tape, list(cotangents)))
+    def forward(made: _Pulled, *tensors: Tensor) -> Any:
+        cotangents = list(tensors[len(made.tape.given) :])
+        made.after, *out = _pull(made.tape, cotangents, made.follows)
+        return tuple(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+        made, *tensors = inputs
+        ctx.tape = made.after
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        _refuse("is differentiated twice")
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return None, *_gradients(ctx.tape, ctx.saved_tensors, cotangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
         _refuse("is under vmap")
+
+
+def _gradients(tape: _Tape | None, given: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+    """Of what a graph was made of; None where there is none."""
+    if tape is None:
+        return [None] * len(given)
+    found = iter(_Backward.apply(_Pulled(tape), *given, *cotangents))
+    return [next(found) if x.requires_grad else None for x in tape.given]
 
 
 def _refuse(what: str) -> NoReturn:

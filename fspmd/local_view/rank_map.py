@@ -31,7 +31,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     Differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
 
     Within `jit` the function is one step: it runs as Python in every replay, and its results must have the shapes that
-    they had when it was recorded. It must not write into its arguments, has first derivatives in reverse mode, and uses
+    they had when it was recorded. It must not write into its arguments, has derivatives in reverse mode alone, and uses
     tensors that the jitted function has computed only as arguments.
 
     Raises:
