@@ -246,6 +246,28 @@ def test_calls_are_planned_anew_by_other_figures() -> None:
         set_topology(before)
 
 
+def test_a_way_between_hosts_is_no_quicker_than_one_inside() -> None:
+    """Of hosts whose ranks are joined by less than the network: no group is quicker for being larger."""
+    mesh = make_mesh((2, 3), ("x", "y"), transport="simulation")
+    figures = Topology(inside=Link(1.5, 3e3), between=Link(5.0, 50e3), per_host=3, launch=0.1)
+    assert figures.link(mesh, ("x",)) == Link(5.0, 50e3)
+    assert figures.link(mesh, ("y",)) == Link(1.5, 3e3)
+    assert figures.link(mesh, ("x", "y")) == Link(5.0, 3e3)
+    found, least = brute_force(mesh, (2, 30), figures)
+    assert float((least_times(found, found, figures) - least).max()) <= 1e-9
+    for j, target in enumerate(found):
+        ahead = bound(target, figures)
+        assert all(ahead(source) <= float(least[i, j]) + 1e-9 for i, source in enumerate(found))
+
+
+def test_bounds_are_as_exact_as_prices() -> None:
+    """Of sums whose bytes over bandwidth single precision rounds up."""
+    mesh = make_mesh((3, 2), ("x", "y"), transport="simulation")
+    figures = Topology(axes=(("x", Link(0.0, 1e3)), ("y", Link(1.0, 450e3))), memory=float("inf"))
+    found, least = brute_force(mesh, (1 << 16,), figures)
+    assert float((least_times(found, found, figures) - least).max()) <= 1e-9
+
+
 @pytest.mark.parametrize(
     ("figures", "named"),
     [

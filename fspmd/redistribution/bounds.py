@@ -121,8 +121,8 @@ def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], to
     counts, of = heard.unique(return_inverse=True)
     begun = torch.tensor([_begun(n, latency, topology, 2) for n in counts.tolist()], dtype=torch.float64)[of]
     least = torch.minimum(at_once, time + torch.maximum(begun, 2 * topology.launch + slow))
-    writing = torch.tensor([prod(spec.block_shape) for spec in targets]) * scale / topology.memory
-    return torch.where(told > 0, least + writing, 0.0)
+    written = torch.tensor([prod(spec.block_shape) for spec in targets], dtype=torch.float64)
+    return torch.where(told > 0, least + written * scale / topology.memory, 0.0)
 
 
 def _dims(
@@ -133,9 +133,9 @@ def _dims(
     for d, size in enumerate(targets[0].shape):
         entries = [[entry_axes(spec.partition[d]) for spec in specs] for specs in (sources, targets)]
         before, after = (list(dict.fromkeys(own)) for own in entries)
-        table = torch.tensor([[float(count(size, one, other)) for other in after] for one in before])
+        table = torch.tensor([[count(size, one, other) for other in after] for one in before], dtype=torch.float64)
         rows = torch.tensor([before.index(one) for one in entries[0]])
-        found *= table.double()[rows][:, [after.index(one) for one in entries[1]]]
+        found *= table[rows][:, [after.index(one) for one in entries[1]]]
     return found
 
 
@@ -177,7 +177,8 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Over axes outside of islands: how many sums stay, how many are added up, how often each is held before, after."""
     sizes = {axis: n for axis, n in targets[0].mesh.shape.items() if n > 1 and axis not in island}
-    ranks = torch.tensor([prod(itertools.compress(sizes.values(), bits)) for bits in _bits(len(sizes))])
+    counts = [float(prod(itertools.compress(sizes.values(), bits))) for bits in _bits(len(sizes))]
+    ranks = torch.tensor(counts, dtype=torch.float64)
 
     def mask(chosen: Set[str]) -> int:
         return sum((axis in chosen) << i for i, axis in enumerate(sizes))

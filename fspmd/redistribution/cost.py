@@ -55,13 +55,29 @@ class Topology:
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         """The slowest link on the way between the ranks of a group along some axes."""
         if not self.axes:
-            return self.between if _leaves_host(mesh, axes, self.per_host) else self.inside
+            return self._between_hosts(mesh, axes)
         named = dict(self.axes)
         links = [named[axis] for axis in axes if axis in named]
         others = tuple(axis for axis in axes if axis not in named)
         if others:
-            links.append(self.between if _leaves_host(mesh, others, self.per_host) else self.inside)
-        return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+            links.append(self._between_hosts(mesh, others))
+        return _slowest(links)
+
+    def _between_hosts(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+        """The same where axes have no links of their own."""
+        if not _leaves_host(mesh, axes, self.per_host):
+            return self.inside
+        return _slowest([self.between, self.inside]) if _stays(mesh, axes, self.per_host) else self.between
+
+
+def _slowest(links: list[Link]) -> Link:
+    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stays(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
+    """Whether some axis of a group stays on a host, so that its links are on the way, too."""
+    return any(mesh.shape[axis] > 1 and not _leaves_host(mesh, (axis,), per_host) for axis in axes)
 
 
 @functools.lru_cache(maxsize=1024)
