@@ -10,10 +10,13 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fspmd.errors import VarianceError
 from fspmd.transport.local_tensor import LocalTensor
+
+_functorch = torch._C._functorch
 
 _COPY: Final = "_fspmd_copy"
 _COPIES: Final = "_fspmd_copies"  # on a block: what is a copy where a view of it should be
@@ -26,6 +29,9 @@ def is_packed(x: Tensor, whole: Sequence[int] | None = None) -> bool:
 
     Those that do not matter to the block, too; ``whole``: not those of dims of which the whole tensor has one element.
     """
+    while _functorch.is_functorch_wrapped_tensor(x):
+        dim, x = _functorch.maybe_get_bdim(x), _functorch.get_unwrapped(x)
+        x = x if dim < 0 else x.select(dim, 0)
     for block in x.shards if type(x) is LocalTensor else (x,):
         step = 1
         sizes = block.shape if whole is None else whole

@@ -511,6 +511,29 @@ def test_views_of_bits_and_rows_made_short(spec: P) -> None:
         torch.testing.assert_close(device_get(found.grad), want.grad)
 
 
+def test_inference_mode() -> None:
+    """Views there are views, and a plan made there is that of any call."""
+    whole = values(((8, 6),))[0]
+    x = device_put(whole, P("x"), mesh=LINE)
+    with torch.inference_mode():
+        found = x[:, 0], x.t(), x.unsqueeze(0).exp(), x.reshape(2, 4, 3, 2), F.embedding(torch.tensor([1, 0]), x[:3])
+    want = whole[:, 0], whole.t(), whole.unsqueeze(0).exp(), whole.reshape(2, 4, 3, 2), whole[[1, 0]]
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(device_get(one), other)
+    with pytest.raises(VarianceError, match=r"mul_.* writes into a copy"):
+        (x * 1).reshape(2, 4, 3, 2).mul_(2)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.view(5, 1), lambda x: x.squeeze(), lambda x: x.view(1, 5, 1)])
+def test_views_of_uneven_blocks_under_vmap(f: Callable[[Any], Any]) -> None:
+    whole = values(((4, 1, 5),))[0]
+    for dim, spec in ((0, P(None, None, "x")), (1, P(None, None, "x")), (2, P("x"))):
+        x = device_put(whole.movedim(0, dim), spec, mesh=LINE)
+        torch.testing.assert_close(
+            device_get(fspmd.vmap(lambda x: f(x.reshape(1, 5)), in_dims=dim)(x)), whole.reshape(4, *f(whole[0]).shape)
+        )
+
+
 NUMBERED: dict[str, Callable[[Any, float], Any]] = {
     "mul and add": lambda x, v: x * v + v,
     "clamp": lambda x, v: x.clamp(min=-v, max=v),

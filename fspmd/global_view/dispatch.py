@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isnan
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -70,8 +70,9 @@ class _Cache:
         self.maxsize = 65536
 
     def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-        """Of a call that the cache does not have."""
-        plan = _plan_call(func, args, kwargs)
+        """Of a call that the cache does not have; in inference mode torch does not tell which results are views."""
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            plan = _plan_call(func, args, kwargs)
         self.misses += 1
         if not _by_default_dtype(plan, key):
             _plans[key] = plan

@@ -23,6 +23,7 @@ from fspmd.transport.op_facts import FACTS, OpFacts, learn
 from fspmd.transport.randomness import per_rank_generators
 
 _make = Tensor._make_wrapper_subclass
+_inference = torch.is_inference_mode_enabled
 _SYMBOLS = frozenset(SYMBOLS)
 _SEQUENCES = frozenset((list, tuple, torch.Size))
 
@@ -58,7 +59,10 @@ class LocalTensor(Tensor):
                 break
         else:
             strides = shards[0].stride()
-        self: LocalTensor = _make(
+        make: Callable[..., Any] = _make
+        if _inference() and not first.is_inference():  # views of what was made before
+            make = torch.inference_mode(False)(make)
+        self: LocalTensor = make(
             cls, size, strides=strides, storage_offset=offset, dtype=first.dtype, device=first.device
         )
         self.shards = shards
