@@ -208,6 +208,21 @@ def test_flops_of_the_model(mesh: Mesh, around: Any, passes: Any) -> None:
     assert every[0].utilisation() * mesh.size <= every[0].hardware_utilisation * (1 + 1e-9)
 
 
+def test_what_one_rank_alone_begins_a_sum_with_is_another_value() -> None:
+    """The first rank, which an abstract mesh lowers for, adds a residual to a pending sum, and uses it again after."""
+    found = []
+    for transport in ("abstract", "simulation"):
+        mesh = make_mesh((2, 4), ("x", "y"), transport=transport)
+        shapes = {(8, 6): P("x"), (6, 12): P(None, "y"), (12, 6): P("y")}
+        given = [TensorSpec(mesh, spec, shape, torch.float32) for shape, spec in shapes.items()]
+        step = jit(value_and_grad(lambda x, a, b: (x + (x @ a).relu() @ b).square().sum(), (1, 2)))
+        program = step.lower(*given)
+        found.append((program.cost().model_flops, [one.kind for one in program.collectives()]))
+        assert "invariant_to_unreduced" in program.as_text()
+    assert found[0] == found[1]
+    assert found[0][0] == 5 * 2 * 8 * 6 * 12  # x has no gradient
+
+
 def test_new_values_are_held_in_blocks_alone() -> None:
     mesh = make_mesh((64, 8), ("x", "y"), transport="abstract")
     program = jit(lambda: fspmd.randn(8192, 8192, spec=P("x", "y"), mesh=mesh) + 1, passes=()).lower()

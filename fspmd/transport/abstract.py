@@ -81,12 +81,12 @@ class AbstractTransport(Transport):
         return self._zeros(x, (0,) if at is None else (*lead, *target.local_shape(at)), mesh)
 
     def alias(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        return Pending(x)
+        return Pending(x.view_as(x))
 
     pick = alias
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        return Pending(x if _place(mesh, axes, o)[1] == o.root else torch.zeros_like(x))
+        return Pending(x.clone() if _place(mesh, axes, o)[1] == o.root else torch.zeros_like(x))
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
         return complaint
