@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, make_mesh
+from fspmd.global_view import planning
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -564,6 +565,17 @@ def test_numbers_that_do_not_bear_on_layouts_never_miss(name: str) -> None:
         torch.testing.assert_close(device_get(NUMBERED[name](x, v)), NUMBERED[name](whole, v))
         misses.append(fspmd.propagation_cache_info().misses)
     assert misses[0] == misses[1] == misses[2], misses
+
+
+def test_numbers_in_a_graph_are_traced_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, traced = values(((4, 6),))[0], []
+    x, decompose = device_put(whole, P("x"), mesh=LINE), planning.decompose
+    monkeypatch.setattr(planning, "decompose", lambda *args: traced.append(args) or decompose(*args))
+    fspmd.propagation_cache_clear()
+    for v in (0.25, 0.5, 0.25, 0.5):
+        found = NUMBERED["huber_loss, weighed"](x, v)
+        torch.testing.assert_close(device_get(found), NUMBERED["huber_loss, weighed"](whole, v))
+    assert len(traced) == 2
 
 
 def test_the_cache_keeps_as_many_plans_as_it_may_the_newest_ones() -> None:

@@ -35,6 +35,7 @@ from fspmd.transport.local_tensor import LocalTensor
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _NUMBERS: Final = ("alpha", "beta")
+_GRAPHS: Final = 64  # of one plan, by the numbers in them
 #: NumPy's names of parameters, which torch's functions in C take too
 _NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
@@ -128,12 +129,29 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
 def _unruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[TensorSpec]) -> OpPlan:
     """The plan of a function without a rule for its call: what it is made of.
 
-    Numbers are constants there; it is found anew for each call where they are not part of the key.
+    Numbers are constants there: of those that are not part of the key others have a graph of their own.
     """
-    run, free, given = _by_graph(specs, func, args, kwargs), free_numbers(func), (args, kwargs)
-    if free and any(type(x) in free for x in optree.tree_leaves(given, is_leaf=is_sharded)):
-        return as_whole(lambda args, kwargs: _by_graph(specs, func, args, kwargs)(args, kwargs))
+    graph, free = _by_graph(specs, func, args, kwargs), free_numbers(func)
+    graphs = {_numbers(free, args, kwargs): graph}
+    if () in graphs:
+        return as_whole(graph)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = _numbers(free, args, kwargs)
+        graph = graphs.get(numbers)
+        if graph is None:
+            if len(graphs) >= _GRAPHS:
+                graphs.clear()
+            graph = graphs[numbers] = _by_graph(specs, func, args, kwargs)
+        return graph(args, kwargs)
+
     return as_whole(run)
+
+
+def _numbers(kinds: frozenset[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The arguments of such types, as text: 0.0 and -0.0 differ, and nan equals nothing."""
+    tree: Any = (args, kwargs)
+    return tuple([repr(x) for x in optree.tree_leaves(tree, is_leaf=is_sharded) if type(x) in kinds])
 
 
 def _by_graph(specs: list[TensorSpec], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
