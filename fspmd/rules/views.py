@@ -66,10 +66,6 @@ def reshaped(whole: Whole) -> Factors:
     before, after = whole.shapes[0], whole.results[0]
     operand: list[int | None] = [None] * len(before)
     result: list[int | None] = [None] * len(after)
-    new = _ones(after)
-    for gap, ones in _ones(before).items():
-        for s, t in zip(ones, new.get(gap, ()), strict=False):
-            operand[s] = result[t] = s
     ways: list[tuple[list[int], list[int]]] = []
     for source, target in groups(before, after):
         pair = [d for d in source if before[d] != 1], [d for d in target if after[d] != 1]
@@ -79,7 +75,11 @@ def reshaped(whole: Whole) -> Factors:
                 ways.append(pair)
     found = Factors((tuple(operand),), (tuple(result),))
     others = tuple(_one_way(found, pair, s, t) for pair in ways for s in pair[0] for t in _roomy_first(pair[1], after))
-    return found._replace(others=others)
+    new = _ones(after)
+    for gap, ones in _ones(before).items():
+        for s, t in zip(ones, new.get(gap, ()), strict=False):
+            operand[s] = result[t] = s
+    return Factors((tuple(operand),), (tuple(result),), others=others)
 
 
 def _ones(shape: Shape) -> dict[int, list[int]]:
