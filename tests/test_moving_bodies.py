@@ -123,7 +123,7 @@ CASES |= {
     "unflatten of pieces": (lambda x: x.view(3, 5, 2, 3), ((15, 6),)),
     "reshape": (lambda x: x.reshape(4, 9), ((6, 3, 2),)),
     "reshape with ones": (lambda x: x.reshape(1, 6, 1, 7, 1), ((3, 1, 2, 7),)),
-    "reshape beside one": (lambda x: x.reshape(1, 2, 3), ((1, 6),)),
+    "reshape beside one": (lambda x: x.reshape(1, 3, 3), ((1, 9),)),
     "repeat_interleave": (lambda x: x.repeat_interleave(3, 0), ((5, 2),)),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), ((1, 8, 2, 3),)),
     "diagonal": (torch.diagonal, ((5, 5),)),
