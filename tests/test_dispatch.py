@@ -512,6 +512,21 @@ def test_views_of_bits_and_rows_made_short(spec: P) -> None:
         torch.testing.assert_close(device_get(found.grad), want.grad)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.slice_scatter(x, x, 0, 1, 4),
+        lambda x: torch.select_scatter(x, x, 0, 1),
+        lambda x: torch.select_scatter(x, x[0], 2, 1),
+        lambda x: torch.diagonal_scatter(x, x[0], offset=1),
+    ],
+)
+def test_sources_of_another_shape_than_the_part_are_refused(f: Callable[[Any], Any]) -> None:
+    x = device_put(values(((4, 4),))[0], P("x"), mesh=LINE)
+    with pytest.raises(ArgumentError, match=r"_scatter\(\) of .* fails on the global tensors: "):
+        f(x)
+
+
 def test_inference_mode() -> None:
     """Views there are views, and a plan made there is that of any call."""
     whole = values(((8, 6),))[0]

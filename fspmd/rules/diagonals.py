@@ -16,6 +16,7 @@ from fspmd.entries import entry_axes
 from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors
+from fspmd.rules.insets import check_source
 from fspmd.rules.whole import Whole
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
 from fspmd.spec import TensorSpec
@@ -33,6 +34,8 @@ def diagonal(whole: Whole) -> Factors:
 
 def diagonal_scattered(whole: Whole) -> Factors:
     """Values set on the diagonal of two dims; the diagonal is the last dim of the source, which is whole."""
+    given = [whole.argument(*one) for one in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1))]
+    check_source(whole, lambda x: x.diagonal(*given))
     dims = _two(whole, 3)
     every: Dims = tuple(range(whole.ndim))
     return Factors((every, (*(d for d in every if d not in dims), None)), (every,), whole=frozenset(dims))

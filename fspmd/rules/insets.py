@@ -6,7 +6,7 @@ and nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,18 @@ from fspmd.rules.whole import Whole
 from fspmd.rules.windows import block_places, fetched, moving, per_rank, still
 
 
+def check_source(whole: Whole, part: Callable[[Tensor], Tensor]) -> None:
+    """Raises IndexError where what is set has not the shape of the part, which torch's meta kernels do not look at."""
+    expected = tuple(part(torch.empty(whole.shapes[0], device="meta")).shape)
+    if whole.shapes[1] != expected:
+        raise IndexError(f"expected src of the shape of that part, {expected}, got {whole.shapes[1]}")
+
+
 def slice_scattered(whole: Whole) -> Factors:
     """Values set in a range of a dim, which must be whole."""
-    dim = whole.argument(2, "dim", 0) % whole.ndim
+    given = [whole.argument(*one) for one in ((2, "dim", 0), (3, "start", None), (4, "end", None), (5, "step", 1))]
+    check_source(whole, lambda x: torch.ops.aten.slice.Tensor(x, *given))
+    dim = given[0] % whole.ndim
     every: Dims = tuple(range(whole.ndim))
     beside: Dims = tuple(None if d == dim else d for d in every)
     found = Factors((every, beside), (every,), whole=frozenset({dim}))
@@ -28,7 +37,9 @@ def slice_scattered(whole: Whole) -> Factors:
 
 def select_scattered(whole: Whole) -> Factors:
     """Values set at one place of a dim, which must be whole."""
-    dim = whole.argument(2, "dim", 0) % whole.ndim
+    dim = whole.argument(2, "dim", 0)
+    check_source(whole, lambda x: x.select(dim, whole.argument(3, "index", 0)))
+    dim %= whole.ndim
     every: Dims = tuple(range(whole.ndim))
     return Factors((every, tuple(d for d in every if d != dim)), (every,), whole=frozenset({dim}))
 
