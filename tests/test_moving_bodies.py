@@ -123,7 +123,6 @@ CASES |= {
     "unflatten of pieces": (lambda x: x.view(3, 5, 2, 3), ((15, 6),)),
     "reshape": (lambda x: x.reshape(4, 9), ((6, 3, 2),)),
     "reshape with ones": (lambda x: x.reshape(1, 6, 1, 7, 1), ((3, 1, 2, 7),)),
-    "reshape beside one": (lambda x: x.reshape(1, 3, 3), ((1, 9),)),
     "repeat_interleave": (lambda x: x.repeat_interleave(3, 0), ((5, 2),)),
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), ((1, 8, 2, 3),)),
     "diagonal": (torch.diagonal, ((5, 5),)),
@@ -264,6 +263,13 @@ def _bytes() -> Iterator[None]:
 @pytest.mark.parametrize(("mesh", "most"), [(LINE, 40), (GRID, 25), (WIDE, 12)])
 def test_values_and_gradients(mesh: Mesh, most: int, name: str) -> None:
     check_case(name, CASES[name], mesh, most)
+
+
+def test_reshapes_beside_a_dim_of_one_in_every_layout() -> None:
+    x = torch.arange(9.0).reshape(1, 9)
+    for (spec,) in placements(GRID, ((1, 9),), 100):
+        moved = device_put(x, spec, mesh=GRID).reshape(1, 3, 3)
+        assert torch.equal(device_get(moved), x.reshape(1, 3, 3)), spec
 
 
 _ROW, _COLUMN, _SPACE = P("x"), P(None, "x"), P(None, None, "x")
