@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import test_debug_print
@@ -858,6 +859,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "copied": (copy.deepcopy, r"^jit cannot record copy.deepcopy\(x\); write x.clone\(\)"),
     "pickled": (lambda x: pickle.loads(pickle.dumps(x)), r"^jit cannot record pickling a tensor"),
     "random": (lambda x: x * random.random(), r"^jit cannot record numbers of Python's module random"),
+    "random of NumPy": (lambda x: x * np.random.rand(), r"^jit cannot record numbers of numpy.random, which torch"),
     "seeded": (_seeded, r"^jit cannot record what sets the state .*\(test_jit.py:\d+\)$"),
     "seeded alike": (_seeded_alike, r"^jit cannot record what sets the state of a generator"),
     "set alike": (_set_alike, r"^jit cannot record what sets the state of a generator"),

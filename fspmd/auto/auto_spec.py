@@ -100,7 +100,8 @@ def auto_spec(
     combinations is found exactly. Nothing is communicated.
 
     What counts is what ``f`` does: of ``value_and_grad(loss)`` or of a whole step forward and backward, of a loss only
-    forward. A gradient lies as what it is of.
+    forward. A gradient lies as what it is of. `checkpoint` changes nothing of that: what it computes and moves again is
+    left out of the time, and what it does not keep is counted among the bytes.
 
     Args:
         f: A function of global tensors, as `jit` takes; it is given `Sharded` values.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -29,7 +31,7 @@ class Generators:
     def __init__(self, given: Iterable[torch.Generator]) -> None:
         # by number, since torch gives dispatch another object
         self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
-        self.python = random.getstate()
+        self.python = _python_states()
         self.own: dict[int, Tensor] = {}  # the states that they are to have
         self.secret = _FIRST_SECRET  # the seed that they have between steps
         self.before: dict[tuple[int, int], Tensor] = {}  # what they were to have at earlier ones
@@ -81,9 +83,10 @@ class Generators:
             raise constant_of("the seed or the state of a generator, which another run has otherwise")
 
     def check_python(self) -> None:
-        """Raises where Python's own generator was used."""
-        if random.getstate() != self.python:
-            raise constant_of("numbers of Python's module random, which torch does not know")
+        """Raises where Python's own generator, or NumPy's, was used."""
+        for name, state in _python_states().items():
+            if state != self.python.get(name, state):
+                raise constant_of(f"numbers of {name}, which torch does not know")
 
     def _is_hidden(self, key: int) -> bool:
         """Whether one has the state that it was left with; or was left with earlier, when it was to have the same."""
@@ -102,6 +105,13 @@ def _number(generator: Any) -> int:
 def _state(generator: torch.Generator) -> Tensor:
     with outside_transforms(), torch._C.DisableTorchFunction():
         return generator.get_state()
+
+
+def _python_states() -> dict[str, Any]:
+    """Of the generators that are not torch's and that everybody shares."""
+    found: dict[str, Any] = {"Python's module random": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    return found if numpy is None else found | {"numpy.random": pickle.dumps(numpy.random.get_state(legacy=False))}
 
 
 def _seed_of(state: Tensor) -> int:
