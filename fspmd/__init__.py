@@ -42,8 +42,9 @@ from fspmd.errors import (
     VarianceError,
 )
 from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
+from fspmd.global_view.explain_rule import explain_rule
 from fspmd.global_view.methods import install as _install_methods
-from fspmd.global_view.rule import explain_rule, rule
+from fspmd.global_view.rule import rule
 from fspmd.local_view.hooks import install as _install
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map
