@@ -55,7 +55,7 @@ class Cost:
     @property
     def overlapped(self) -> float:
         """µs of communication that computation hides."""
-        return self.communication - self.exposed
+        return max(0.0, self.communication - self.exposed)  # differences of sums are rounded
 
     def utilisation(self, model_flops: float | None = None) -> float:
         """Model FLOPs utilisation: the FLOPs that the model needs, per time, of those that all ranks could do.
