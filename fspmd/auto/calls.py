@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.global_view.dispatch import hashable
+from fspmd.global_view.call_keys import hashable
 from fspmd.global_view.planning import gathered, places_of, plan_call
 from fspmd.global_view.propagate import Question, ask
 from fspmd.meshes.mesh import Mesh

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from math import isnan
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,37 +15,21 @@ import torch
 from torch import Tensor
 
 from fspmd.body import RUNNING, state
-from fspmd.copies import moved_from, refuse_copy
+from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
-from fspmd.global_view.outcomes import Place
+from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
+from fspmd.global_view.operands import cast_operands, keep, move_operands
 from fspmd.global_view.planning import plan_call, sharded_values, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.messages import described
-from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import replan_with
-from fspmd.rules import IN_C, free_numbers
+from fspmd.rules import IN_C
 from fspmd.sharded import Sharded, above, held_as, is_sharded
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
-from fspmd.transport.local_tensor import LocalTensor
 
-_transforms_active = torch._C._are_functorch_transforms_active
-_grad_enabled = torch.is_grad_enabled
 _new = functools.partial(object.__new__, Sharded)
-_CASTS = "_fspmd_casts"
-
-
-class _Casts(dict[Call, tuple["weakref.ref[Tensor]", int]]):
-    """The casts of a tensor that are alive, and its version when they were made; a copy of the tensor has none."""
-
-    def __reduce__(self) -> Any:
-        return _Casts, ()
-
-    def __deepcopy__(self, memo: Any) -> _Casts:
-        return _Casts()
-
-
 _plan_call = hidden(plan_call)
 
 
@@ -88,8 +70,6 @@ class _Cache:
 
 _cache = _Cache()
 _plans: dict[Any, OpPlan] = {}
-_free: dict[Any, frozenset[type]] = {}  # of functions, kinds of Python numbers that do not bear on layouts
-_counting: set[Any] = set()  # functions for which ints may
 
 
 def propagation_cache_info() -> CacheInfo:
@@ -106,8 +86,7 @@ def propagation_cache_clear() -> None:
 def forget_plans() -> None:
     """Plan every call anew: a rule has changed, or what prices are reckoned with."""
     _plans.clear()
-    _free.clear()
-    _counting.clear()
+    forget_functions()
 
 
 replan_with(forget_plans)
@@ -154,14 +133,14 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     key.append(one.spec)
                     held.append(one.local)
                 else:
-                    key.append(_keyed(func, one))
+                    key.append(keyed(func, one))
                     held.append(one)
             blocks.append(held)
-        elif (kind is int and func in _counting) or kind in _CONSTANT:
+        elif (kind is int and func in COUNTING) or kind in CONSTANT:
             key.append(arg)
             blocks.append(arg)
         else:
-            _add(func, arg, kind, key, blocks)
+            add_argument(func, arg, kind, key, blocks)
     if kwargs:
         key.append(dict)  # what follows are names, each with its value
         for name, arg in kwargs.items():
@@ -170,11 +149,11 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             if kind is Sharded:
                 key.append(arg.spec)
                 blocks.append(arg.local)
-            elif (kind is int and func in _counting) or kind in _CONSTANT:
+            elif (kind is int and func in COUNTING) or kind in CONSTANT:
                 key.append(arg)
                 blocks.append(arg)
             else:
-                _add(func, arg, kind, key, blocks)
+                add_argument(func, arg, kind, key, blocks)
     cached = tuple(key)
     try:
         plan = _plans[cached]
@@ -194,9 +173,9 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             plan = plan.choose(blocks)
         if plan.writes:
             refuse_copy(blocks[0], plan.writes)
-        casts = _move_operands(plan, blocks) if plan.moves else []
+        casts = move_operands(plan, blocks) if plan.moves else []
         if plan.casts:
-            casts += _cast_operands(plan, blocks)
+            casts += cast_operands(plan, blocks)
     try:
         if plan.in_order:
             out = plan.local(*tuple(blocks))  # quicker than of a list
@@ -211,7 +190,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         if plan.writes:
             return args[0]
         if casts:
-            _keep(casts, out)
+            keep(casts, out)
     results = plan.results
     if type(results) is tuple or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, results)
@@ -219,14 +198,6 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     value.local = out
     value.spec = results  # type: ignore[assignment]
     return value
-
-
-def _keep(casts: list[Tensor], out: Any) -> None:
-    """Alive as long as the graph is, and no longer."""
-    for one in (out,) if isinstance(out, Tensor) else out:
-        node: Any = one.grad_fn
-        if node is not None:
-            node.metadata[_CASTS] = casts
 
 
 def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
@@ -237,35 +208,6 @@ def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
     # of several results one may be the same on ranks that differ in others, as `info` is of columns
     held = [one if type(one) is Tensor else held_as(one, spec) for one, spec in zip(out, specs, strict=True)]
     return type(out)(list(map(Sharded, held, specs)))
-
-
-def _move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
-    """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
-    found = []
-    for place, steps in plan.moves:
-        x = before = _at(blocks, place)
-        for step in steps:
-            if step.pair.name == "slice" and x.requires_grad and _grad_enabled():
-                x = _cast(x, step)
-                found.append(x)
-            else:
-                x = apply(x, step)
-        if plan.copies:
-            moved_from(before, x)
-        _set(blocks, place, x)
-    return found
-
-
-def _at(blocks: list[Any], place: Place) -> Any:
-    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
-
-
-def _set(blocks: list[Any], place: Place, x: Tensor) -> None:
-    if isinstance(place, tuple):
-        blocks[place[0]] = [*blocks[place[0]]]  # it may be the caller's own list
-        blocks[place[0]][place[1]] = x
-    else:
-        blocks[place] = x
 
 
 def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
@@ -286,72 +228,6 @@ def _is_float(spec: TensorSpec) -> bool:
 
 def _has_float(part: Any) -> bool:
     return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and _is_float(part)
-
-
-def _free_of(func: Any) -> frozenset[type]:
-    found = _free.get(func)
-    if found is None:
-        found = _free[func] = free_numbers(func)
-        if int not in found:
-            _counting.add(func)
-    return found
-
-
-#: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
-_CONSTANT = frozenset((str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_PLAIN = _CONSTANT | {int}
-
-
-def hashable(arg: Any) -> Any:
-    """What an argument is in a key."""
-    kind = type(arg)
-    if kind in _PLAIN:
-        return arg
-    if kind is slice:
-        start, stop, step = arg.start, arg.stop, arg.step
-        if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
-            return slice, start, stop, step
-        return slice, hashable(start), hashable(stop), hashable(step)
-    if kind is Sharded:
-        return arg.spec
-    if kind is float and (arg == 0 or isnan(arg)):
-        return float, str(arg)  # two zeros, and nan, which equals nothing
-    if isinstance(arg, dict):
-        return dict, *((name, hashable(value)) for name, value in arg.items())
-    if isinstance(arg, Tensor):
-        return (kind, arg.dtype, arg.shape) if kind is not LocalTensor else LocalTensor
-    if isinstance(arg, (tuple, list)):
-        return kind, *map(hashable, arg)
-    return kind, arg
-
-
-def _add(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> None:
-    """Append what an argument is in the key of a call, and its block or blocks."""
-    if kind is list or kind is tuple:
-        key.append(kind)
-        key.append(len(arg))
-        held, sharded = [], False
-        for one in arg:
-            if type(one) in _PLAIN:
-                key.append(one)
-                held.append(one)
-            elif type(one) is Sharded:
-                key.append(one.spec)
-                held.append(one.local)
-                sharded = True
-            else:
-                key.append(_keyed(func, one))
-                held.append(one)
-        blocks.append(held if sharded else arg)
-    else:
-        blocks.append(arg)
-        key.append(_keyed(func, arg))
-
-
-def _keyed(func: Any, arg: Any) -> Any:
-    """What an argument of a function is in a key: of a number that bears on no layout its type."""
-    kind = type(arg)
-    return kind if (kind is float or kind is int) and kind in (_free.get(func) or _free_of(func)) else hashable(arg)
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -376,36 +252,6 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         f"{shown(func)} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
         "an argument, with its spec in in_specs, instead of closing over it"
     )
-
-
-def _cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
-    """Cast what will have a gradient; gives the casts."""
-    found = []
-    follows = _transforms_active()
-    for place, casts in plan.casts:
-        x = blocks[place] if type(place) is int else _at(blocks, place)
-        if follows or (x.requires_grad and _grad_enabled()):
-            for cast in casts:
-                x = _cast(x, cast)
-            _set(blocks, place, x)
-            found.append(x)
-    return found
-
-
-def _cast(x: Tensor, cast: Call) -> Tensor:
-    """An invariant operand beside a varying one: one cast serves all uses whose graph is alive, forward for free."""
-    known = x.__dict__.get(_CASTS)
-    if known is not None and (found := known.get(cast)) is not None and found[1] == x._version:
-        y: Tensor | None = found[0]()
-        if y is not None:
-            return y
-    y = apply(x, cast)
-    if not _transforms_active():
-        if known is None:
-            known = _Casts()
-            setattr(x, _CASTS, known)
-        known[cast] = weakref.ref(y), x._version
-    return y
 
 
 def _leave_to_python(function: Any, why: str) -> None:
