@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import getitem
 from typing import Any, Final
@@ -14,12 +14,11 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
 from fspmd.programs.inductor import by_inductor
-from fspmd.programs.replay import compiled, taken
+from fspmd.programs.replay import Maker, Part, compiled, taken
 from fspmd.programs.segments import is_plain
 
-#: of steps, inputs, outputs, the values of constants, and donated inputs: a function such as `replay.compiled` gives
-Maker = Callable[..., Callable[..., Any]]
-Backend = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Backend = str | Compiler
 _BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor, "cudagraphs": by_cuda_graphs}
 
 
@@ -41,16 +40,9 @@ def maker(backend: Backend) -> Maker:
     return found
 
 
-def _by_function(
-    backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
-    nodes: Iterable[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[Any],
-    constants: dict[fx.Node, Any],
-    donated: Sequence[fx.Node] = (),
-) -> Callable[..., Any]:
+def _by_function(backend: Compiler, part: Part) -> Callable[..., Any]:
     """What a function of the user makes, of the inputs with which the steps first run."""
-    module = module_of(list(nodes), inputs, outputs, constants)
+    module, count = module_of(part), len(part.outputs)
     made: list[Callable[..., Any]] = []
 
     def run(*values: Any) -> Any:
@@ -60,31 +52,29 @@ def _by_function(
                 raise ArgumentError(f"the backend of jit gave {described(found)}; it must give a function")
             made.append(found)
         out = made[0](*values)
-        if not isinstance(out, (tuple, list)) or len(out) != len(outputs):
+        if not isinstance(out, (tuple, list)) or len(out) != count:
             raise ArgumentError(
-                f"what the backend of jit made gave {described(out)}; it must give a tuple of {len(outputs)} values, "
+                f"what the backend of jit made gave {described(out)}; it must give a tuple of {count} values, "
                 "as the graph does"
             )
         return tuple(out)
 
-    return taken(run) if donated else run
+    return taken(run) if part.donated else run
 
 
-def module_of(
-    steps: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[Any], constants: dict[fx.Node, Any]
-) -> fx.GraphModule:
+def module_of(part: Part) -> fx.GraphModule:
     """Steps as a module of their own; collectives, and what else is no function of torch, are `Opaque`."""
     graph = fx.Graph()
     attributes: dict[str, Tensor] = {}
-    known = {node: graph.placeholder(node.name) for node in inputs}
+    known = {node: graph.placeholder(node.name) for node in part.inputs}
 
     def placed(node: fx.Node) -> fx.Node:
         if node not in known:
             known[node] = graph.create_node("get_attr", str(node.target))
-            attributes[str(node.target)] = constants[node]
+            attributes[str(node.target)] = part.constants[node]
         return known[node]
 
-    for step in steps:
+    for step in part.steps:
         torchs = step.target is getitem or isinstance(step.target, torch._ops.OpOverload)
         if torchs and all(map(is_plain, (*step.args, *step.kwargs.values()))):
             known[step] = graph.node_copy(step, placed)
@@ -92,7 +82,7 @@ def module_of(
             given = tuple(map(placed, step.all_input_nodes))
             known[step] = graph.create_node("call_function", Opaque(step), given, name=step.name)
             known[step].meta = dict(step.meta)
-    graph.output(tuple(placed(one) if isinstance(one, fx.Node) else one for one in outputs))
+    graph.output(tuple(placed(one) if isinstance(one, fx.Node) else one for one in part.outputs))
     return fx.GraphModule(attributes, graph)
 
 

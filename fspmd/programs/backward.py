@@ -14,7 +14,7 @@ from fspmd.errors import RecordError
 from fspmd.pairs import apply, call, is_watched
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
-from fspmd.programs.replay import compiled, has_randomness
+from fspmd.programs.replay import Maker, Part, compiled, has_randomness
 from fspmd.programs.telling import told_before
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
@@ -93,12 +93,7 @@ def differentiated(
     )
 
 
-def halves_of(
-    program: Program,
-    facts: Followed,
-    again: Callable[..., list[Tensor]],
-    make: Callable[..., Callable[..., Any]] = compiled,
-) -> Halves:
+def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tensor]], make: Maker = compiled) -> Halves:
     """Both parts of a program as functions, which ``make`` makes."""
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
@@ -110,8 +105,8 @@ def halves_of(
         facts.with_gradient,
         facts.zeros,
         facts.reach,
-        make(program.steps, program.inputs, [*program.results, *kept], program.constants),
-        make(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants),
+        make(Part(program.steps, program.inputs, [*program.results, *kept], program.constants)),
+        make(Part(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants)),
         again,
         any(has_randomness(node) for node in program.steps),
         told_before(program.deferred),

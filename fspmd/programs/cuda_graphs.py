@@ -9,7 +9,7 @@ no part of a graph, nor are collectives.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fspmd.errors import ArgumentError
 from fspmd.programs.calls import is_aten, is_collective
 from fspmd.programs.program import device_of, owner
-from fspmd.programs.replay import compiled
+from fspmd.programs.replay import Part, compiled
 from fspmd.programs.segments import local_steps, results_of, segmented
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -81,39 +81,32 @@ def check_device() -> None:
         )
 
 
-def by_graphs(
-    captures_of: Callable[[], Captures],
-    nodes: Iterable[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[Any],
-    constants: dict[fx.Node, Any],
-    donated: Sequence[fx.Node] = (),
-) -> Callable[..., Any]:
+def by_graphs(captures_of: Callable[[], Captures], part: Part) -> Callable[..., Any]:
     """Like `replay.compiled`, with each run of local steps as one graph that is captured when it first runs.
 
     Raises:
         ArgumentError: no tensor is on such a device.
     """
-    steps, captures, turn = list(nodes), captures_of(), threading.Lock()
-    fit = local_steps(steps, lambda node: _suits(node, captures.device))
-    if steps and not any(_is_on(node, captures.device) for node in (*steps, *inputs, *constants)):
-        found = device_of((*inputs, *steps)[0])
+    captures, turn = captures_of(), threading.Lock()
+    fit = local_steps(part.steps, lambda node: _suits(node, captures.device))
+    if part.steps and not any(_is_on(x, captures.device) for x in (*part.steps, *part.inputs, *part.constants)):
+        found = device_of((*part.inputs, *part.steps)[0])
         raise ArgumentError(
             f"jit(backend='cudagraphs') got a function of tensors on {found}, and none on a CUDA device; put them "
             "there (make_mesh(..., device='cuda')), or write backend='replay'"
         )
-    leaving = _leaving(steps, outputs, fit)
-    lasting = set(constants)  # what lies where it did, unless somebody moves it
+    leaving = _leaving(part, fit)
+    lasting = set(part.constants)  # what lies where it did, unless somebody moves it
     graphs: list[Graph] = []
 
-    def made(own: Sequence[fx.Node], given: Sequence[fx.Node], results: Sequence[fx.Node]) -> Graph:
-        stays = [owner(node) in lasting for node in given]
-        leaves = [node in leaving for node in results]
-        lasting.update(node for node in results if node not in leaving)
-        graphs.append(Graph(captures, compiled(own, given, results, {}), stays, leaves, graphs, len(graphs)))
+    def made(own: Part) -> Graph:
+        stays = [owner(node) in lasting for node in own.inputs]
+        leaves = [node in leaving for node in own.outputs]
+        lasting.update(node for node in own.outputs if node not in leaving)
+        graphs.append(Graph(captures, compiled(own), stays, leaves, graphs, len(graphs)))
         return graphs[-1]
 
-    run = segmented(steps, inputs, outputs, constants, donated, fit, made)
+    run = segmented(part, fit, made)
 
     def in_turn(*values: Any) -> Any:
         with turn:
@@ -194,10 +187,10 @@ def _suits(node: fx.Node, device: str) -> bool:
     return alone and not schema.name.startswith(_WAITS)
 
 
-def _leaving(steps: Sequence[fx.Node], outputs: Sequence[Any], fit: Collection[fx.Node]) -> set[fx.Node]:
+def _leaving(part: Part, fit: Collection[fx.Node]) -> set[fx.Node]:
     """Memory that somebody may keep: that of results, and of what is given to steps that may hand it on."""
-    found = {owner(x) for x in outputs if isinstance(x, fx.Node) and "value" in x.meta}
-    for step in steps:
+    found = {owner(x) for x in part.outputs if isinstance(x, fx.Node) and "value" in x.meta}
+    for step in part.steps:
         apart = is_collective(step) and step.meta["call"].mesh.transport == "process_group"
         if not (step in fit or is_aten(step) or apart):
             found.update(owner(x) for x in step.all_input_nodes if "value" in x.meta)

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
+from fspmd.programs.replay import Part
 from fspmd.programs.segments import local_steps, segmented
 from fspmd.transport.frame import Frame, spread
 from fspmd.transport.local_tensor import LocalTensor, common_frame, shards_of
 
 
-def by_inductor(
-    nodes: Iterable[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[Any],
-    constants: dict[fx.Node, Any],
-    donated: Sequence[fx.Node] = (),
-) -> Callable[..., Any]:
+def by_inductor(part: Part) -> Callable[..., Any]:
     """Like `replay.compiled`, with local steps in a row as one function that inductor compiles when it first runs."""
-    steps = list(nodes)
-    return segmented(steps, inputs, outputs, constants, donated, local_steps(steps), Segment)
+    return segmented(part, local_steps(part.steps), Segment)
 
 
 class Segment:
     """Local steps in a row, of tensors; in a simulation they run rank by rank."""
 
-    def __init__(self, steps: Iterable[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
+    def __init__(self, part: Part) -> None:
         self.__name__ = "segment"
         self.graph = fx.Graph()
-        known = {node: self.graph.placeholder(node.name) for node in inputs}
-        reach = {node: frozenset({i}) for i, node in enumerate(inputs)}
-        for step in steps:
+        known = {node: self.graph.placeholder(node.name) for node in part.inputs}
+        reach = {node: frozenset({i}) for i, node in enumerate(part.inputs)}
+        for step in part.steps:
             known[step] = self.graph.create_node(
                 "call_function",
                 step.target,
@@ -44,8 +38,8 @@ class Segment:
                 step.name,
             )
             reach[step] = frozenset[int]().union(*(reach[x] for x in step.all_input_nodes))
-        self.graph.output(tuple(known[node] for node in outputs))
-        self.reach = [sorted(reach[node]) for node in outputs]  # which inputs an output is made of
+        self.graph.output(tuple(known[node] for node in part.outputs))
+        self.reach = [sorted(reach[node]) for node in part.outputs]  # which inputs an output is made of
         self.made: dict[Any, Callable[..., Any]] = {}  # by how the inputs lie in memory
 
     def __call__(self, *values: Tensor) -> Sequence[Tensor]:

@@ -16,12 +16,12 @@ from fspmd.errors import ValuesNeededError
 from fspmd.meshes.world import world_size
 from fspmd.programs.ahead import Compiled
 from fspmd.programs.arguments import Chosen, mark_static, with_static
-from fspmd.programs.backends import Maker
 from fspmd.programs.donation import NOTHING, Donation, donation
 from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.records import Record, record_of, recorded, settled, stale
+from fspmd.programs.replay import Maker
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.programs.backends import Maker
 from fspmd.programs.backward import Halves, followed, halves_of, replay
 from fspmd.programs.capture import Capture, capture
 from fspmd.programs.donation import Donation
@@ -19,7 +18,7 @@ from fspmd.programs.facts import is_as, memory_of
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
-from fspmd.programs.replay import below_autograd, compiled, taken
+from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.telling import tell_when_they_run, told_before
 from fspmd.sharded import Sharded
@@ -143,7 +142,7 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        run = make(program.steps, inputs, program.results, program.constants, donated)
+        run = make(Part(program.steps, inputs, program.results, program.constants, donated))
         if any(x.requires_grad for x in (*found.leaves, *found.closed)):
             run = below_autograd(run)
     else:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
 
 from fspmd.programs.facts import draws
 from fspmd.transport.randomness import draw_seed
+
+
+class Part(NamedTuple):
+    """Steps of a program that run together, as a function of the values of ``inputs``."""
+
+    steps: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[Any]  # nodes, and what is a result as it stands
+    constants: dict[fx.Node, Any]  # the values of nodes that are neither inputs nor steps
+    donated: Sequence[fx.Node] = ()  # inputs that come in lists, from which they are taken: freed after their last use
+
+
+#: what makes a function of a part, which gives a tuple of the values of its outputs
+Maker = Callable[[Part], Callable[..., Any]]
 
 _PLAIN: Final = (bool, int, str, type(None))
 
@@ -39,19 +53,9 @@ def callable_of(overload: Any) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def compiled(
-    nodes: Iterable[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[Any],
-    constants: dict[fx.Node, Any],
-    donated: Sequence[fx.Node] = (),
-) -> Callable[..., Any]:
-    """A function of the values of ``inputs`` that runs ``nodes`` and gives a tuple of the values of ``outputs``.
-
-    ``constants``: the values of nodes that are none of both. ``donated`` inputs come in lists, from which they are
-    taken, so that they are freed after their last use.
-    """
-    return _Writer(inputs, constants).function(list(nodes), outputs, donated)
+def compiled(part: Part) -> Callable[..., Any]:
+    """What runs the steps one by one; a `Maker`."""
+    return _Writer(part).function()
 
 
 def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,15 +91,15 @@ def has_randomness(node: fx.Node) -> bool:
 class _Writer:
     """Python source, and what its names stand for."""
 
-    def __init__(self, inputs: Sequence[fx.Node], constants: dict[fx.Node, Any]) -> None:
+    def __init__(self, part: Part) -> None:
+        self.part = part
         self.scope: dict[str, Any] = {}
-        self.names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(inputs)}
-        self.arguments = ", ".join(self.names.values())
-        self.constants = constants
+        self.names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(part.inputs)}
         self.count = len(self.names)
 
-    def function(self, steps: list[fx.Node], outputs: Sequence[Any], donated: Sequence[fx.Node]) -> Callable[..., Any]:
+    def function(self) -> Callable[..., Any]:
         """The function of the steps."""
+        steps, _, outputs, constants, donated = self.part
         last = dict.fromkeys(donated, -1)
         for i, node in enumerate(steps):
             for used in (*node.all_input_nodes, node):
@@ -103,9 +107,9 @@ class _Writer:
         kept = {node for node in outputs if isinstance(node, fx.Node)}
         done: dict[int, list[fx.Node]] = {}
         for node, i in last.items():
-            if node not in kept and node not in self.constants:
+            if node not in kept and node not in constants:
                 done.setdefault(i, []).append(node)
-        lines = [f"def replay({self.arguments}):"]
+        lines = [f"def replay({', '.join(self.names.values())}):"]
         lines += [f"    {self.names[node]} = {self.names[node]}.pop()" for node in donated]
         lines += [f"    del {self.names[node]}" for node in done.get(-1, ())]
         for i, node in enumerate(steps):
@@ -134,7 +138,7 @@ class _Writer:
     def value(self, arg: Any) -> str:
         """An argument."""
         if isinstance(arg, fx.Node):
-            return self.names[arg] if arg in self.names else self.constant(self.constants[arg], "c")
+            return self.names[arg] if arg in self.names else self.constant(self.part.constants[arg], "c")
         if isinstance(arg, list) or type(arg) is tuple:  # fx has lists of its own
             inner = "".join(self.value(one) + ", " for one in arg)
             return f"[{inner}]" if isinstance(arg, list) else f"({inner})"

@@ -16,28 +16,19 @@ from torch import fx
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import owner
-from fspmd.programs.replay import compiled
+from fspmd.programs.replay import Maker, Part, compiled
 from fspmd.transport.local_tensor import LocalTensor
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _FEWEST: Final = 2  # steps that are worth a function
-#: of the steps, the values that they are given, and those of them that are wanted, each of which has its own memory
-Maker = Callable[[Sequence[fx.Node], Sequence[fx.Node], Sequence[fx.Node]], Callable[..., Any]]
 
 
-def segmented(
-    steps: list[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[Any],
-    constants: dict[fx.Node, Any],
-    donated: Sequence[fx.Node],
-    fit: Collection[fx.Node],
-    make: Maker,
-) -> Callable[..., Any]:
-    """Like `replay.compiled`, with steps in a row that ``fit`` in one function of ``make``.
+def segmented(part: Part, fit: Collection[fx.Node], make: Maker) -> Callable[..., Any]:
+    """Like `replay.compiled`, with steps in a row that ``fit`` in one function of ``make``, a part of this one.
 
-    Views that others need are taken again outside, of what they are views of.
+    Each of its outputs has its own memory: views that others need are taken again outside, of what they are views of.
     """
+    steps, inputs, outputs, constants, donated = part
     graph = fx.Graph()
     known = {node: graph.placeholder(node.name) for node in inputs}
     known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
@@ -57,7 +48,7 @@ def segmented(
             given = list(dict.fromkeys(x for node in segment for x in node.all_input_nodes if x not in segment))
             wanted = _wanted(segment, ends, alive)
             made = [node for node in wanted if not _is_view(node)]
-            call = graph.call_function(make(list(segment), given, made), tuple(known[x] for x in given))
+            call = graph.call_function(make(Part(list(segment), given, made, {})), tuple(known[x] for x in given))
             known.update((node, graph.call_function(operator.getitem, (call, i))) for i, node in enumerate(made))
             copied(filter(_is_view, wanted))
         segment.clear()
@@ -73,13 +64,14 @@ def segmented(
             close()
             copied([step])
     close()
-    return compiled(
+    again = Part(
         [node for node in graph.nodes if node.op == "call_function"],
         [known[node] for node in inputs],
         [known[one] if isinstance(one, fx.Node) else one for one in outputs],
         {known[node]: x for node, x in constants.items()},
         [known[node] for node in donated],
     )
+    return compiled(again)
 
 
 def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], alive: set[fx.Node]) -> list[fx.Node]:
