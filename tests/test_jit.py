@@ -435,6 +435,35 @@ def test_generators_that_are_closed_over() -> None:
     assert recorded.cache_info().hits == 3
 
 
+def test_threads_that_draw_while_a_function_is_recorded() -> None:
+    """They draw what they would have drawn, and it draws what comes after."""
+    found: list[Tensor] = []
+
+    def other() -> None:
+        found.append(torch.rand(3))
+
+    def drawn(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + torch.rand(3)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return F.dropout(x, 0.5)
+
+    torch.manual_seed(5)
+    expected, numbers = drawn(torch.ones(3)), [*found, torch.rand(3)]
+    found.clear()
+    torch.manual_seed(5)
+    torch.testing.assert_close(jit(drawn)(torch.ones(3)), expected)
+    torch.testing.assert_close([*found, torch.rand(3)], numbers)
+    assert torch.initial_seed() == 5
+    found.clear()
+    torch.manual_seed(5)
+    jit(drawn).lower(torch.ones(3))
+    alone = torch.Generator().manual_seed(5)  # lowering itself draws nothing
+    torch.testing.assert_close([*found, torch.rand(3)], [torch.rand(3, generator=alone) for _ in range(3)])
+
+
 # --- what tells records apart -----------------------------------------------------------------------------------------
 
 

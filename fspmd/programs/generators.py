@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import random
 import sys
@@ -17,46 +18,55 @@ from fspmd.programs.escapes import constant_of, line
 from fspmd.programs.reach import reached
 from fspmd.transport.randomness import outside_transforms
 
-_FIRST_SECRET: Final = int.from_bytes(b"secrets", "big")
+_SECRET: Final = int.from_bytes(b"secrets", "big")
 _FEW: Final = 16  # numbers of a tensor that are looked at for seeds
 
 
 class Generators:
     """Whether generators are left alone between the steps that draw from them.
 
-    Between steps each has a state that nobody knows, so that whoever sets one is found out, though it be to the state
-    that it had: the same call would set it in a replay, too, when it has another.
+    Meanwhile each says that it was seeded by a number that nobody knows, so that whoever seeds one, or sets it to a
+    state from elsewhere, is found out, though it be to the state that it had: the same call would set it in a replay,
+    too, when it has another. It draws the numbers that it would draw, so other threads may draw from it.
     """
 
     def __init__(self, given: Iterable[torch.Generator]) -> None:
         # by number, since torch gives dispatch another object
         self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
         self.python = _python_states()
-        self.own: dict[int, Tensor] = {}  # the states that they are to have
-        self.secret = _FIRST_SECRET  # the seed that they have between steps
-        self.before: dict[tuple[int, int], Tensor] = {}  # what they were to have at earlier ones
+        self.seeds: dict[int, int] = {}  # the true ones
+        self.left: dict[int, Tensor] = {}  # the states in which a step left them
+        self.earlier: dict[int, set[bytes]] = {key: set() for key in self.known}  # that steps left them in
 
     def hide(self) -> None:
-        """A step has ended."""
-        self.secret += 1
+        """The record begins, or a step has ended."""
         for key, one in self.known.items():
-            self.own[key] = self.before[key, self.secret] = _state(one)
-            one.manual_seed(self.secret)
+            if (seed := one.initial_seed()) != _SECRET:
+                self.seeds[key] = seed
+                _name_seed(one, _SECRET)
+            self.left[key] = _state(one)
+            self.earlier[key].add(_bytes(self.left[key]))
 
     def restore(self) -> None:
         """Whatever was set since, they are left alone again."""
-        for one in self.known.values():
-            one.manual_seed(self.secret)
-
-    def show(self) -> None:
-        """A step, or what follows the record, begins."""
         for key, one in self.known.items():
-            if self._is_hidden(key):
-                one.set_state(self.own[key])
+            one.set_state(self.left[key])
+
+    def begin_step(self) -> None:
+        """A step may draw."""
+        for key, one in self.known.items():
+            if one.device.type != "cpu":  # of others the seed is a part of what the numbers follow from
+                _name_seed(one, self.seeds[key])
+
+    def end(self) -> None:
+        """The record has ended."""
+        for key, one in self.known.items():
+            if one.initial_seed() == _SECRET:
+                _name_seed(one, self.seeds[key])
 
     def check(self, used: Iterable[Any] = ()) -> None:
         """Raises where somebody has set one between steps, or where a step draws from one that is not known."""
-        if not all(map(self._is_hidden, self.known)):
+        if not all(map(self._is_left_alone, self.known)):
             raise RecordError(
                 "jit cannot record what sets the state of a generator, as torch.manual_seed, set_rng_state and "
                 f"fork_rng do; do it outside of the jitted function{line()}"
@@ -69,17 +79,25 @@ class Generators:
                     f"seeded anew each time; pass it as an argument, or close over it{line()}"
                 )
 
+    def _is_left_alone(self, key: int) -> bool:
+        """Whether nobody has seeded one, or set it back; it may have gone on, if another thread draws from it."""
+        one = self.known[key]
+        state = _bytes(_state(one))
+        return one.initial_seed() == _SECRET and (state == _bytes(self.left[key]) or state not in self.earlier[key])
+
     def check_unread(self, value: Any) -> None:
         """Raises for a seed or a state that somebody has read between steps."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 if value.dtype is torch.uint8 and value.numel() == torch.default_generator.get_state().numel():
-                    value = _seed_of(value)
+                    read = _seed_of(value) == _SECRET
                 elif value.dtype is torch.int64 and 0 < value.numel() <= _FEW:
-                    value = int(value.max())
+                    read = bool((value == _SECRET).any())
                 else:
                     return
-        if _FIRST_SECRET <= value <= self.secret:
+        else:
+            read = value == _SECRET
+        if read:
             raise constant_of("the seed or the state of a generator, which another run has otherwise")
 
     def check_python(self) -> None:
@@ -88,23 +106,26 @@ class Generators:
             if state != self.python.get(name, state):
                 raise constant_of(f"numbers of {name}, which torch does not know")
 
-    def _is_hidden(self, key: int) -> bool:
-        """Whether one has the state that it was left with; or was left with earlier, when it was to have the same."""
-        one = self.known[key]
-        with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():  # states have values
-            was = self.before.get((key, one.initial_seed()))
-            if was is None or not torch.equal(was, self.own[key]):
-                return False
-            return torch.equal(_state(one), _state(torch.Generator(one.device).manual_seed(one.initial_seed())))
-
 
 def _number(generator: Any) -> int:
     return generator._cdata  # type: ignore[no-any-return]
 
 
 def _state(generator: torch.Generator) -> Tensor:
-    with outside_transforms(), torch._C.DisableTorchFunction():
+    with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
         return generator.get_state()
+
+
+def _bytes(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _name_seed(generator: torch.Generator, seed: int) -> None:
+    """Have it say that it was seeded by ``seed``, which is what its state begins with, and let all else be."""
+    with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        state = generator.get_state()
+        state[:8] = torch.tensor([*seed.to_bytes(8, sys.byteorder)], dtype=torch.uint8)
+        generator.set_state(state)
 
 
 def _python_states() -> dict[str, Any]:

@@ -83,8 +83,8 @@ def jit(
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
     constants. Tensors that leave it otherwise than as results, as in a list that it appends to, are those of the
     recorded run, and on processes have no values. Tensors closed over are read anew, and modules that ran are recorded
-    anew in another mode (``eval()``) or with other parameters. While ``f`` is recorded no other thread may draw from
-    torch's generators, whose states are other ones meanwhile.
+    anew in another mode (``eval()``) or with other parameters. While ``f`` is recorded other threads may draw from
+    torch's generators, but not seed them.
 
     Raises:
         ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or

@@ -24,7 +24,6 @@ from fspmd.programs.text import program_text
 from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.transport.randomness import go_on, kept_states
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.watching.communication_log import CommunicationLog
 
@@ -182,12 +181,8 @@ def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
 
 def imagined(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
     """Record a function without running it."""
-    before = kept_states()
-    try:
-        with recording, mode:
-            return capture(function, args, kwargs, imagines=True)
-    finally:
-        go_on(before)
+    with recording, mode:
+        return capture(function, args, kwargs, imagines=True)
 
 
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

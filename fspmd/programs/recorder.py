@@ -32,6 +32,7 @@ from fspmd.programs.values import Values
 from fspmd.sharded import Sharded
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
+from fspmd.transport.randomness import kept
 from fspmd.watching.causes import trace
 
 #: kernels that give what they are given, where each process has a block of its own
@@ -110,7 +111,7 @@ class Recorder(Values):
         out: Any = None
         if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
             try:
-                with self.real() if real else self.pause(), apart:
+                with self.real() if real else self.pause(), apart, kept() if self.imagines and real else nullcontext():
                     out = function(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise self.refusal(
@@ -193,7 +194,7 @@ class Recorder(Values):
         with self.real():
             try:
                 self.generators.check(generators_of((*args, kwargs)))
-                self.generators.show()
+                self.generators.begin_step()
             except RecordError as error:
                 self.refusal(error)
                 raise
@@ -248,7 +249,7 @@ class Recorder(Values):
             with self, Escapes(self), instead_of_dispatch(self._typed):
                 yield
         finally:
-            self.generators.show()
+            self.generators.end()
             modules.remove()
             record_with(None)
             tracing.end()

@@ -104,6 +104,16 @@ def kept_states() -> Any:
         return Kept(_get_states())
 
 
+@contextmanager
+def kept() -> Iterator[None]:
+    """What runs inside leaves the generators in the states that they had."""
+    before = kept_states()
+    try:
+        yield
+    finally:
+        go_on(before)
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """States of the generators of all devices in use."""
