@@ -78,6 +78,12 @@ CASES: dict[str, Case] = {
     ),
     "prod": (torch.prod, ((5, 6),)),
     "prod of a dim": (lambda x: _tied(x).prod(1, keepdim=True), ((4, 5),)),
+    "prod of one factor": (lambda x: (x.prod(0), x[:, :1].prod(), (x - x.detach()).prod(0)), ((1, 5),)),
+    "prod, without gradient": (
+        lambda x: (x * 1, x.detach().prod(0), _tied(x).detach().prod(), (x > 0).prod(0)),
+        ((4, 5),),
+    ),
+    "prod, its gradient": (fspmd.grad(lambda x: (_tied(x).prod(0).sin() + x.prod()).sum()), ((3, 2),)),
     "counts": (
         lambda x: (x + 0, (x > 0).any(0), (x < 0.9).all(1), (x > 0).any(), _tied(x).count_nonzero(0)),
         ((4, 5),),
@@ -126,6 +132,7 @@ _DTYPES: dict[str, tuple[torch.dtype, Any]] = {
     "layer_norm of halves": (torch.bfloat16, lambda x: F.layer_norm(x.mT, (x.shape[0],))),
     "norm of halves": (torch.bfloat16, lambda x: torch.linalg.vector_norm(x, 2, 0)),
     "norm in floats": (torch.float16, lambda x: torch.linalg.vector_norm(x, 3, 0, dtype=torch.float32)),
+    "prod of halves": (torch.bfloat16, lambda x: (x.prod(0), x.prod())),
     "cumsum of halves": (torch.bfloat16, lambda x: x.cumsum(0)),
     "amax of halves": (torch.bfloat16, lambda x: x.amax(0)),
     "extremes of ints": (torch.int32, lambda x: (*x.aminmax(dim=0), *x.max(0), x.argmin(), x.amax(), x.topk(3, 0)[0])),

@@ -215,6 +215,15 @@ def extremum(x: Tensor, axes: tuple[str, ...], within: Within) -> Tensor:
     return _extremum(x, axes, None, True, within.op, within)  # type: ignore[no-any-return]
 
 
+def product(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """Of the blocks of mesh axes, an all-reduce; real numbers, of which nobody asks for a gradient."""
+    body = bound_body("product")
+    after = varying_operand(body, x, axes, "product").moved(axes, "I")
+    step = elementwise_step(call("psum", body.mesh, axes, Options(op="product")), after, x)
+    leaves, treedef = flatten_operand(_operand(body, x, axes, step), "product")
+    return run(body, leaves, [step], treedef, True, "product")  # type: ignore[no-any-return]
+
+
 def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, within: Within | None = None) -> Any:
     what = f"p{op}"
     body = bound_body(what)

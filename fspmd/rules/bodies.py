@@ -102,6 +102,12 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def is_followed(x: Tensor) -> bool:
+    """Whether a gradient goes through a value, or a transform."""
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return transformed or (x.requires_grad and torch.is_grad_enabled())
+
+
 def _row_bytes(first: TensorSpec, whole: frozenset[int]) -> int:
     """The bytes of one number for each row of a block along the dims that must otherwise be whole."""
     size = first.dtype.itemsize

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspmd.collectives import pmax, psum
-from fspmd.rules.bodies import Body, Dim, Site, dims_of, gathering, reducing, widened
+from fspmd.collectives.reductions import product
+from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, gathering, is_followed, reducing, widened
 from fspmd.rules.extremes import extreme
 from fspmd.rules.moments import root
+from fspmd.spec import TensorSpec
 
 
 def _power(x: Tensor, p: float) -> Tensor:
@@ -59,17 +62,31 @@ def _added_up(site: Site, own: Tensor, p: float) -> Tensor:
     return found if p == 1 else root(found, p)
 
 
-@gathering(1)
-def prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
-    """One gather of one number per row forward, none backward."""
+def _prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
+    """One all-reduce of one number per row; of what has a gradient a gather forward, and nothing backward."""
     dtype = site.results[0].dtype
     x = x.to(dtype)
     if dtype.is_floating_point:
         x = widened(x)
-    if dim is None:
-        return site.gathered(dims_of(x, None), x.prod())[0].prod(0).to(dtype)
-    found = site.gathered((dim % x.dim(),), x.prod(dim, keepdim))[0]
-    return found.prod(0).to(dtype)
+    dims = dims_of(x, dim)
+    own = x.prod() if dim is None else x.prod(dim, keepdim)
+    if dtype.is_complex or is_followed(x):
+        return site.gathered(dims, own)[0].prod(0).to(dtype)
+    return product(own, site.over(dims)).to(dtype)
+
+
+def _reduced(specs: Sequence[TensorSpec], *where: Any) -> float:
+    """µs of an all-reduce; complex numbers are gathered."""
+    way = gathering(1) if specs[0].dtype.is_complex else reducing(1)
+    return way(_prod).time(specs, *where)
+
+
+def _gathered(specs: Sequence[TensorSpec], *where: Any) -> float:
+    """µs that a gather takes more than that."""
+    return gathering(1)(_prod).time(specs, *where) - _reduced(specs, *where)
+
+
+prod = Bodied(_prod, _reduced, _gathered)
 
 
 def _counted(how: str) -> Body:

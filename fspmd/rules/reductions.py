@@ -27,6 +27,19 @@ def summed(whole: Whole) -> Factors:
     return Factors((tuple(range(whole.ndim)),), (_without(whole, dims, whole.results[0]),), summed=frozenset(dims))
 
 
+def product(whole: Whole) -> Factors:
+    """Along dims that must be whole; of one element it is a sum, to which empty blocks add nothing."""
+    dims = whole.dims(1, "dim")
+    return summed(whole) if prod(whole.shapes[0][d] for d in dims) == 1 else along(whole, dims)
+
+
+def product_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The same on blocks; ``shape`` is that of the global tensor."""
+    single = (prod(shape) if dim is None or not shape else shape[dim]) == 1
+    take = x.sum if single else x.prod
+    return take(dtype=dtype) if dim is None else take(dim, keepdim, dtype=dtype)
+
+
 def histogram(whole: Whole) -> Factors:
     """Counts of all elements between two bounds, or where there are none between the least and the greatest."""
     dims = frozenset(range(whole.ndim))

@@ -194,7 +194,7 @@ ROWS: Final[dict[str, Row]] = {
     "mean": Row(reductions.summed, "first", local=mean_of_blocks),
     **{name: Row(over()) for name in _names("median nanmedian")},
     "count_nonzero": Row(reductions.summed),
-    "prod": Row(over(), body=norms.prod),
+    "prod": Row(reductions.product, local=reductions.product_of_blocks, body=norms.prod),
     **{name: Row(over(), body=body) for name, body in norms.COUNTS.items()},
     "linalg_vector_norm": Row(over(2, "dim"), body=norms.vector_norm),
     **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},

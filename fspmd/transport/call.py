@@ -24,7 +24,7 @@ class Options:
     ``sizes`` are the block lengths along ``dim`` per rank of the group where they are uneven, else None (even).
     """
 
-    op: str = "sum"  # reduce: sum, max, min
+    op: str = "sum"  # reduce: sum, max, min, product
     dim: int = 0  # gather, reduce_scatter, slice: the dim; exchange: the split dim
     sizes: Sizes | None = None
     concat_dim: int = 0  # exchange only
@@ -45,7 +45,7 @@ class Transport:
     coalesces = False
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``[A] [B] [C] => [A+B+C]`` on every rank (or max, min)."""
+        """``[A] [B] [C] => [A+B+C]`` on every rank (or max, min, product)."""
         raise NotImplementedError
 
     def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:

@@ -71,7 +71,7 @@ def where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
 def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:
     """``x`` itself where every backend can reduce it, else a fresh contiguous carrier, and the way back."""
     dtype = x.dtype
-    if dtype in _PLAIN or (op == "sum" and dtype in _FLOATS):
+    if dtype in _PLAIN or (op in ("sum", "product") and dtype in _FLOATS):
         return x, None
     check_adds(dtype, "psum" if op == "sum" else f"p{op}", op)
     if dtype in _FLOATS:

@@ -21,7 +21,12 @@ from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_ord
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, is_idle
 
-_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
 #: dtypes that every backend can move as they are; others travel as bytes
 _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 

@@ -19,7 +19,12 @@ from fspmd.transport.pending import Pending
 from fspmd.transport.windows import coordinates, parts
 
 Table = tuple[tuple[int, ...], ...]
-_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 
 class SimulationTransport(Transport):
