@@ -14,8 +14,8 @@ from typing import Any
 import optree
 import torch
 
-from fspmd.auto.calls import Calls, operands_of
-from fspmd.global_view.dispatch import Dispatch, instead_of_dispatch
+from fspmd.global_view.calls import Calls, operands_of
+from fspmd.global_view.instead import Dispatch, instead_of_dispatch
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import cast_where_gathered

@@ -14,11 +14,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.auto.calls import Calls, operands_of
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
+from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.decompose import tensors_of
-from fspmd.global_view.dispatch import instead_of_dispatch
+from fspmd.global_view.instead import instead_of_dispatch
 from fspmd.global_view.outcomes import on_meta
 from fspmd.global_view.planning import gathered, places_of
 from fspmd.global_view.propagate import Question

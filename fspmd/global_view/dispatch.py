@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -263,35 +261,6 @@ def _leave_to_python(function: Any, why: str) -> None:
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-Dispatch = Callable[..., Any]  # of a function, types, arguments by place, and by name
-_instead: dict[int, list[Dispatch]] = {}  # by thread, the last is asked
-_changing = threading.Lock()
-
-
-@contextmanager
-def instead_of_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
-    """While the block runs, ``over(below)`` has the calls of this thread on `Sharded` values, in place of ``below``."""
-    thread = threading.get_ident()
-    with _changing:
-        others = _instead.setdefault(thread, [])
-        others.append(over(others[-1] if others else MethodType(dispatch, Sharded)))
-        above.dispatch = Sharded.__torch_function__ = MethodType(_either, Sharded)
-    try:
-        yield
-    finally:
-        with _changing:
-            _instead[thread].pop()
-            if not _instead[thread]:
-                del _instead[thread]
-            if not _instead:
-                above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)
-
-
-def _either(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    others = _instead.get(threading.get_ident())
-    return others[-1](func, types, args, kwargs) if others else dispatch(Sharded, func, types, args, kwargs)
 
 
 _leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")

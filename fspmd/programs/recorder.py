@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.global_view.dispatch import Dispatch, instead_of_dispatch
+from fspmd.global_view.instead import Dispatch, instead_of_dispatch
 from fspmd.local_view.python_step import blocks_of, write_of_python
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
