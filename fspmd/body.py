@@ -20,7 +20,6 @@ class Body:
     """What holds inside a body. One object serves every call of the same plan."""
 
     __slots__ = (
-        "_uneven",
         "asks",
         "axes",
         "calls",
@@ -31,11 +30,13 @@ class Body:
         "outer",
         "transport",
         "typed",
+        "uneven",
     )
     mesh: Mesh
     axes: frozenset[str]  # bound axes, those of enclosing bodies too
     typed: frozenset[str]  # axes over which the types of values are known
     foreign: frozenset[str]  # axes of enclosing bodies whose types are not kept as they are here: no collectives
+    uneven: bool  # a block's shape may differ from rank to rank (`mark_uneven`)
     asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
@@ -50,17 +51,12 @@ class Body:
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True
-        self._uneven = False
+        self.uneven = False
 
-    @property
-    def uneven(self) -> bool:
-        """Whether a block's shape may differ from rank to rank."""
-        return self._uneven
-
-    @uneven.setter
-    def uneven(self, uneven: bool) -> None:
-        self._uneven = uneven
-        if uneven and self.mesh.transport != "simulation":  # there a size that does differ says so
+    def mark_uneven(self) -> None:
+        """A block's shape may differ from rank to rank."""
+        self.uneven = True
+        if self.mesh.transport != "simulation":  # there a size that does differ says so
             UNEVEN.add(self.mesh)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import VarianceError
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 
 _functorch = torch._C._functorch
 
@@ -32,7 +32,7 @@ def is_packed(x: Tensor, whole: Sequence[int] | None = None) -> bool:
     while _functorch.is_functorch_wrapped_tensor(x):
         dim, x = _functorch.maybe_get_bdim(x), _functorch.get_unwrapped(x)
         x = x if dim < 0 else x.select(dim, 0)
-    for block in x.shards if type(x) is LocalTensor else (x,):
+    for block in blocks_of(x):
         step = 1
         sizes = block.shape if whole is None else whole
         for length, stride, size in zip(reversed(block.shape), reversed(block.stride()), reversed(sizes), strict=True):

@@ -19,7 +19,7 @@ from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
@@ -320,7 +320,7 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
-    pairs = zip(*(one.shards if type(one) is LocalTensor else [one] for one in (x, y)), strict=False)
+    pairs = zip(*map(blocks_of, (x, y)), strict=False)
     return type(x) is type(y) and all((a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) for a, b in pairs)
 
 

@@ -120,7 +120,7 @@ def block_lengths(body: Body, axes: tuple[str, ...], size: int) -> tuple[int, ..
     lengths = tuple(length for _, length in blocks(size, body.sizes(axes)))
     if len(set(lengths)) == 1:
         return None
-    body.uneven = True
+    body.mark_uneven()
     return lengths
 
 

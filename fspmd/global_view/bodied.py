@@ -27,7 +27,8 @@ def as_local_call(
     mesh = site.mesh
     body = Body(mesh, frozenset(mesh.axis_names), True, name)
     body.asks = bodied.asks
-    body.uneven = not all(spec.even for spec in (*(spec for _, spec in operands), *results))
+    if not all(spec.even for spec in (*(spec for _, spec in operands), *results)):
+        body.mark_uneven()
     entries = [(place, typed_entry(spec)) for place, spec in operands]
 
     def local(*args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """
     mesh = make_mesh((2,), ("x",), transport="simulation", device="cpu")
     operands = _operands(mesh, args, kwargs)
-    question = _asked(func, args, kwargs, operands) if operands else None
+    question = _asked(func, args, kwargs, operands)
     if question is not None:
         return _explained(func, question)
     given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
@@ -61,8 +61,9 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Any) -> Question | None:
+    """What its rule is asked, if it has one of its own."""
     known = is_registered(func) or (handler_of(func) is None and composite_of(func, args, kwargs) is None)
-    return ask(func, args, kwargs, operands) if known else None
+    return ask(func, args, kwargs, operands) if operands and known else None
 
 
 def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -70,9 +71,8 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     found: dict[str, None] = {}
 
     def told(inner: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        operands = _operands(mesh, args, kwargs or {})
-        question = _asked(inner, args, kwargs or {}, operands) if operands else None
-        if question is not None:
+        named = kwargs or {}
+        if (question := _asked(inner, args, named, _operands(mesh, args, named))) is not None:
             found[_explained(inner, question)] = None
         return dispatch(Sharded, inner, types, args, kwargs)
 

@@ -131,7 +131,7 @@ def _plain_entry(
                 _check_even_blocks(x, partition, label, body)
             spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
             if not spec.even:
-                body.uneven = True
+                body.mark_uneven()
             y = to_blocks(x, spec)
         if widen is not None and (y.requires_grad or _transforms_active()):
             y = apply(y, widen)

@@ -109,7 +109,7 @@ def make_plan(
         refuse(_MISFITS.format(name), failures)
     for leaf, spec, _ in rows:
         if isinstance(leaf, Sharded) and spec is not None and not TensorSpec(whole, spec, leaf.shape, leaf.dtype).even:
-            body.uneven = True
+            body.mark_uneven()
     entries = [make_entry(leaf, spec, label, body, new_axes, outer is not None) for leaf, spec, label in rows]
     plain = [
         (i, len(spec)) for i, (leaf, spec, _) in enumerate(rows) if spec is not None and not isinstance(leaf, Sharded)

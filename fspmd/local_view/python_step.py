@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.errors import RecordError
 from fspmd.tracing import python, step
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 
 #: of leaves and a seed: the leaves of the results, and their tree
 Function = Callable[[list[Any], int], tuple[list[Any], Any]]
@@ -41,7 +41,7 @@ class _Python:
         self.wanted = [self.follows and _is_smooth(x) and (active or x.requires_grad) for x in tensors]
         self.out: list[Any] = []
         self.treedef: Any = None
-        self.tape: _Tape | None = None
+        self.after: _Tape | None = None
 
     def __call__(self, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
         """The tensors among the results.
@@ -127,16 +127,13 @@ def _pull(tape: _Tape, cotangents: list[Tensor], follows: bool) -> list[Any]:
     return [_tape([*tape.given, *grads], out), *_apart(out, cotangents)]
 
 
-class _Forward(torch.autograd.Function):
-    @staticmethod
-    def forward(made: _Python, *tensors: Tensor) -> Any:
-        made.tape, *out = _run(made, made.seed, list(tensors))
-        return tuple(out)
+class _Taped(torch.autograd.Function):
+    """A step whose own graph, ``after``, tells its gradients; of what it is made by, and the tensors of that graph."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         made, *tensors = inputs
-        ctx.tape = made.tape
+        ctx.tape = made.after
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(*(x for x in output if not _is_smooth(x)))
 
@@ -153,6 +150,15 @@ class _Forward(torch.autograd.Function):
         _refuse("is under vmap")
 
 
+class _Forward(_Taped):
+    """Of the arguments."""
+
+    @staticmethod
+    def forward(made: _Python, *tensors: Tensor) -> Any:
+        made.after, *out = _run(made, made.seed, list(tensors))
+        return tuple(out)
+
+
 class _Pulled:
     """A graph from which gradients are asked for, whether these have some, and their graph."""
 
@@ -161,7 +167,7 @@ class _Pulled:
         self.after: _Tape | None = None
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_Taped):
     """Of what a graph was made of, on which its gradients depend, and of cotangents."""
 
     @staticmethod
@@ -169,20 +175,6 @@ class _Backward(torch.autograd.Function):
         cotangents = list(tensors[len(made.tape.given) :])
         made.after, *out = _pull(made.tape, cotangents, made.follows)
         return tuple(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        made, *tensors = inputs
-        ctx.tape = made.after
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return None, *_gradients(ctx.tape, ctx.saved_tensors, cotangents)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> NoReturn:
-        _refuse("is under vmap")
 
 
 def _gradients(tape: _Tape | None, given: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
@@ -222,11 +214,6 @@ def _check_closed(out: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 def _is_smooth(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-def blocks_of(x: Tensor) -> list[Tensor]:
-    """Those of all simulated ranks, or the tensor."""
-    return list(x.shards) if type(x) is LocalTensor else [x]
 
 
 def _memory(x: Tensor) -> set[int]:

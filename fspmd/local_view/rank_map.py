@@ -53,7 +53,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     if body.checked and state.tracker is not None:
         varying = Variance(varying=axes)
         leaves = [state.tracker.cast(x, varying) if isinstance(x, Tensor) else x for x in leaves]
-    body.uneven = True
+    body.mark_uneven()
     run = _simulated if body.mesh.transport == "simulation" else _here
 
     def mapped(leaves: list[Any], seed: int) -> Any:

@@ -122,7 +122,7 @@ class Tracker(BodyMode):
         if result is INVARIANT:
             return self._invariant(func, args, kwargs)
         if op.ragged is not None and op.ragged(*args, **kwargs):
-            self.body.uneven = True
+            self.body.mark_uneven()
         if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
             refuse_branch(op, tensors, result)
         if result.unreduced:

@@ -21,7 +21,7 @@ from fspmd.programs.calls import is_aten, is_collective
 from fspmd.programs.program import device_of, owner
 from fspmd.programs.replay import Part, compiled
 from fspmd.programs.segments import local_steps, results_of, segmented
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 
 _WARM_UP: Final = 3  # runs before a capture, as torch has them
 _WAITS: Final = ("aten::linalg_", "aten::_linalg_")  # of these some wait for the device
@@ -143,12 +143,12 @@ class Graph:
         self.results: Sequence[Tensor]
 
     def __call__(self, *values: Tensor) -> list[Tensor]:
-        read = [block.data_ptr() for i in self.stays for block in _blocks(values[i])]
+        read = [block.data_ptr() for i in self.stays for block in blocks_of(values[i])]
         if read != self.read:
             self._capture(values)
             self.read = read
         if self.moves:
-            torch._foreach_copy_(self.buffers, [block for i in self.moves for block in _blocks(values[i])])
+            torch._foreach_copy_(self.buffers, [block for i in self.moves for block in blocks_of(values[i])])
         self.replay()
         return [x.clone() if leaves else x for x, leaves in zip(self.results, self.leaves, strict=True)]
 
@@ -159,7 +159,7 @@ class Graph:
         with torch.inference_mode(False), torch.no_grad():
             for i in self.moves:
                 own[i] = values[i].clone()
-            self.buffers = [block for i in self.moves for block in _blocks(own[i])]
+            self.buffers = [block for i in self.moves for block in blocks_of(own[i])]
             try:
                 self.replay, self.results = self.captures.capture(lambda: self.function(*own))
             except torch.OutOfMemoryError:
@@ -169,10 +169,6 @@ class Graph:
                     "jit(backend='cudagraphs') came upon a step that CUDA cannot capture (see the error above); write "
                     "backend='replay', or have what it belongs to run outside of the jitted function"
                 ) from error
-
-
-def _blocks(x: Tensor) -> list[Tensor]:
-    return x.shards if type(x) is LocalTensor else [x]
 
 
 def _is_on(node: fx.Node, device: str) -> bool:

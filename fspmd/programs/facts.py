@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 aten: Final = torch.ops.aten
 functorch: Final = torch._C._functorch
@@ -40,7 +40,7 @@ def memory_of(x: Tensor) -> int:
     with torch._C.DisableTorchFunction():
         while functorch.is_functorch_wrapped_tensor(x):
             x = functorch.get_unwrapped(x)
-        return int((x.shards[0] if type(x) is LocalTensor else x).untyped_storage()._cdata)
+        return int(blocks_of(x)[0].untyped_storage()._cdata)
 
 
 def shard_of(x: LocalTensor, i: int) -> Tensor:

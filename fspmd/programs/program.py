@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.spec import describe
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Value:
 
 def value_of(x: Tensor) -> Value:
     """What is known of a tensor when it is recorded."""
-    block = x.shards[0] if type(x) is LocalTensor else x
+    block = blocks_of(x)[0]
     return Value(tuple(block.shape), block.dtype)
 
 

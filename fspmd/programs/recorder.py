@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.instead import Dispatch, instead_of_dispatch
-from fspmd.local_view.python_step import blocks_of, write_of_python
+from fspmd.local_view.python_step import write_of_python
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import Routed, runner, way_back
@@ -32,6 +32,7 @@ from fspmd.programs.values import Values
 from fspmd.sharded import Sharded
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
+from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import kept
 from fspmd.watching.causes import trace
 

@@ -13,7 +13,7 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.facts import shard_of
 from fspmd.programs.passes.aliases import is_unknown
 from fspmd.programs.program import owner
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 aten: Final = torch.ops.aten
 #: functions of elements that have a form which writes its result into the first argument
@@ -52,7 +52,7 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
 
 
 def _is_dense(x: Tensor) -> bool:
-    return all(shard.is_contiguous() for shard in (x.shards if type(x) is LocalTensor else [x]))
+    return all(shard.is_contiguous() for shard in blocks_of(x))
 
 
 def _last(here: fx.Node, argument: fx.Node, place: dict[fx.Node, int]) -> fx.Node | None:

@@ -12,7 +12,7 @@ from fspmd.pairs import Call, is_watched
 from fspmd.programs.calls import Routed
 from fspmd.programs.program import Program
 from fspmd.programs.schedule import communications
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Routes
 from fspmd.watching.causes import Cause
 from fspmd.watching.watch import Communication, hears_of_records, price_of, tell
@@ -60,7 +60,7 @@ class _Ragged:
         self.call, self.backward, self.cause = call, backward, cause
 
     def __call__(self, x: Tensor, routes: Routes) -> Communication:
-        shape = tuple((x.shards[0] if type(x) is LocalTensor else x).shape)
+        shape = tuple(blocks_of(x)[0].shape)
         call = Routed(self.call, True).along(routes)
         of = (call.pair.name, call.mesh, call.axes, shape, x.dtype)
         return Communication(*of, price_of(call, shape, x.dtype), self.backward, self.cause)

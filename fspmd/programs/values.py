@@ -21,7 +21,7 @@ from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.watching.causes import Cause, trace
 
 
@@ -91,7 +91,7 @@ class Values(RecordingMode):
 
     def _memory(self, x: Tensor) -> int:
         """What tells the memory of a tensor; of one with values, where others have none, that of its stand-in."""
-        block = x.shards[0] if type(x) is LocalTensor else x
+        block = blocks_of(x)[0]
         while functorch.is_functorch_wrapped_tensor(block):
             block = functorch.get_unwrapped(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
@@ -261,7 +261,7 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
 
 
 def _strides(x: Tensor) -> tuple[int, ...] | None:
-    block = x.shards[0] if type(x) is LocalTensor else x
+    block = blocks_of(x)[0]
     return None if block.layout is not torch.strided or block.is_contiguous() else tuple(block.stride())
 
 

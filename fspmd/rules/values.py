@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.sharded import is_sharded
 from fspmd.tracing import reading
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 
 
 def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
@@ -30,7 +30,7 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
 
 @reading
 def _require(good: Tensor, message: str) -> None:
-    if not all(bool(block.all()) for block in _blocks(good)):
+    if not all(bool(block.all()) for block in blocks_of(good)):
         raise ArgumentError(message)
 
 
@@ -38,9 +38,5 @@ def _require(good: Tensor, message: str) -> None:
 def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
     """Raises what torch makes of numbers by which a factorization tells that its matrices are singular."""
     with torch._C.DisableTorchFunction():
-        for block in _blocks(info):
+        for block in blocks_of(info):
             torch._linalg_check_errors(block, name, is_matrix=is_matrix)
-
-
-def _blocks(x: Tensor) -> list[Tensor]:
-    return x.shards if type(x) is LocalTensor else [x]

@@ -182,6 +182,11 @@ def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
     return x.at(held) if type(x) is LocalTensor else [resolved(x)] * held.volume
 
 
+def blocks_of(x: Tensor) -> Sequence[Tensor]:
+    """Those of all simulated ranks, or the tensor: what lies in memory."""
+    return x.shards if type(x) is LocalTensor else [x]
+
+
 def resolved(x: Tensor) -> Tensor:
     """``x`` in memory: torch resolves lazy conjugates, negatives and zeros above the dispatch to a `LocalTensor`."""
     if x._is_zerotensor():

@@ -16,7 +16,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, watch_with, watches_with
 from fspmd.redistribution.cost import Price, moves, price
 from fspmd.transport import Pending
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Route
 from fspmd.transport.windows import is_idle, traffic
 from fspmd.watching.causes import Cause, Trace, trace
@@ -106,7 +106,7 @@ class _Watched(StandIn):
 
     def _announce(self, x: Tensor) -> None:
         if _watchers and communicates(self):
-            shape = tuple((x.shards[0] if type(x) is LocalTensor else x).shape)
+            shape = tuple(blocks_of(x)[0].shape)
             cost = price_of(self, shape, x.dtype)
             _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by)
 
