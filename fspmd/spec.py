@@ -64,14 +64,14 @@ class P:
             found = None
         if found is not None:
             return found
-        normal = tuple(checked_entry(entry, "P") for entry in entries)
+        normal = tuple([checked_entry(entry, "P") for entry in entries])
         pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
         key = (normal, pending, dual)
         found = _PARTITIONS.get(key)
         if found is None:
             found = object.__new__(cls)
             _fill(found, *key)
-            _PARTITIONS[key] = found
+            found = (_FLATTENED if found.flat else _PARTITIONS).setdefault(key, found)
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -102,7 +102,8 @@ class P:
         return self.axes | self.unreduced | self.reduced
 
 
-_PARTITIONS: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()
+_PARTITIONS: Final[dict[Any, P]] = {}  # they speak of axes alone, so they are few
+_FLATTENED: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()  # those with a `Flat`, which has sizes
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
@@ -158,17 +159,10 @@ class TensorSpec:
 
     def __new__(cls, mesh: Mesh, partition: P, shape: Iterable[int], dtype: torch.dtype) -> TensorSpec:
         shape = tuple(shape) if isinstance(shape, Iterable) else shape
-        key = (mesh, partition, shape, dtype)
-        found = _SPECS.get(key)
+        found = _SPECS.get((mesh, partition, shape, dtype))
         if found is None:
             _check_parts(mesh, shape, dtype)
-            normal = normalise(partition, mesh, shape)
-            if normal is not partition:
-                found = TensorSpec(mesh, normal, shape, dtype)
-            else:
-                found = object.__new__(cls)
-                _fill_spec(found, mesh, partition, shape, dtype)
-            _SPECS[key] = found
+            found = _laid_out(mesh, partition, shape, dtype)
         return found
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -251,7 +245,7 @@ class TensorSpec:
         """The same tensor under another partition of the same mesh."""
         if partition is self.partition:
             return self
-        return TensorSpec(self.mesh, partition, self.shape, self.dtype)
+        return _laid_out(self.mesh, partition, self.shape, self.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -273,6 +267,21 @@ def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
         raise ShapeError(f"TensorSpec got {described(shape)} for shape; give it the global shape: {call}")
     if not isinstance(dtype, torch.dtype):
         raise SpecError(f"TensorSpec got {described(dtype)} for dtype; give it one of torch: {call}")
+
+
+def _laid_out(mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
+    """The one spec of parts of which all but the partition are checked."""
+    key = (mesh, partition, shape, dtype)
+    found = _SPECS.get(key)
+    if found is None:
+        normal = normalise(partition, mesh, shape)
+        if normal is partition:
+            found = object.__new__(TensorSpec)
+            _fill_spec(found, mesh, partition, shape, dtype)
+        else:
+            found = _laid_out(mesh, normal, shape, dtype)
+        found = _SPECS.setdefault(key, found)
+    return found
 
 
 def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -176,7 +176,7 @@ def test_the_strategy_that_is_taken_is_the_first_of_the_cheapest(name: str, size
             asked = question._replace(gradients=gradients)
             best, cheapest = asked.best(), min(asked.solve(strategies), key=lambda one: one.time)
             assert best is not None
-            assert (best.time, best.operands, best.results) == (cheapest.time, cheapest.operands, cheapest.results)
+            assert (best.operands, best.results) == (cheapest.operands, cheapest.results)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 1, 3), *([(2, 4, 2)] if FULL else [])])
@@ -192,7 +192,7 @@ def test_of_operands_in_conflict_the_strategy_is_the_first_of_the_cheapest(sizes
             asked = question._replace(gradients=gradients)
             best, cheapest = asked.best(), min(asked.solve(strategies), key=lambda one: one.time)
             assert best is not None
-            assert (best.time, best.operands, best.results) == (cheapest.time, cheapest.operands, cheapest.results)
+            assert (best.operands, best.results) == (cheapest.operands, cheapest.results)
 
 
 def test_of_equal_routes_all_processes_take_the_same() -> None:

@@ -20,7 +20,7 @@ from fspmd.auto.record import Op, Program
 from fspmd.auto.repeats import Ties
 from fspmd.auto.ways import Way, layouts, ways
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.moves import moves
+from fspmd.redistribution.moves import later, moves
 from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
 
@@ -208,7 +208,7 @@ class Builder:
     def _sum(self, laid: Laid) -> float:
         if not laid.summed:
             return 0.0
-        return moves(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology).casting
+        return later(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology).casting
 
     def _settled(self, spec: TensorSpec) -> float:
         """What ends its pending sums."""
@@ -294,8 +294,8 @@ class Builder:
     def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], followed: bool) -> float:
         key = source, target, casts, followed
         if key not in self.tables:
-            way = moves(source, target, casts, self.topology)
-            self.tables[key] = way.forward + (way.backward + way.casting if followed else 0.0)
+            asked = source, target, casts, self.topology
+            self.tables[key] = moves(*asked).forward + (sum(later(*asked)) if followed else 0.0)
         found: float = self.tables[key]
         return found
 

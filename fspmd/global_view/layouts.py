@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from math import inf, lcm, prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import torch
 
 from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.redistribution.cost import Topology, work
@@ -14,17 +16,17 @@ from fspmd.spec import P, TensorSpec
 
 #: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
 Choice = int | str
+_NONE: Final = frozenset[int]()
 
 
 class Layouts(NamedTuple):
-    """How all of a call lies in one combination; µs of its computation, and of the collectives in a body."""
+    """How all of a call lies in one combination; µs of the collectives in a body."""
 
     operands: tuple[TensorSpec, ...]
     casts: tuple[tuple[str, ...], ...]
     results: tuple[TensorSpec, ...]
     by_body: bool
     axes: dict[int, tuple[str, ...]]
-    work: float  # none where operands lie right
     body: float
     back: float  # of its gradients
 
@@ -39,29 +41,24 @@ def layouts_of(
     body: Bodied | None,
 ) -> Layouts | None:
     """The layouts of a combination; None where blocks do not fit."""
-    sharded = {choice for choice in choices.values() if isinstance(choice, int)}
-    axes_of = {factor: _ordered(factor, choices, factors, operands) for factor in sharded}
+    axes_of, unreduced, reduced = _used(choices, factors, operands)
     entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
     needs: list[TensorSpec] = []
     casts: list[tuple[str, ...]] = []
     for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
-        states = [(axis, state_of(choice, i, dims, factors)) for axis, choice in choices.items()]
-        cast = [axis for axis, state in states if state == "cast"]
-        unreduced = frozenset([axis for axis, state in states if state == "U"])
-        reduced = frozenset([axis for axis, state in states if state == "R"]) | spec.partition.reduced.intersection(
-            cast
-        )
-        needs.append(spec.with_partition(P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced)))
-        casts.append(tuple(cast))
-    outs = tuple(_result(dims, factors, choices, entries) for dims in factors.results)
-    by_body = sharded & factors.whole if body is not None else set[int]()
+        states = {axis: state_of(choice, i, dims, factors) for axis, choice in choices.items()}
+        cast = _in_state("cast", states)
+        gradients = spec.partition.reduced.intersection(cast).union(_in_state("R", states))
+        pending = frozenset(_in_state("U", states))
+        needs.append(spec.with_partition(P(*entries_of(dims, entries), unreduced=pending, reduced=gradients)))
+        casts.append(cast)
+    outs = [P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced) for dims in factors.results]
+    by_body = factors.whole.intersection(axes_of) if body is not None else _NONE
     if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
         return None  # of pending sums a body knows those of all its operands, not a product's
     if not aligned(factors, axes_of, [*operands, *results], empty, by_body):
         return None
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
-    stays = all(spec is need for spec, need in zip(operands, needs, strict=True))
-    computing = 0.0 if stays else working(factors, needs, laid, topology)
     within = back = 0.0
     if by_body and body is not None:
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
@@ -70,17 +67,23 @@ def layouts_of(
         if within == inf:
             return None
         back = body.back(needs, results, over, topology, whole) if callable(body.back) else within * body.back
-    return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, computing, within, back)
+    return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
 
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
     """µs of the computation: the products of each place of its factors' blocks, or reading and writing the blocks."""
-    lengths: dict[int, int] = {}
-    held = 0
-    for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
-        held += prod(spec.block_shape) * spec.dtype.itemsize
-        lengths.update((f, n) for f, n in zip(dims, spec.block_shape, strict=True) if f is not None)
-    return work(prod(lengths.values()) * factors.products, held, topology)
+    return computing(factors, [(spec.block_shape, spec.dtype) for spec in (*needs, *results)], topology)
+
+
+def computing(factors: Factors, held: Sequence[tuple[Sequence[int], torch.dtype]], topology: Topology) -> float:
+    """The same of the blocks of operands and results."""
+    lengths: dict[int | None, int] = {}
+    size = 0
+    for dims, (shape, dtype) in zip((*factors.operands, *factors.results), held, strict=True):
+        lengths.update(zip(dims, shape, strict=True))
+        size += prod(shape) * dtype.itemsize
+    lengths[None] = factors.products
+    return work(prod(lengths.values()), size, topology)
 
 
 def aligned(
@@ -124,11 +127,32 @@ def entries_of(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
     return [None if factor is None else entries.get(factor) for factor in dims]
 
 
-def _ordered(
-    factor: int, choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
-) -> tuple[str, ...]:
+def _in_state(state: str, states: dict[str, str]) -> tuple[str, ...]:
+    return tuple([axis for axis, one in states.items() if one == state])
+
+
+def _used(
+    choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
+) -> tuple[dict[int, tuple[str, ...]], frozenset[str], frozenset[str]]:
+    """The axes of each sharded factor; those over which the results are unreduced, and reduced."""
+    axes_of: dict[int, tuple[str, ...]] = {}
+    unreduced: list[str] = []
+    reduced: list[str] = []
+    for axis, choice in choices.items():
+        if isinstance(choice, int):
+            axes_of[choice] = (*axes_of.get(choice, ()), axis)
+        if choice in factors.summed if isinstance(choice, int) else "U" in choice:
+            unreduced.append(axis)
+        elif isinstance(choice, str) and "R" in choice:
+            reduced.append(axis)
+    for factor, axes in axes_of.items():
+        if len(axes) > 1:
+            axes_of[factor] = _ordered(factor, axes, factors, operands)
+    return axes_of, frozenset(unreduced), frozenset(reduced)
+
+
+def _ordered(factor: int, axes: tuple[str, ...], factors: Factors, operands: Sequence[TensorSpec]) -> tuple[str, ...]:
     """The axes of a factor, in the order that the operand with most of them has."""
-    axes = [axis for axis, choice in choices.items() if choice == factor]
     best: tuple[str, ...] = ()
     for dims, spec in zip(factors.operands, operands, strict=True):
         for own, entry in zip(dims, spec.partition, strict=True):
@@ -136,15 +160,3 @@ def _ordered(
             if own == factor and len(kept) > len(best):
                 best = kept
     return (*best, *(axis for axis in axes if axis not in best))
-
-
-def _result(dims: Dims, factors: Factors, choices: dict[str, Choice], entries: dict[int, Entry]) -> P:
-    unreduced = frozenset(
-        axis
-        for axis, choice in choices.items()
-        if choice in factors.summed or (isinstance(choice, str) and "U" in choice)
-    )
-    reduced = frozenset(
-        axis for axis, choice in choices.items() if isinstance(choice, str) and "R" in choice and "U" not in choice
-    )
-    return P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -201,7 +201,8 @@ def propagate(
         return plan
     if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):
         return plan  # else it is asked when a gradient is wanted
-    return replace(plan, needs_redistribute=True, choose=_ByGradients(func, len(args), question, plan).plan)
+    choose = _ByGradients(func, len(args), question, plan).plan
+    return OpPlan(plan.results, True, plan.moves, plan.casts, plan.local, choose=choose)
 
 
 def _same(one: Strategy, other: Strategy | None) -> bool:

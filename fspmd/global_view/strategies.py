@@ -13,20 +13,19 @@ have to be cut and their gradients gathered.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, entry_axes
-from fspmd.global_view.layouts import Choice, Layouts, aligned, layouts_of, state_of
+from fspmd.global_view.choices import Way, ways
+from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.moves import moves
+from fspmd.redistribution.moves import later, moves
 from fspmd.redistribution.routes import is_searched, route
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.factors import Dims, Factors
+from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
@@ -40,22 +39,11 @@ class Strategy(NamedTuple):
     operands: tuple[TensorSpec, ...]
     casts: tuple[tuple[str, ...], ...]
     results: tuple[P, ...]
-    time: tuple[float, float]  # µs of its price; of equals µs of casts in backward, and to settle pending sums
+    #: µs of its price, at most where that is plain; of equals µs of casts in backward, and to settle pending sums
+    time: tuple[float, float]
     by_body: bool  # a factor that must be whole is sharded
     axes: dict[int, tuple[str, ...]]  # of each sharded factor
     body: float  # µs of the body's collectives
-
-
-@dataclass(slots=True)
-class _Way:
-    """One combination, in the order of preference; what it takes at least; and its layouts once they are asked for."""
-
-    least: float  # µs
-    place: int
-    factors: Factors
-    choices: dict[str, Choice]
-    layouts: Layouts | None = None
-    made: bool = False
 
 
 def best_strategy(
@@ -70,18 +58,18 @@ def best_strategy(
     body: Bodied | None = None,
     gradients: frozenset[int] = _NONE,
     weighs: bool = False,
-    known: list[_Way] | None = None,
+    known: list[Way] | None = None,
 ) -> Strategy | None:
     """The cheapest combination; of equal ones that whose pending sums are, then the preferred one.
 
     That which takes the least at best is priced further first, bound by bound and route by route, until none can take
-    less than the best. ``known``: those of the same call, made before for other ``gradients``; if it is empty it is
-    filled.
+    less than the best; where that is plain to see, no route is asked for. ``known``: those of the same call, made
+    before for other ``gradients``; if it is empty it is filled.
     """
     known = [] if known is None else known
     if not known:
-        known += _ways(factors, linear, operands, body, topology, () if fixed else results)
-    queue: list[tuple[float, int, _Way, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
+        known += ways(factors, linear, operands, body is not None, topology, () if fixed else results)
+    queue: list[tuple[float, int, Way, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
     heapq.heapify(queue)
     best: tuple[tuple[float, float], int, Strategy] | None = None
     while queue and (best is None or queue[0][0] <= best[0][0] + _ROUNDING):
@@ -89,14 +77,18 @@ def best_strategy(
         if pricing is not None:
             pricing.refine()
         else:
+            if not (way.computed or gradients or way.most == inf):
+                way.compute(operands, results, topology)
+                heapq.heappush(queue, (way.least, place, way, None))
+                continue
             if not way.made:
                 way.layouts = layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
                 way.made = True
-            if way.layouts is None:
+            if way.layouts is None or (fixed and not _stays(way.layouts, operands[0])):
                 continue
-            pricing = _Pricing(way.layouts, operands, topology, gradients, weighs)
-            if not _may(pricing, operands[0], fixed):
-                continue
+            if best is None and not gradients and (not queue or way.most < queue[0][0] - _ROUNDING):
+                return _strategy(way.layouts, way.most)
+            pricing = _Pricing(way.factors, way.layouts, operands, topology, gradients, weighs)
         if pricing.open:
             heapq.heappush(queue, (max(least, pricing.least), place, way, pricing))
             continue
@@ -104,6 +96,11 @@ def best_strategy(
         if best is None or (one.time, place) < best[:2]:
             best = one.time, place, one
     return None if best is None else best[2]
+
+
+def _strategy(laid: Layouts, time: float) -> Strategy:
+    outs = tuple([spec.partition for spec in laid.results])
+    return Strategy(laid.operands, laid.casts, outs, (time, 0.0), laid.by_body, laid.axes, laid.body)
 
 
 def as_they_lie(
@@ -157,130 +154,20 @@ def strategies(
     operands that will have one. ``weighs``: the sums of gradients of whole operands count.
     """
     every = (
-        layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
-        for way in _ways(factors, linear, operands, body, topology, () if fixed else results)
+        (way.factors, layouts_of(way.factors, way.choices, operands, results, topology, empty, body))
+        for way in ways(factors, linear, operands, body is not None, topology, () if fixed else results)
     )
-    priced = (_Pricing(laid, operands, topology, gradients, weighs) for laid in every if laid is not None)
-    return [one.strategy() for one in priced if _may(one, operands[0], fixed)]
-
-
-def _may(pricing: _Pricing, stays: TensorSpec, fixed: bool) -> bool:
-    lies = pricing.needs[0] is stays and not pricing.casts[0] and pricing.laid.results[0].partition is stays.partition
-    return lies or not fixed
-
-
-def _ways(
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    body: Bodied | None,
-    topology: Topology,
-    results: Sequence[TensorSpec] = (),
-) -> Iterator[_Way]:
-    """For each way to read the call what each axis does, and how many operands have to begin a collective for that.
-
-    Given ``results``, without those that gather the largest operand of a function of elements.
-    """
-    axes, place = operands[0].mesh.axis_names, itertools.count()
-    for reading in (factors, *factors.others):
-        stay = _leading(reading, operands, results) if results else ()
-        options = [
-            [
-                (choice, *_begun(axis, choice, reading, operands))
-                for choice in _choices(axis, reading, linear, operands, body is not None, stay)
-            ]
-            for axis in axes
-        ]
-        for combination in itertools.product(*options):
-            moved = frozenset[int]().union(*(one[1] for one in combination))
-            pends = any(one[2] for one in combination)
-            begun = len(moved) + (0.5 if moved and pends else 0.0)  # at least sums are scattered
-            yield _Way(
-                begun * topology.launch,
-                next(place),
-                reading,
-                {a: one[0] for a, one in zip(axes, combination, strict=True)},
-            )
-
-
-def _begun(axis: str, choice: Choice, factors: Factors, operands: Sequence[TensorSpec]) -> tuple[frozenset[int], bool]:
-    """The operands that plainly must move for what an axis does, and whether it leaves a pending sum."""
-    if operands[0].mesh.shape[axis] == 1 or any(0 in spec.shape for spec in operands):
-        return _NONE, False
-    found = []
-    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
-        if axis in spec.partition.unreduced:
-            moves_it = state_of(choice, i, dims, factors) != "U"
-        elif axis not in spec.partition.axes:
-            continue
-        elif isinstance(choice, str) or choice not in dims:
-            moves_it = True
-        else:  # to another dim: of uneven blocks there may be but one
-            cut = next(d for d, entry in enumerate(spec.partition) if axis in entry_axes(entry))
-            moves_it = dims[cut] != choice and spec.even
-        if moves_it:
-            found.append(i)
-    return frozenset(found), "U" in choice if isinstance(choice, str) else choice in factors.summed
-
-
-def _leading(
-    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
-) -> Sequence[tuple[Dims, TensorSpec]]:
-    """Of a function of elements the operands as large as the result and as any other, with their dims."""
-    if len(operands) < 2 or factors.summed or factors.whole:
-        return ()
-    size = max(prod(spec.shape) for spec in results)
-    wide = max(prod(spec.shape) * spec.dtype.itemsize for spec in operands)
     return [
-        (dims, spec)
-        for dims, spec in zip(factors.operands, operands, strict=True)
-        if prod(spec.shape) >= size and prod(spec.shape) * spec.dtype.itemsize >= wide
+        _Pricing(reading, laid, operands, topology, gradients, weighs).strategy()
+        for reading, laid in every
+        if laid is not None and not (fixed and not _stays(laid, operands[0]))
     ]
 
 
-def _choices(
-    axis: str,
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    bodied: bool,
-    stay: Sequence[tuple[Dims, TensorSpec]],
-) -> list[Choice]:
-    """What an axis can do, the preferred first: what some operand already does, or nothing.
-
-    Where it shards a dim that must be whole, another dim is a way, too. An operand in ``stay`` is not gathered.
-    """
-    found: list[Choice] = []
-    if any(axis in spec.partition.reduced for spec in operands):
-        found.append("R" * len(operands))
-    pending = [i for i, spec in enumerate(operands) if axis in spec.partition.unreduced]
-    if pending and linear == "sum":
-        found.append("U" * len(operands))
-    elif pending and (linear == "product" or (linear == "first" and pending[0] == 0)):
-        for one in pending if linear == "product" else (0,):
-            if one not in factors.added:
-                found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        for factor, entry in zip(dims, spec.partition, strict=True):
-            if axis not in entry_axes(entry):
-                continue
-            if factor is None or (factor in factors.whole and not bodied):
-                found += [free for free in _free(axis, factors, operands) if free not in found]
-            elif factor not in found:
-                found.append(factor)
-    for dims, spec in stay:
-        if any(axis in entry_axes(entry) for f, entry in zip(dims, spec.partition, strict=True) if f is not None):
-            return found
-    whole = "I" * len(operands)
-    return [whole, *found] if any(0 in spec.shape for spec in operands) else [*found, whole]
-
-
-def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:
-    """The factors that an axis may shard instead of one that must be whole: an exchange moves less than a gather."""
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        for factor, size in zip(dims, spec.shape, strict=True):
-            if factor is not None and factor not in factors.whole and size >= spec.mesh.shape[axis]:
-                yield factor
+def _stays(laid: Layouts, first: TensorSpec) -> bool:
+    """Whether the first operand, and the result, lie as it did."""
+    cast = laid.casts[0] and not laid.by_body  # which casts what it must
+    return laid.operands[0] is first and not cast and laid.results[0].partition is first.partition
 
 
 class _Pricing:
@@ -290,6 +177,7 @@ class _Pricing:
 
     def __init__(
         self,
+        factors: Factors,
         laid: Layouts,
         operands: Sequence[TensorSpec],
         topology: Topology,
@@ -303,7 +191,9 @@ class _Pricing:
             rows = enumerate(zip(operands, self.needs, self.casts, strict=True))
             self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
             self.casts = ((),) * len(self.casts)
-        self.base = laid.work * (_PASSES if gradients else 1) + laid.body + (laid.back if gradients else 0.0)
+        self.base = laid.body + (laid.back if gradients else 0.0)
+        if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
+            self.base += working(factors, laid.operands, laid.results, topology) * (_PASSES if gradients else 1)
         #: of each operand that moves: µs at least
         self.terms = {i: self._least(i, at_least) for i, spec in enumerate(operands) if spec is not self.needs[i]}
         self.open = [(i, self._takes_long(i)) for i in self.terms]  # what is not exact yet, and whether to bound first
@@ -340,10 +230,12 @@ class _Pricing:
         return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body)
 
     def _exact(self, i: int) -> tuple[float, float]:
-        way = moves(self.operands[i], self.needs[i], self.casts[i], self.topology)
+        asked = self.operands[i], self.needs[i], self.casts[i], self.topology
+        forward = moves(*asked).forward
         if i not in self.gradients:
-            return way.forward, 0.0
-        return way.forward + way.backward + self.weighs * way.casting, way.casting
+            return forward, 0.0
+        backward, casting = later(*asked)
+        return forward + backward + self.weighs * casting, casting
 
     def _least(self, i: int, bound: Callable[[TensorSpec, TensorSpec, Topology], float]) -> float:
         """There, and back where a gradient goes: unless a cast is what brings it."""

@@ -155,7 +155,7 @@ class Grid:
         >>> make_mesh((2, 4), ("dp", "tp")).ordered({"tp", "dp"})
         ('dp', 'tp')
         """
-        return tuple(name for name in self.axis_names if name in axes)
+        return tuple([name for name in self.axis_names if name in axes])
 
     def _rest(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in self.axis_names if name not in names)

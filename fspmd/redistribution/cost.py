@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final
 
 from fspmd.errors import ArgumentError
@@ -51,6 +52,14 @@ class Topology:
     capacity: float = float("inf")
     spill: Link = PCIE
     axes: tuple[tuple[str, Link], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)  # part of many keys
+
+    def __post_init__(self) -> None:
+        figures = (self.inside, self.between, self.per_host, self.launch, self.memory, self.flops, self.capacity)
+        object.__setattr__(self, "_hash", hash((*figures, self.spill, self.axes)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         """The slowest link on the way between the ranks of a group along some axes."""
@@ -169,7 +178,7 @@ def price(
     """
     topology = topology or _current
     axes = axes or mesh.axis_names
-    n, held = ranks or mesh.axis_size(axes), before + after
+    n, held = ranks or prod([mesh.shape[axis] for axis in axes]), before + after
     local = 0.0 if kernel in _VIEWS or traffic is not None else held / topology.memory
     local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
     name = _KERNELS.get(kernel)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from math import comb, perm
 
-from fspmd.entries import Entry, blocks, entry_axes
+from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.pairs import Call, call
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
@@ -44,7 +44,9 @@ def _moved(
 ) -> TensorSpec:
     """The layout with the axes of some dims replaced."""
     partition = spec.partition
-    new: list[Entry] = [entries.get(dim, entry) for dim, entry in enumerate(partition)]
+    new: list[Entry] = list(partition)
+    for dim, axes in entries.items():
+        new[dim] = entry_of(axes)
     return spec.with_partition(
         P(
             *new,
@@ -134,6 +136,8 @@ def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Ca
 def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
     """Ends and beginnings of pending sums."""
     mesh, have, want = spec.mesh, spec.partition, target.partition
+    if not (have.unreduced or have.reduced or want.unreduced or want.reduced):
+        return
     pending = mesh.ordered(have.unreduced if anywhere else have.unreduced - want.unreduced)
     for n in range(1, len(pending) + 1):
         for axes in itertools.permutations(pending, n):

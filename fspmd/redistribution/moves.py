@@ -1,4 +1,4 @@
-"""How an operand of a call comes to lie as it must: collectives, casts, and what both cost in backward."""
+"""How an operand of a call comes to lie as it must: collectives, casts, and what both cost, in backward too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Topology, price
@@ -16,11 +16,16 @@ from fspmd.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The collectives of one operand, and the casts after them where it will have a gradient; µs of each."""
+    """The collectives of one operand, and the casts after them where it will have a gradient; µs forward."""
 
     calls: tuple[Call, ...]
     casts: tuple[Call, ...]
     forward: float
+
+
+class Later(NamedTuple):
+    """µs in backward."""
+
     backward: float  # of the transposed collectives
     casting: float  # of the sums of gradients that a cast brings
 
@@ -30,11 +35,17 @@ def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
     """From one layout to another, then cast to varying over axes."""
     if spec is need and not axes:
         return _STILL
-    way = route(spec, need, topology)
-    calls, gathered = _scattering_backward([step.call for step in way.steps], axes)
-    after = casts(need, axes, gathered)
-    backward, casting, before = 0.0, 0.0, spec
-    for step, one in zip(way.steps, calls, strict=True):
+    steps = route(spec, need, topology).steps
+    calls, gathered = _scattering_backward([step.call for step in steps], axes)
+    return Moves(calls, casts(need, axes, gathered) if axes else (), sum([step.price.time for step in steps]))
+
+
+@functools.lru_cache(maxsize=8192)
+def later(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology) -> Later:
+    """What `moves` take in backward."""
+    way, before = moves(spec, need, axes, topology), spec
+    backward = casting = 0.0
+    for step, one in zip(route(spec, need, topology).steps, way.calls, strict=True):
         time = back(Step(one, step.spec, step.price), before, topology).time
         if one is step.call:
             backward += time
@@ -42,16 +53,19 @@ def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
             casting += time
         before = step.spec
     size = prod(need.block_shape) * need.dtype.itemsize
-    casting += sum(price(one.transposed.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in after)
-    return Moves(calls, after, way.price.time, backward, casting)
+    after = [one.transposed for one in way.casts]
+    casting += sum(price(one.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in after)
+    return Later(backward, casting)
 
 
-_STILL: Final = Moves((), (), 0.0, 0.0, 0.0)
+_STILL: Final = Moves((), (), 0.0)
 
 
 def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple[tuple[Call, ...], frozenset[str]]:
     """Gathers of what is then cast to varying: to reduced, so backward is a reduce-scatter and not twice as much."""
     found, axes = list(steps), set[str]()
+    if not casts:
+        return tuple(found), frozenset()
     for i, step in reversed(list(enumerate(steps))):
         if step.options.dims is not None:
             continue
