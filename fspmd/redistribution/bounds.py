@@ -11,9 +11,10 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,24 +36,18 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     """
     mesh = target.mesh
     levels = _levels(mesh, topology)
-    latency = min((level.latency for level in levels), default=0.0)
-    scale = target.dtype.itemsize
+    latency, scale = min((level.latency for level in levels), default=0.0), target.dtype.itemsize
     lacked_by = [(_lacked_by(target, level.island), _received_by(target, level.island)) for level in levels]
 
     @functools.cache
     def least(spec: TensorSpec) -> float:
-        time = told = slow = 0.0
-        slowest = inf
-        for level, counts in zip(levels, lacked_by, strict=True):
-            lacked = max(count(spec) for count in counts)
-            if lacked > told:
-                time, told = time + (lacked - told) * scale / level.bandwidth, lacked
-                slow, slowest = max(slow, level.latency), min(slowest, level.bandwidth)
-        if not told:
+        lacked = [max(count(spec) for count in counts) for counts in lacked_by]
+        if not any(lacked):
             return 0.0
-        count = _heard(spec, target)
-        at_once = topology.launch + slow * (count - 1) + told * scale / slowest
-        return min(at_once, time + max(_begun(count, latency, topology, 2), 2 * topology.launch + slow))
+        heard = _heard(spec, target)
+        begun = _begun(heard, latency, topology, 2)
+        time: float = _time(levels, lacked, heard, begun, topology.launch, scale, _ONE)
+        return time
 
     return least
 
@@ -106,23 +101,46 @@ def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], to
     mesh, levels = targets[0].mesh, _levels(targets[0].mesh, topology)
     if mesh.size == 1 or any(spec.flat for spec in (*sources, *targets)):  # which have no windows
         return torch.zeros(len(sources), len(targets), dtype=torch.float64)
-    scale, latency = targets[0].dtype.itemsize, min(level.latency for level in levels)
-    time, told, slow, slowest = torch.zeros(4, len(sources), len(targets), dtype=torch.float64).unbind()
-    slowest = slowest + inf
-    for level in levels:
-        lacked = torch.maximum(_lacks(sources, targets, level.island), _receives(sources, targets, level.island))
-        more = lacked > told
-        time = time + torch.where(more, lacked - told, 0.0) * scale / level.bandwidth
-        slow = torch.where(more, slow.clamp(min=level.latency), slow)
-        slowest = torch.where(more, slowest.clamp(max=level.bandwidth), slowest)
-        told = torch.maximum(lacked, told)
+    latency, scale = min(level.latency for level in levels), targets[0].dtype.itemsize
+    lacked_by = [[f(sources, targets, level.island) for f in (_lacks, _receives)] for level in levels]
+    lacked = [torch.maximum(*counts) for counts in lacked_by]
     heard = _hears(sources, targets)
-    at_once = topology.launch + slow * (heard - 1) + told * scale / slowest
     counts, of = heard.unique(return_inverse=True)
     begun = torch.tensor([_begun(n, latency, topology, 2) for n in counts.tolist()], dtype=torch.float64)[of]
-    least = torch.minimum(at_once, time + torch.maximum(begun, 2 * topology.launch + slow))
+    least = _time(levels, lacked, heard, begun, topology.launch, scale, _MANY)
     written = torch.tensor([prod(spec.block_shape) for spec in targets], dtype=torch.float64)
-    return torch.where(told > 0, least + written * scale / topology.memory, 0.0)
+    anything = functools.reduce(torch.maximum, lacked) > 0
+    return torch.where(anything, least + written * scale / topology.memory, 0.0)
+
+
+class _Kind(NamedTuple):
+    """What reckons with numbers: with one, or with a table of them."""
+
+    smaller: Any
+    larger: Any
+    chosen: Any  # of a condition, what holds where it does, and where not
+
+
+_ONE: Final = _Kind(min, max, lambda condition, one, other: one if condition else other)
+_MANY: Final = _Kind(torch.minimum, torch.maximum, torch.where)
+
+
+def _time(
+    levels: Sequence[_Level], lacked: Sequence[Any], heard: Any, begun: Any, launch: float, scale: int, of: _Kind
+) -> Any:
+    """µs of what is lacked at each level: all in one collective as slow as its slowest link, or in two and more."""
+    time = told = slow = speed = lacked[0] * 0.0
+    for level, count in zip(levels, lacked, strict=True):  # of the first at which something is lacked:
+        slow, speed = of.chosen(told > 0, slow, level.latency), of.chosen(told > 0, speed, level.bandwidth)
+        most = of.larger(told, count)
+        time, told = time + (most - told) * scale / level.bandwidth, most
+    at_once = launch + slow * (heard - 1) + told * scale / speed
+    return of.smaller(at_once, time + of.larger(begun, 2 * launch + slow))
+
+
+def _summed(staying: Any, added: Any, then: Any, of: _Kind) -> Any:
+    """Shares of a rank that are received where so many are added up and then held, ``staying`` times."""
+    return of.smaller(staying * (added + then - 2), staying * added + then - 2)
 
 
 def _dims(
@@ -143,12 +161,14 @@ def _lacks(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], island:
     """Elements that the last rank lacks of its block, shared among its island; all where sums end outside."""
     sizes = targets[0].mesh.shape
 
-    def rows(size: int, axes: Axes, joined: Set[str]) -> Rows:
-        places = [None if axis in joined else sizes[axis] - 1 for axis in axes]
-        return _rows(size, tuple([sizes[axis] for axis in axes]), tuple(places))
+    def rows(size: int, axes: Axes) -> Rows:
+        return _rows(size, _cuts(axes, sizes), tuple([None if axis in island else sizes[axis] - 1 for axis in axes]))
 
-    common = _dims(sources, targets, lambda n, one, other: _common(rows(n, one, island), rows(n, other, island)))
-    whole = _dims(targets[:1], targets, lambda n, _, other: _common(*[rows(n, other, island)] * 2))
+    def shared(size: int, one: Axes, other: Axes) -> int:
+        return _common(rows(size, one), rows(size, other))
+
+    common = _dims(sources, targets, shared)
+    whole = _dims(targets[:1], targets, lambda n, _, other: shared(n, other, other))
     _, added, _, _ = _sums(sources, targets, island)
     return torch.where(added > 1, whole, whole - common) / prod(sizes[axis] for axis in island)
 
@@ -156,20 +176,17 @@ def _lacks(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], island:
 def _hears(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec]) -> Tensor:
     """How many ranks' blocks are in what the last rank has in the end, 2 or more."""
     sizes = targets[0].mesh.shape
-
-    def overlapped(size: int, one: Axes, other: Axes) -> int:
-        return _overlapped(size, *(tuple([sizes[axis] for axis in axes]) for axes in (one, other)))
-
+    found = _dims(sources, targets, lambda n, one, other: _overlapped(n, _cuts(one, sizes), _cuts(other, sizes)))
     _, added, _, _ = _sums(sources, targets, frozenset())
-    return (_dims(sources, targets, overlapped) * added).long().clamp(min=2)
+    return (found * added).long().clamp(min=2)
 
 
 def _receives(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], island: frozenset[str]) -> Tensor:
     """Elements that a rank receives at least from other islands, on average."""
     staying, added, now, then = _sums(sources, targets, island)
     copies = torch.minimum(staying * (then - now), staying + then - 2).clamp(min=0)
-    summed = torch.minimum(staying * (added + then - 2), staying * added + then - 2)
-    return torch.where(added > 1, summed, copies) * (prod(targets[0].shape) / targets[0].mesh.size)
+    shares = torch.where(added > 1, _summed(staying, added, then, _MANY), copies)
+    return shares * (prod(targets[0].shape) / targets[0].mesh.size)
 
 
 def _sums(
@@ -203,7 +220,7 @@ def _heard(spec: TensorSpec, target: TensorSpec) -> int:
     """How many ranks' blocks are in what a rank has in the end; 2 where these are fewer, or it cannot be told."""
     sizes, found = spec.mesh.shape, 1
     for size, before, after in zip(spec.shape, spec.partition, target.partition, strict=True):
-        found *= _overlapped(size, *(tuple([sizes[a] for a in entry_axes(entry)]) for entry in (before, after)))
+        found *= _overlapped(size, _cuts(entry_axes(before), sizes), _cuts(entry_axes(after), sizes))
     return max(2, found * prod(sizes[axis] for axis in spec.partition.unreduced - target.partition.unreduced))
 
 
@@ -229,7 +246,8 @@ def _received_by(target: TensorSpec, island: frozenset[str]) -> Callable[[Tensor
         if added == 1:
             return 0.0
         staying = prod(n for axis, n in sums if axis in pending)
-        return share * min(staying * (added + having - 2), staying * added + having - 2)
+        summed: float = share * _summed(staying, added, having, _ONE)
+        return summed
 
     return received
 
@@ -272,14 +290,19 @@ def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSp
 def _held(spec: TensorSpec, island: frozenset[str], pending: frozenset[str]) -> list[tuple[Rows, ...]]:
     """Of each island at the corners, at the first ranks along pending axes, the rows of each dim that it holds."""
     names, sizes = spec.mesh.axis_names, spec.mesh.shape
-    corners = ({0, 0 if axis in island or axis in pending else n - 1} for axis, n in sizes.items())
-    islands = list(itertools.product(*map(sorted, corners)))
+    corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
+    islands = list(itertools.product(*corners))
     dims = []
     for size, entry in zip(spec.shape, spec.partition, strict=True):
         axes = entry_axes(entry)
-        cuts, places = tuple([sizes[axis] for axis in axes]), [None if a in island else names.index(a) for a in axes]
-        dims.append([_rows(size, cuts, tuple([None if i is None else at[i] for i in places])) for at in islands])
+        cuts, own = _cuts(axes, sizes), [names.index(axis) for axis in axes]
+        dims.append([_rows(size, cuts, tuple([at[i] for i in own])) for at in islands])
     return list(zip(*dims, strict=True)) if dims else [()] * len(islands)
+
+
+def _cuts(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """How axes cut a dim."""
+    return tuple([sizes[axis] for axis in axes])
 
 
 @functools.lru_cache(maxsize=1 << 14)
