@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 Q = ParamSpec("Q")
@@ -30,6 +32,7 @@ class RecordingMode(DispatchMode):
     repeats = False  # what runs now ran before, and its results were not kept
 
 
+_transforms_active = torch._C._are_functorch_transforms_active
 _active = 0  # recordings under way, in any thread
 _thread = 0  # that began the last of them
 
@@ -130,14 +133,23 @@ def python(function: Callable[Q, R]) -> Callable[Q, R]:
     return step(function)
 
 
+def outside_transforms() -> Any:
+    """Where no ``torch.func`` transform wraps the tensors that are made."""
+    if not _transforms_active():
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function that works something out for all later runs: no step of a record, its results are there before."""
+    """A function that works something out for all later runs: no step of a record or value of a transform.
+
+    Its results are there before.
+    """
 
     @functools.wraps(function)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        if not _active or (records := recorder()) is None:
-            return function(*args, **kwargs)
-        with records.real():
+        records = recorder()
+        with outside_transforms(), nullcontext() if records is None else records.real():
             return function(*args, **kwargs)
 
     return run

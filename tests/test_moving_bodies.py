@@ -435,3 +435,26 @@ def test_gradients_of_gradients(name: str) -> None:
             given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
             for found, want in zip(_second(f, given), expected, strict=True):
                 torch.testing.assert_close(device_get(found), want, rtol=1e-10, atol=1e-10, msg=f"{name} {specs}")
+
+
+#: torch has no tangents of fused attention, and tangents of a padding that has no gradient
+_NO_TANGENTS = "attention", "embedding, padding", "embedding of torch"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(_NO_TANGENTS)])
+def test_what_a_transform_calls_first_is_called_outside_of_it_too(name: str) -> None:
+    """Plans, and what bodies make once, hold no values of the transform that they were made in."""
+    f, shapes = CASES[name]
+    plain = values(shapes)
+
+    def total(*given: Any) -> Any:
+        return sum((out**2).sum() for out in outputs_of(f(*given)) if out.is_floating_point())
+
+    ways = [x.cos() for x in plain]
+    expected = torch.func.jvp(total, tuple(plain), tuple(ways))[1]
+    for specs in placements(LINE, shapes, 3):
+        fspmd.propagation_cache_clear()
+        given = [device_put(x, s, mesh=LINE) for x, s in zip(plain, specs, strict=True)]
+        found = fspmd.jvp(total, given, ways)[1]
+        torch.testing.assert_close(device_get(found), expected, equal_nan=True, msg=f"{name} {specs}")
+        torch.testing.assert_close(device_get(total(*given)), total(*plain), msg=f"{name} {specs}")

@@ -17,9 +17,9 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import as_axis_name, described
 from fspmd.spec import short_dtype
+from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import is_uneven
-from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import show
 
 

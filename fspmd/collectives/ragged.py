@@ -17,11 +17,10 @@ from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described
 from fspmd.pairs import Call, apply, depart, land
-from fspmd.tracing import step
+from fspmd.tracing import outside_transforms, step
 from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
 from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
-from fspmd.transport.randomness import outside_transforms
 from fspmd.transport.rows import Routes, landing_mask, plan_route
 from fspmd.transport.simulation import shapes_of
 from fspmd.variance import INVARIANT, Variance, join, set_variance, show, unwrapped

@@ -15,8 +15,8 @@ from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.tracing import outside_transforms
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]

@@ -20,10 +20,10 @@ from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain, short_dtype
+from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
-from fspmd.transport.randomness import outside_transforms
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
 _transforms_active = torch._C._are_functorch_transforms_active

@@ -16,10 +16,11 @@ from torch import Tensor
 from fspmd.errors import ShapeError, VarianceError
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.pairs import Call, apply, call
+from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import Frame, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.local_tensor import LocalTensor, call_per_rank, common_frame, shards_of
-from fspmd.transport.randomness import outside_transforms, per_rank_generators
+from fspmd.transport.randomness import per_rank_generators
 from fspmd.variance import storage_of, unwrapped
 
 _SYMBOLS = frozenset(SYMBOLS)

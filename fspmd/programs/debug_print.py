@@ -18,10 +18,9 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.placing.placement import device_get
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.tracing import reading
+from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.frame import frame, union
 from fspmd.transport.local_tensor import column, common_frame
-from fspmd.transport.randomness import outside_transforms
 
 functorch: Final = torch._C._functorch
 

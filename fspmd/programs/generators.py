@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
 from fspmd.programs.reach import reached
-from fspmd.transport.randomness import outside_transforms
+from fspmd.tracing import outside_transforms
 
 _SECRET: Final = int.from_bytes(b"secrets", "big")
 _FEW: Final = 16  # numbers of a tensor that are looked at for seeds

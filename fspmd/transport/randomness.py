@@ -8,19 +8,17 @@ asked for, every rank draws what a process of its own would: the numbers of a ge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fspmd.tracing import state
+from fspmd.tracing import outside_transforms, state
 from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @state
@@ -29,13 +27,6 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     device = "cpu" if generator is None else generator.device
     with torch._C.DisableTorchFunction(), outside_transforms():
         return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
-
-
-def outside_transforms() -> Any:
-    """Where no ``torch.func`` transform wraps the tensors that are made."""
-    if not _transforms_active():
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
 
 
 def fold_in(seed: int, index: int) -> int:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fspmd.meshes.mesh import Mesh
-from fspmd.tracing import constant
+from fspmd.tracing import constant, outside_transforms
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import Frame, frame, groups, spread, union
@@ -225,7 +224,7 @@ def _index(mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     held = frame(mesh, axes)
     _, (order,) = groups(held, axes)
     place = {i: position for position, i in enumerate(order)}
-    with temporarily_clear_interpreter_stack():  # or a torch.func transform would wrap each rank's number
+    with outside_transforms():  # or each rank's number would be wrapped
         return local_tensor([torch.tensor(place[i], device=mesh.device) for i in range(held.volume)], held)
 
 
