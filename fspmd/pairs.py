@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -121,16 +121,16 @@ class Call:
         if self._transposed is None:
             o, mesh = self.options, self.mesh
             if o.move is not None:
-                mesh, o = o.move.target.mesh, replace(o, move=o.move.transposed)
+                mesh, o = o.move.target.mesh, o._replace(move=o.move.transposed)
             elif o.dims is not None:
-                o = replace(o, dims=o.dims.transposed)
+                o = o._replace(dims=o.dims.transposed)
             elif self.pair.kernel == "permute":
-                o = replace(o, perm=tuple((destination, source) for source, destination in o.perm))
+                o = o._replace(perm=tuple((destination, source) for source, destination in o.perm))
             elif self.pair.kernel == "exchange":
-                o = replace(o, dim=o.concat_dim, sizes=o.concat_sizes, concat_dim=o.dim, concat_sizes=o.sizes)
+                o = o._replace(dim=o.concat_dim, sizes=o.concat_sizes, concat_dim=o.dim, concat_sizes=o.sizes)
             elif o.routes is not None:  # not interned: routes are as many as calls
                 self._transposed = Call(
-                    self.pair.transpose, self.mesh, self.axes, replace(o, routes=o.routes.transposed)
+                    self.pair.transpose, self.mesh, self.axes, o._replace(routes=o.routes.transposed)
                 )
                 return self._transposed
             self._transposed = call(self.pair.transpose, mesh, self.axes, o)
@@ -145,7 +145,7 @@ class Call:
         """The same map with one more dim in front of every dim."""
         o = self.options
         make = call if o.routes is None else Call
-        return make(self.pair.name, self.mesh, self.axes, replace(o, dim=o.dim + 1, concat_dim=o.concat_dim + 1))
+        return make(self.pair.name, self.mesh, self.axes, o._replace(dim=o.dim + 1, concat_dim=o.concat_dim + 1))
 
 
 @functools.lru_cache(maxsize=8192)

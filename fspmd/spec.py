@@ -48,11 +48,12 @@ class P:
     True
     """
 
-    __slots__ = ("__weakref__", "axes", "entries", "flat", "reduced", "unreduced")
+    __slots__ = ("__weakref__", "axes", "entries", "flat", "mentioned", "reduced", "unreduced")
     entries: tuple[Entry, ...]
     unreduced: frozenset[str]
     reduced: frozenset[str]
     axes: frozenset[str]  # the axes that shard some dim
+    mentioned: frozenset[str]  # every axis the spec names: sharding, unreduced or reduced
     flat: bool  # some entry is a `Flat`
 
     def __new__(
@@ -96,11 +97,6 @@ class P:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.entries, sorted(self.unreduced), sorted(self.reduced))
 
-    @property
-    def mentioned(self) -> frozenset[str]:
-        """Every axis the spec names: sharding, unreduced or reduced."""
-        return self.axes | self.unreduced | self.reduced
-
 
 _PARTITIONS: Final[dict[Any, P]] = {}  # they speak of axes alone, so they are few
 _FLATTENED: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()  # those with a `Flat`, which has sizes
@@ -122,6 +118,7 @@ def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduce
     for slot, value in (("entries", entries), ("unreduced", unreduced), ("reduced", reduced)):
         object.__setattr__(spec, slot, value)
     object.__setattr__(spec, "axes", frozenset(sharding))
+    object.__setattr__(spec, "mentioned", frozenset(named))
     object.__setattr__(spec, "flat", any(isinstance(entry, Flat) for entry in entries))
     if repeated:
         raise SpecError(
@@ -285,16 +282,19 @@ def _laid_out(mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dty
 
 
 def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    own = (("mesh", mesh), ("partition", partition), ("shape", shape), ("dtype", dtype), ("flat", partition.flat))
-    for slot, value in own:
-        object.__setattr__(spec, slot, value)
+    put = object.__setattr__
+    put(spec, "mesh", mesh)
+    put(spec, "partition", partition)
+    put(spec, "shape", shape)
+    put(spec, "dtype", dtype)
+    put(spec, "flat", partition.flat)
     if partition.flat:
         whole = spec.unflattened
         found: Any = whole.cuts, whole.even, spec.local_shape((0,) * len(mesh.shape))
     else:
-        found = _cuts(mesh, partition, shape)
+        found = _cuts(mesh, partition, shape) if partition.axes else ((), True, shape)
     for slot, value in zip(("cuts", "even", "block_shape"), found, strict=True):
-        object.__setattr__(spec, slot, value)
+        put(spec, slot, value)
 
 
 def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, tuple[int, ...]]:
@@ -360,7 +360,7 @@ def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
     """What is wrong with a partition on a mesh for a tensor of that rank (None: rank unknown), or ""."""
     if not isinstance(partition, P):
         return f"expected a P such as P({mesh.axis_names[0]!r}), but got {described(partition)}"
-    if unknown := sorted(partition.mentioned - set(mesh.axis_names)):
+    if unknown := sorted(partition.mentioned.difference(mesh.axis_names)):
         return f"{partition!r} names the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}"
     if ndim is None or len(partition) <= ndim:
         return ""

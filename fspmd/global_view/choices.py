@@ -10,12 +10,13 @@ from typing import Final
 
 from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, Layouts, computing, state_of
-from fspmd.redistribution.cost import Topology, links_differ, price
+from fspmd.redistribution.cost import Topology, links_differ, native_time, price
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
 #: by operand what an axis moves: µs at least, at most; nothing for a slice
 Changes = dict[int, tuple[float, float]]
+_Option = tuple[str, Choice, Changes, bool]  # what an axis may do, what that moves, and whether it leaves pending sums
 _NOTHING: Final[Changes] = {}
 _STAY: Final[Sequence[tuple[Dims, TensorSpec]]] = ()
 
@@ -72,31 +73,38 @@ def ways(
     idle = not plain and True in [0 in spec.shape for spec in operands]  # nobody has anything to move
     for reading in (factors, *factors.others):
         stay = _leading(reading, operands, results) if results else _STAY
-        options = []
+        options: list[list[_Option]] = []
         for axis, n in mesh.shape.items():
-            chosen = _choices(axis, reading, linear, operands, bodied, stay)
+            found = _choices(axis, reading, linear, operands, bodied, stay)
             if n == 1 or idle:
-                options.append([(choice, _NOTHING, False) for choice in chosen])
+                options.append([(axis, choice, _NOTHING, False) for choice in found])
             else:
-                args = reading, operands, topology, plain
-                options.append([(one, _changes(axis, one, *args), _pends(one, reading)) for one in chosen])
+                native = _Native(axis, operands, topology) if plain else None
+                begun = topology.launch, inf
+                options.append([_option(axis, choice, reading, operands, native, begun) for choice in found])
         for combination in itertools.product(*options):
-            least, most = _together([changes for _, changes, _ in combination], topology)
-            if least and True in [pends for *_, pends in combination]:
-                least += topology.launch / 2  # at least sums are scattered
-            chosen = [choice for choice, *_ in combination]
-            if not plain or (bodied and not reading.whole.isdisjoint(chosen)) or _share_a_dim(chosen):
+            least, most, choices = _together(combination, topology)
+            if not plain or (bodied and not reading.whole.isdisjoint(choices.values())) or _share_a_dim(choices):
                 most = inf
-            yield Way(least, most, next(place), reading, dict(zip(mesh.axis_names, chosen, strict=True)))
+            yield Way(least, most, next(place), reading, choices)
 
 
-def _together(several: Sequence[Changes], topology: Topology) -> tuple[float, float]:
+def _together(combination: Sequence[_Option], topology: Topology) -> tuple[float, float, dict[str, Choice]]:
     """µs at least and at most of what several axes move; of an operand that several of them change not what of each."""
     changes: Changes = {}
-    for i, took in itertools.chain(*[one.items() for one in several]):
-        begun = topology.launch if i in changes and (took[0] or changes[i][0]) else 0.0
-        changes[i] = (begun, inf) if i in changes else took
-    return sum([least for least, _ in changes.values()]), sum([most for _, most in changes.values()])
+    choices: dict[str, Choice] = {}
+    least, most, pends = 0.0, 0.0, False
+    for axis, choice, moved, pending in combination:
+        choices[axis] = choice
+        pends = pends or pending
+        for i, took in moved.items():
+            if i not in changes:
+                changes[i] = took
+            else:
+                changes[i] = (topology.launch if took[0] or changes[i][0] else 0.0), inf
+    for low, high in changes.values():
+        least, most = least + low, most + high
+    return least + (topology.launch / 2 if least and pends else 0.0), most, choices  # at least sums are scattered
 
 
 def _are_plain(operands: Sequence[TensorSpec], topology: Topology) -> bool:
@@ -108,59 +116,74 @@ def _are_plain(operands: Sequence[TensorSpec], topology: Topology) -> bool:
     return topology.capacity == inf and 1 not in mesh.shape.values() and not links_differ(mesh, topology)
 
 
-def _changes(
-    axis: str, choice: Choice, factors: Factors, operands: Sequence[TensorSpec], topology: Topology, plain: bool
-) -> Changes:
-    """What an axis must move so that it does its part."""
+def _option(
+    axis: str,
+    choice: Choice,
+    factors: Factors,
+    operands: Sequence[TensorSpec],
+    native: _Native | None,
+    begun: tuple[float, float],
+) -> _Option:
+    """What an axis must move so that it does its part; ``begun``: of what has no plain price."""
     found: Changes = {}
-    for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
-        lies = spec.partition
+    for i, spec in enumerate(operands):
+        lies, dims = spec.partition, factors.operands[i]
         if axis in lies.axes:
-            alone = axis in lies.entries
-            cut = lies.entries.index(axis) if alone else _dim_of(axis, lies)
-            if isinstance(choice, str) or choice not in dims:
-                to = None
-            elif dims[cut] != choice:
-                to = dims.index(choice)
-            else:
+            cut = lies.entries.index(axis) if axis in lies.entries else _dim_of(axis, lies)
+            to = None if isinstance(choice, str) or choice not in dims else dims.index(choice)
+            if to is not None and dims[cut] == choice:
                 continue
-            if plain and alone:
-                found[i] = _native(spec, axis, to, topology)
-            elif plain or to is None or spec.even:  # to another dim: of uneven blocks there may be but one
-                found[i] = topology.launch, inf
+            if native is not None:
+                time = native.time(i, to)
+                found[i] = begun if time is None else (time, time)
+            elif to is None or spec.even:  # to another dim: of uneven blocks there may be but one
+                found[i] = begun
         elif axis in lies.unreduced:
             if state_of(choice, i, dims, factors) != "U":
-                found[i] = topology.launch, inf
-        elif plain and choice in dims:
+                found[i] = begun
+        elif native is not None and choice in dims:
             found[i] = 0.0, 0.0
-    return found
+    return axis, choice, found, "U" in choice if isinstance(choice, str) else choice in factors.summed
 
 
 def _dim_of(axis: str, lies: P) -> int:
     return next(d for d, entry in enumerate(lies) if axis in entry_axes(entry))
 
 
-def _native(spec: TensorSpec, axis: str, to: int | None, topology: Topology) -> tuple[float, float]:
-    """Of a dim that one axis cuts: gathered, or exchanged for another one."""
-    held = prod(spec.block_shape) * spec.dtype.itemsize
-    n = spec.mesh.shape[axis]
-    if to is None:
-        time = price("gather", spec.mesh, (axis,), held, held * n, topology).time
-    elif spec.partition[to] is None and spec.shape[to] % n == 0:
-        time = price("exchange", spec.mesh, (axis,), held, held, topology).time
-    else:
-        return topology.launch, inf
-    return time, time
+class _Native:
+    """µs of the native collectives of operands along one axis that alone cuts a dim; None where there is none."""
+
+    __slots__ = ("axis", "link", "n", "operands", "times", "topology")
+
+    def __init__(self, axis: str, operands: Sequence[TensorSpec], topology: Topology) -> None:
+        mesh = operands[0].mesh
+        self.axis, self.operands, self.topology = axis, operands, topology
+        self.n, self.link = mesh.shape[axis], topology.link(mesh, (axis,))
+        self.times: dict[tuple[int, int | None], float | None] = {}
+
+    def time(self, i: int, to: int | None) -> float | None:
+        """Of an operand that is gathered, or whose axis goes to another dim."""
+        if (i, to) not in self.times:
+            self.times[i, to] = self._time(self.operands[i], to)
+        return self.times[i, to]
+
+    def _time(self, spec: TensorSpec, to: int | None) -> float | None:
+        entries, held = spec.partition.entries, prod(spec.block_shape) * spec.dtype.itemsize
+        if self.axis not in entries:
+            return None
+        if to is None:
+            return native_time("gather", self.n, held, held * self.n, self.link, self.topology)
+        if entries[to] is None and spec.shape[to] % self.n == 0:
+            return native_time("exchange", self.n, held, held, self.link, self.topology)
+        return None
 
 
-def _share_a_dim(chosen: list[Choice]) -> bool:
+def _share_a_dim(choices: dict[str, Choice]) -> bool:
     """Whether several axes shard one factor: they may have to stand in another order."""
-    cut = [choice for choice in chosen if isinstance(choice, int)] if len(chosen) > 1 else []
+    if len(choices) == 1:
+        return False
+    cut = [choice for choice in choices.values() if isinstance(choice, int)]
     return len({*cut}) < len(cut)
-
-
-def _pends(choice: Choice, factors: Factors) -> bool:
-    return "U" in choice if isinstance(choice, str) else choice in factors.summed
 
 
 def _leading(

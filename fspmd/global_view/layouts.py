@@ -46,10 +46,9 @@ def layouts_of(
     needs: list[TensorSpec] = []
     casts: list[tuple[str, ...]] = []
     for i, (dims, spec) in enumerate(zip(factors.operands, operands, strict=True)):
-        states = {axis: state_of(choice, i, dims, factors) for axis, choice in choices.items()}
-        cast = _in_state("cast", states)
-        gradients = spec.partition.reduced.intersection(cast).union(_in_state("R", states))
-        pending = frozenset(_in_state("U", states))
+        cast, pending, gradients = _states(i, dims, choices, factors)
+        if spec.partition.reduced:
+            gradients |= spec.partition.reduced.intersection(cast)
         needs.append(spec.with_partition(P(*entries_of(dims, entries), unreduced=pending, reduced=gradients)))
         casts.append(cast)
     outs = [P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced) for dims in factors.results]
@@ -127,8 +126,14 @@ def entries_of(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
     return [None if factor is None else entries.get(factor) for factor in dims]
 
 
-def _in_state(state: str, states: dict[str, str]) -> tuple[str, ...]:
-    return tuple([axis for axis, one in states.items() if one == state])
+def _states(
+    operand: int, dims: Dims, choices: dict[str, Choice], factors: Factors
+) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]]:
+    """The axes over which an operand is cast, is a pending sum, and is reduced."""
+    found: dict[str, list[str]] = {"cast": [], "U": [], "R": []}
+    for axis, choice in choices.items():
+        found.setdefault(state_of(choice, operand, dims, factors), []).append(axis)
+    return tuple(found["cast"]), frozenset(found["U"]), frozenset(found["R"])
 
 
 def _used(

@@ -71,7 +71,7 @@ def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> Outcome
     if [*map(len, factors.operands)] != [*map(len, whole.shapes)]:
         return None
     for dims, shape in zip(factors.operands, whole.shapes, strict=True):
-        if any(sizes.setdefault(factor, size) != size for factor, size in zip(dims, shape, strict=True)):
+        if [*map(sizes.setdefault, dims, shape)] != [*shape]:
             return None
     return Outcome([(tuple([sizes[factor] for factor in factors.results[0]]), specs[0].dtype)])
 

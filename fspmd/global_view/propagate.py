@@ -196,7 +196,7 @@ def propagate(
     empty = True in [0 in spec.shape for _, spec in question.operands]
     if not (plan.needs_redistribute or best.by_body or empty or (plan.casts and question.weighs)):
         return plan
-    floating = frozenset(i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype))
+    floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype)])
     if not floating:
         return plan
     if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):

@@ -37,7 +37,7 @@ def check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
     """Raises where the meta device would let pass what other devices do not."""
     if name_of(func).strip("_") not in _OF_ONE_DTYPE or torch._C._is_any_autocast_enabled():
         return
-    if any(spec.dtype is not specs[0].dtype for spec in specs):
+    if len({spec.dtype for spec in specs}) > 1:
         widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
         given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
         raise ArgumentError(

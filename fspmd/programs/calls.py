@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -53,7 +52,7 @@ class Routed:
     def along(self, routes: Routes) -> Call:
         """The call that is run."""
         plain = self.call
-        return Call(plain.pair.name, plain.mesh, plain.axes, dataclasses.replace(plain.options, routes=routes))
+        return Call(plain.pair.name, plain.mesh, plain.axes, plain.options._replace(routes=routes))
 
 
 def way_back(routes: Routes) -> Routes:

@@ -190,8 +190,16 @@ def price(
         local += 2 * after / topology.memory
     if not rounds or not moved:  # nobody begins what is empty
         return Price(0.0, local, held)
-    link = topology.link(mesh, axes)
-    return Price(moved, topology.launch + rounds * link.latency + moved / link.bandwidth + local, held)
+    return Price(moved, _sending(rounds, moved, topology.link(mesh, axes), topology) + local, held)
+
+
+def native_time(kernel: str, n: int, before: int, after: int, link: Link, topology: Topology) -> float:
+    """The time of `price` for such a kernel over ``n`` ranks, two or more, with blocks that fit."""
+    return _sending(*_FORMULAS[kernel](n, before, after), link, topology) + (before + after) / topology.memory
+
+
+def _sending(rounds: int, moved: float, link: Link, topology: Topology) -> float:
+    return topology.launch + rounds * link.latency + moved / link.bandwidth
 
 
 def work(products: float, held: float, topology: Topology) -> float:

@@ -59,7 +59,7 @@ def _moved(
 @functools.lru_cache(maxsize=8192)
 def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     """The block lengths of a dim cut by axes, in rank order; None where they are equal."""
-    parts = tuple(spec.mesh.shape[axis] for axis in axes)
+    parts = tuple([spec.mesh.shape[axis] for axis in axes])
     if spec.shape[dim] % math.prod(parts) == 0:
         return None
     cut = tuple(length for _, length in blocks(spec.shape[dim], parts))

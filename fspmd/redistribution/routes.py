@@ -78,7 +78,6 @@ def _short(spec: TensorSpec) -> str:
     return repr(spec).partition(" on ")[0]
 
 
-@functools.lru_cache(maxsize=8192)
 def _bytes(spec: TensorSpec) -> int:
     return prod(spec.block_shape) * spec.dtype.itemsize
 

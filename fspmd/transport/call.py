@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What a kernel needs besides its operand and its axes.
 
     ``sizes`` are the block lengths along ``dim`` per rank of the group where they are uneven, else None (even).
