@@ -41,6 +41,9 @@ class Topology:
     cheaper of two that move the same. ``flops`` are a rank's operations in a µs: what is sharded computes less. Blocks
     beyond ``capacity``, in bytes, are reckoned as moved out over ``spill``, so plans avoid steps that do not fit.
     ``axes`` overrides the link of single mesh axes, by name.
+
+    Raises:
+        ArgumentError: a figure is no number or too small, or ``axes`` are no pairs of names and links.
     """
 
     inside: Link = NVLINK
@@ -55,6 +58,12 @@ class Topology:
     _hash: int = field(init=False, repr=False, compare=False)  # part of many keys
 
     def __post_init__(self) -> None:
+        if wrong := [f"{name}={value!r}" for name, value, least in _figures(self) if not _is_figure(value, least)]:
+            raise ArgumentError(
+                f"Topology got {', '.join(wrong)}; latency and launch are numbers of µs from 0 on, bandwidths, memory, "
+                "flops and capacity are above 0 per µs or in bytes, per_host is an int from 1 on, and axes is a tuple "
+                "of pairs, axes=(('x', Link(latency=2.0, bandwidth=450e3)),)"
+            )
         figures = (self.inside, self.between, self.per_host, self.launch, self.memory, self.flops, self.capacity)
         object.__setattr__(self, "_hash", hash((*figures, self.spill, self.axes)))
 
@@ -77,6 +86,32 @@ class Topology:
         if not _leaves_host(mesh, axes, self.per_host):
             return self.inside
         return _slowest([self.between, self.inside]) if _stays(mesh, axes, self.per_host) else self.between
+
+
+def _figures(topology: Topology) -> Iterator[tuple[str, Any, float]]:
+    """Each number by name, with the least it may be; what should be something else as a number too small."""
+    links = {"inside": topology.inside, "between": topology.between, "spill": topology.spill}
+    for name, link in (*links.items(), *(topology.axes if _is_by_name(topology.axes) else (("axes", topology.axes),))):
+        if isinstance(link, Link):
+            yield from ((f"{name}.latency", link.latency, 0), (f"{name}.bandwidth", link.bandwidth, _ABOVE))
+        else:
+            yield name, link, float("inf")
+    yield "per_host", topology.per_host, 1 if isinstance(topology.per_host, int) else float("inf")
+    yield "launch", topology.launch, 0
+    yield from ((name, getattr(topology, name), _ABOVE) for name in ("memory", "flops", "capacity"))
+
+
+def _is_by_name(axes: Any) -> bool:
+    """Whether links of axes are a tuple of pairs, a name and a link."""
+    pairs = axes if isinstance(axes, tuple) else (None,)
+    return all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+
+
+_ABOVE: Final = 5e-324  # the least float that is above 0
+
+
+def _is_figure(value: Any, least: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least
 
 
 def _slowest(links: list[Link]) -> Link:
@@ -225,7 +260,7 @@ def set_topology(topology: Topology) -> None:
     """Reckon with other figures from here on, in this process, and plan anew; every rank must set the same.
 
     Raises:
-        ArgumentError: it is no Topology, or a figure of it is no number or too small.
+        ArgumentError: it is no Topology.
     """
     global _current
     if not isinstance(topology, Topology):
@@ -233,31 +268,7 @@ def set_topology(topology: Topology) -> None:
             f"set_topology got {described(topology)}; give it a Topology, such as "
             "Topology(inside=Link(latency=2.0, bandwidth=450e3), per_host=8)"
         )
-    if wrong := [f"{name}={value!r}" for name, value, least in _figures(topology) if not _is_figure(value, least)]:
-        raise ArgumentError(
-            f"set_topology got {', '.join(wrong)}; latency and launch are numbers of µs from 0 on, bandwidths, memory, "
-            "flops and capacity are above 0 per µs or in bytes, and per_host is 1 or more"
-        )
     changed, _current = topology != _current, topology
     if changed:  # what other threads plan is by these figures from now on
         for forget in _planned:
             forget()
-
-
-def _figures(topology: Topology) -> Iterator[tuple[str, Any, float]]:
-    """Each number by name, with the least it may be; what should be a link and is none as a number too small."""
-    links = {"inside": topology.inside, "between": topology.between, "spill": topology.spill}
-    for name, link in (*links.items(), *topology.axes):
-        if isinstance(link, Link):
-            yield from ((f"{name}.latency", link.latency, 0), (f"{name}.bandwidth", link.bandwidth, _ABOVE))
-        else:
-            yield name, link, float("inf")
-    yield from (("per_host", topology.per_host, 1), ("launch", topology.launch, 0))
-    yield from ((name, getattr(topology, name), _ABOVE) for name in ("memory", "flops", "capacity"))
-
-
-_ABOVE: Final = 5e-324  # the least float that is above 0
-
-
-def _is_figure(value: Any, least: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least

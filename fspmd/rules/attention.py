@@ -78,14 +78,14 @@ def _time(
     specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
 ) -> float:
     """Of what the products do not hide of the rounds of a ring; or of the sums of all parts, and of their weights."""
-    query, key, value = specs[:3]
-    on = [tuple([a for a in axes if a in entry_axes(spec.partition[-2])]) for spec in specs[:2]]
-    if not on[1]:
+    over, goes_round = _along(specs, axes)
+    if not over:
         return 0.0
-    if on[0] == on[1]:
-        return _rounds(query, key, value, on[1], topology)
+    if goes_round:
+        return _rounds(specs, over, topology)
+    query, value = specs[0], specs[2]
     rows = math.prod(query.block_shape[:-1]) * max(query.dtype.itemsize, 4)
-    one, whole = (price("reduce", query.mesh, on[1], n, n, topology).time for n in (rows, rows * value.shape[-1]))
+    one, whole = (price("reduce", query.mesh, over, n, n, topology).time for n in (rows, rows * value.shape[-1]))
     return 2 * one + whole
 
 
@@ -93,13 +93,19 @@ def _back(
     specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
 ) -> float:
     """Of the same for gradients: sums have none."""
-    query, key, value = specs[:3]
-    on = [tuple([a for a in axes if a in entry_axes(spec.partition[-2])]) for spec in specs[:2]]
-    return _rounds(query, key, value, on[1], topology) if on[1] and on[0] == on[1] else 0.0
+    over, goes_round = _along(specs, axes)
+    return _rounds(specs, over, topology) if goes_round else 0.0
 
 
-def _rounds(query: TensorSpec, key: TensorSpec, value: TensorSpec, axes: tuple[str, ...], topology: Topology) -> float:
+def _along(specs: Sequence[TensorSpec], axes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """Those of the axes that cut keys; and whether they cut queries alike, so that keys go round a ring."""
+    queries, keys = (tuple([a for a in axes if a in entry_axes(spec.partition[-2])]) for spec in specs[:2])
+    return keys, bool(keys) and queries == keys
+
+
+def _rounds(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
     """Each round begins before the products of the one before it, and none comes after the last products."""
+    query, key, value = specs[:3]
     heads = math.prod(query.block_shape[:-2])  # those of keys and values are repeated first
     sent = heads * key.block_shape[-2] * (query.shape[-1] + value.shape[-1]) * max(query.dtype.itemsize, 4)
     one = price("permute", query.mesh, axes, sent, sent, topology).time
