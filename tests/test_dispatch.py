@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, make_mesh
-from fspmd.global_view import planning
+from fspmd.global_view import unruled
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -582,15 +582,24 @@ def test_numbers_that_do_not_bear_on_layouts_never_miss(name: str) -> None:
     assert misses[0] == misses[1] == misses[2], misses
 
 
-def test_numbers_in_a_graph_are_traced_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("f", "traces"),
+    [
+        (lambda x, v: F.local_response_norm(x[:, :, None], 3, alpha=v, k=1 + v), 1),
+        (lambda x, v: torch.gradient(x, spacing=v, dim=0)[0], 1),
+        (lambda x, v: torch.cdist(x, x + 1, p=1 + v), 3),  # it looks at the number
+    ],
+)
+def test_numbers_in_a_graph_are_operands_unless_they_are_looked_at(
+    f: Callable[[Any, float], Any], traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, traced = values(((4, 6),))[0], []
-    x, decompose = device_put(whole, P("x"), mesh=LINE), planning.decompose
-    monkeypatch.setattr(planning, "decompose", lambda *args: traced.append(args) or decompose(*args))
+    x, decompose = device_put(whole, P("x"), mesh=LINE), unruled.decompose
+    monkeypatch.setattr(unruled, "decompose", lambda *args: traced.append(args) or decompose(*args))
     fspmd.propagation_cache_clear()
-    for v in (0.25, 0.5, 0.25, 0.5):
-        found = NUMBERED["huber_loss, weighed"](x, v)
-        torch.testing.assert_close(device_get(found), NUMBERED["huber_loss, weighed"](whole, v))
-    assert len(traced) == 2
+    for v in (0.25, 0.5, 0.25, 0.5, 0.75):
+        torch.testing.assert_close(device_get(f(x, v)), f(whole, v))
+    assert len(traced) == traces
 
 
 def test_the_cache_keeps_as_many_plans_as_it_may_the_newest_ones() -> None:

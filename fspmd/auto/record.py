@@ -20,9 +20,10 @@ from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.instead import instead_of_dispatch
 from fspmd.global_view.outcomes import on_meta
-from fspmd.global_view.planning import gathered, places_of
+from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
+from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placing.reshard import telling

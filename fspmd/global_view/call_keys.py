@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from math import isnan
+from numbers import Integral, Number, Real
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fspmd.rules import free_numbers
+from fspmd.rules import Free, free_numbers
 from fspmd.sharded import Sharded
 from fspmd.transport.local_tensor import LocalTensor
 
 #: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
 CONSTANT: Final = frozenset((str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _PLAIN: Final = CONSTANT | {int}
+_NO_NUMBERS: Final = frozenset((slice, bool, Tensor, torch.nn.Parameter, LocalTensor, tuple, list, dict, torch.Size))
 #: functions for which ints may bear on layouts
 COUNTING: Final[set[Any]] = set()
-_free: dict[Any, frozenset[type]] = {}  # of functions, kinds of Python numbers that do not
+_kinds: dict[Any, frozenset[type]] = {}  # of functions, kinds of Python numbers that do not
+_free: dict[Any, Free] = {}  # the same, and what else is known of them
 
 
 def forget_functions() -> None:
     """What numbers mean to each: a rule has changed."""
+    _kinds.clear()
     _free.clear()
     COUNTING.clear()
 
@@ -49,22 +53,36 @@ def hashable(arg: Any) -> Any:
     return kind, arg
 
 
-def keyed(func: Any, arg: Any) -> Any:
-    """What an argument of a function is in a key: of a number that bears on no layout its type."""
+def keyed(func: Any, arg: Any, at: int | str | None = None) -> Any:
+    """What an argument of a function, at a place or of a name, is in a key: its type, if its value does not count."""
     kind = type(arg)
-    return kind if (kind is float or kind is int) and kind in (_free.get(func) or _free_of(func)) else hashable(arg)
+    if kind in _NO_NUMBERS:
+        return hashable(arg)
+    kinds = _kinds.get(func) or _kinds_of(func)
+    if kind in kinds:
+        return kind
+    if not isinstance(arg, Number):
+        return hashable(arg)
+    free = _free.get(func) or free_numbers(func)
+    if isinstance(arg, Integral):
+        return kind if int in kinds or at in free.places else hashable(arg)
+    if isinstance(arg, Real):  # NumPy's have types of their own
+        apart = not free.apart or arg in free.apart or isnan(arg)
+        return kind if float in kinds or not apart else hashable(arg)
+    return kind if complex in kinds else hashable(arg)
 
 
-def _free_of(func: Any) -> frozenset[type]:
-    found = _free.get(func)
+def _kinds_of(func: Any) -> frozenset[type]:
+    found = _kinds.get(func)
     if found is None:
-        found = _free[func] = free_numbers(func)
-        if int not in found:
+        free = _free[func] = free_numbers(func)
+        found = _kinds[func] = free.kinds
+        if int not in found and not free.places:
             COUNTING.add(func)
     return found
 
 
-def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any]) -> None:
+def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any], name: str | None = None) -> None:
     """Append what an argument is in the key of a call, and its block or blocks."""
     if kind is list or kind is tuple:
         key.append(kind)
@@ -83,5 +101,6 @@ def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[An
                 held.append(one)
         blocks.append(held if sharded else arg)
     else:
+        free = kind is float and float in (_kinds.get(func) or _kinds_of(func))
+        key.append(float if free else keyed(func, arg, name or len(blocks)))
         blocks.append(arg)
-        key.append(keyed(func, arg))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fspmd.global_view.call_keys import hashable
-from fspmd.global_view.planning import gathered, places_of, plan_call
+from fspmd.global_view.planning import places_of, plan_call
 from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS

@@ -10,6 +10,8 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Number
 from typing import Any, Final
 
 import optree
@@ -47,16 +49,17 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Calls one after another; the first values are the tensors among the arguments, in their order."""
+    """Calls one after another; the first values are the `operands_of` the call."""
 
     nodes: tuple[_Node, ...]
     results: tuple[Any, ...]  # numbers of values where ``places`` say so
     places: frozenset[int]
     structure: optree.PyTreeSpec
+    fixed: frozenset[int]  # leaves that are floats, and operands, but constants here: the function has looked at them
 
-    def run(self, dispatch: Function, tensors: Sequence[Any]) -> Any:
-        """The function on these tensors: one ``dispatch(target, (), args, kwargs)`` per node with a `Sharded`."""
-        values = list(tensors)
+    def run(self, dispatch: Function, operands: Sequence[Any]) -> Any:
+        """The function on these operands: one ``dispatch(target, (), args, kwargs)`` per node with a `Sharded`."""
+        values = list(operands)
         for node in self.nodes:
             leaves = list(node.leaves)
             for place, number in node.places:
@@ -106,14 +109,14 @@ def _is_view(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
-def _graph(module: fx.GraphModule, structure: optree.PyTreeSpec) -> Graph:
+def _graph(module: fx.GraphModule, structure: optree.PyTreeSpec, fixed: frozenset[int]) -> Graph:
     numbers: dict[fx.Node, int] = {}
     nodes: list[_Node] = []
     for node in module.graph.nodes:
         leaves, places, arguments = _linked((_plain(node.args), dict(node.kwargs)), numbers)
         if node.op == "output":
             results, at, _ = _linked(_plain(node.args[0]), numbers)
-            return Graph(tuple(nodes), results, frozenset(place for place, _ in at), structure)
+            return Graph(tuple(nodes), results, frozenset(place for place, _ in at), structure, fixed)
         if node.op == "get_attr":
             constant = getattr(module, str(node.target))
             nodes.append(_Node(functools.partial(_same, constant), (), (), _NOTHING, False))
@@ -147,7 +150,7 @@ def _plain(tree: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors and `Sharded` values of a call, in the order of a graph's operands."""
+    """The tensors and `Sharded` values of a call."""
     leaves: list[Any] = []
     for arg in (*args, *kwargs.values()):
         if type(arg) is list or type(arg) is tuple:
@@ -157,6 +160,33 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     if not _LEAVES.issuperset(map(type, leaves)):
         leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
     return [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+
+
+def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """All `Sharded` values of a call, however deep."""
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]
+
+
+def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a graph is run on: the tensors and `Sharded` values of a call, and its floats."""
+    return [x for x in _leaves(args, kwargs)[0] if _is_operand(x)]
+
+
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Any, bool]]:
+    """The numbers of a call: the leaf that each is, itself, and whether it is an operand."""
+    leaves, _ = _leaves(args, kwargs)
+    return [(place, x, _is_operand(x)) for place, x in enumerate(leaves) if isinstance(x, Number)]
+
+
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], optree.PyTreeSpec]:
+    leaves: list[Any]
+    leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    return leaves, treedef
+
+
+def _is_operand(x: Any) -> bool:
+    return isinstance(x, (Tensor, Sharded)) or (type(x) is float and isfinite(x))
 
 
 #: types of most arguments, in which nothing is nested
@@ -183,13 +213,24 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         NotTraceable: the result, or its shape, depends on values.
         WritesOperand: it is no pure function.
     """
-    leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
+    try:
+        return _traced(func, args, kwargs, symbolic=any(type(x) is float for x in operands_of(args, kwargs)))
+    except (NotTraceable, WritesOperand):
+        raise
+    except Exception:  # the function may take no symbols
+        return _traced(func, args, kwargs, symbolic=False)
+
+
+def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, symbolic: bool) -> Graph | None:
+    """The graph of a call, its floats symbols or constants."""
+    leaves, treedef = _leaves(args, kwargs)
+    places = [i for i, x in enumerate(leaves) if _is_operand(x)]
+    floats = frozenset(number for number, place in enumerate(places) if type(leaves[place]) is float)
     structure: list[optree.PyTreeSpec] = []
 
-    def flat(*tensors: Tensor) -> list[Any]:
+    def flat(*operands: Any) -> list[Any]:
         filled = list(leaves)
-        for place, x in zip(places, tensors, strict=True):
+        for place, x in zip(places, operands, strict=True):
             filled[place] = x
         given, named = treedef.unflatten(filled)
         found: list[Any]
@@ -197,17 +238,31 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         structure[:] = [spec]
         return found
 
+    symbols = _symbols() if symbolic else None
+    operands = [leaves[place] for place in places]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device=leaves[i].device) for i in places]
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols and symbols.env) as mode:
+            for i, x in enumerate(operands):
+                if i not in floats:
+                    operands[i] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                elif symbols is not None:
+                    operands[i] = symbols.of(x, i)
         with torch.no_grad(), mode:
-            module = make_fx(torch.func.functionalize(flat), decomposition_table=_simpler())(*fakes)
+            module = make_fx(torch.func.functionalize(flat), decomposition_table=_simpler())(*operands)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error
     _without_writes(module.graph)
     module.graph.eliminate_dead_code()
-    graph = _graph(module, structure[0])
+    fixed = floats if symbols is None else symbols.looked_at()
+    graph = _graph(module, structure[0], frozenset(places[number] for number in fixed))
     return None if any(node.target is func for node in graph.nodes) else graph
+
+
+def _symbols() -> Any:
+    """Imported when it is needed, as what it needs of torch takes a second."""
+    from fspmd.global_view.symbols import Symbols
+
+    return Symbols()
 
 
 @functools.cache

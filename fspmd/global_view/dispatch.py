@@ -16,8 +16,9 @@ from fspmd.body import RUNNING, state
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
+from fspmd.global_view.decompose import sharded_values
 from fspmd.global_view.operands import cast_operands, keep, move_operands
-from fspmd.global_view.planning import plan_call, sharded_values, tell_call
+from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.messages import described
@@ -151,7 +152,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                 key.append(arg)
                 blocks.append(arg)
             else:
-                add_argument(func, arg, kind, key, blocks)
+                add_argument(func, arg, kind, key, blocks, name)
     cached = tuple(key)
     try:
         plan = _plans[cached]

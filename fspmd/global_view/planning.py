@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Final
 
@@ -17,25 +16,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
-from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, VarianceError
-from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, tensors_of, written
+from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
+from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import OpPlan, as_whole, propagate
-from fspmd.global_view.refusals import NoRuleError, refuse_rule, shown
+from fspmd.global_view.refusals import shown
 from fspmd.global_view.signatures import parameters, schemas
+from fspmd.global_view.unruled import gathered, unruled
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import composite_of, free_numbers, handler_of, is_ragged, is_registered, may_be_composite, writes
+from fspmd.rules import composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
-Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _NUMBERS: Final = ("alpha", "beta")
-_GRAPHS: Final = 64  # of one plan, by the numbers in them
 #: NumPy's names of parameters, which torch's functions in C take too
 _NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
@@ -89,7 +87,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             return aside
     operands = places_of(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
-    return _unruled(func, args, kwargs, specs) if plan is None else plan
+    return as_whole(unruled(func, specs, args, kwargs)) if plan is None else plan
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,8 +111,6 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return as_whole(functools.partial(_in_place, func))
     if registered:
         return None
-    if func is Tensor.__setitem__ and type(args[2]) in (int, float) and args[0].is_floating_point():
-        return as_whole(_set_number)
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
         return as_whole(_to_dtype_of)
     if is_ragged(func, tensors):
@@ -124,57 +120,6 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
             return as_whole(functools.partial(_by_place, composite, inspect.signature(func)))
         return as_whole(lambda args, kwargs: composite(*args, **kwargs))
     return None
-
-
-def _unruled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: list[TensorSpec]) -> OpPlan:
-    """The plan of a function without a rule for its call: what it is made of.
-
-    Numbers are constants there: of those that are not part of the key others have a graph of their own.
-    """
-    graph, free = _by_graph(specs, func, args, kwargs), free_numbers(func)
-    graphs = {_numbers(free, args, kwargs): graph}
-    if () in graphs:
-        return as_whole(graph)
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        numbers = _numbers(free, args, kwargs)
-        graph = graphs.get(numbers)
-        if graph is None:
-            if len(graphs) >= _GRAPHS:
-                graphs.clear()
-            graph = graphs[numbers] = _by_graph(specs, func, args, kwargs)
-        return graph(args, kwargs)
-
-    return as_whole(run)
-
-
-def _numbers(kinds: frozenset[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The arguments of such types, as text: 0.0 and -0.0 differ, and nan equals nothing."""
-    tree: Any = (args, kwargs)
-    return tuple([repr(x) for x in optree.tree_leaves(tree, is_leaf=is_sharded) if type(x) in kinds])
-
-
-def _by_graph(specs: list[TensorSpec], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-    try:
-        if writes(func):
-            return functools.partial(_write, func, written(func, args, kwargs))
-        graph = decompose(func, args, kwargs)
-    except WritesOperand:
-        refuse_rule(func, specs)
-    except NotTraceable:
-        if writes(func):
-            refuse_rule(func, specs)
-        return functools.partial(gathered, func)
-    except FspmdError:
-        raise
-    except NotImplementedError:  # no kernel for fake tensors
-        refuse_rule(func, specs)
-    except Exception as error:
-        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
-    if graph is None:
-        refuse_rule(func, specs)
-    return functools.partial(_composed, func, graph)
 
 
 def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -208,14 +153,6 @@ def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
     return operator and getattr(torch.empty((), device="meta"), name)(args[1]) is NotImplemented
 
 
-def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function without a rule, by what it is made of."""
-    try:
-        return graph.run(above.dispatch, tensors_of(args, kwargs))
-    except NoRuleError as error:
-        refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
-
-
 def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
     """The tensors among the arguments and in lists there."""
     found: list[tuple[Place, TensorSpec]] = []
@@ -229,21 +166,6 @@ def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list
 
 def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
     return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
-
-
-def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | Tensor:
-    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
-    x: Sharded | Tensor = args[0]
-    if isinstance(x, Sharded):
-        refuse_copy(x.local, shown(func))
-    new = _composed(func, graph, args, kwargs)
-    if (new.shape, new.dtype) != (x.shape, x.dtype):
-        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
-    if isinstance(x, Sharded):
-        x.local.copy_(redistribute(new.local, new.spec, x.spec))
-    else:
-        x.copy_(redistribute(new.local, new.spec, new.spec.with_partition(P())))
-    return x
 
 
 def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,37 +225,10 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     return x
 
 
-def _set_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``x[i] = 0.5``: as a tensor, so that the plan is that of any number."""
-    x, index, value = args
-    above.dispatch(Tensor.__setitem__, (), (x, index, torch.tensor(value, dtype=x.dtype, device=x.device)))
-
-
 def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.to(y)`` and ``x.type_as(y)``: of y only the dtype counts."""
     x, like, *others = args
     return x.to(like.dtype, *others, **kwargs)
-
-
-def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call on global tensors: what it gives, or its shape, depends on values."""
-    mesh = sharded_values(args, kwargs)[0].spec.mesh
-
-    def at_home(x: Any) -> Any:
-        if not isinstance(x, Sharded):
-            return x
-        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
-
-    def wrapped(x: Any) -> Any:
-        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
-
-    whole: Any = optree.tree_map(at_home, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    try:
-        out = func(*whole[0], **whole[1])
-    except Exception as error:
-        given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
-    return optree.tree_map(wrapped, out, none_is_leaf=True)
 
 
 def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -342,9 +237,3 @@ def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[s
         return
     given = ", ".join(repr(x) if is_sharded(x) else described(x) for x in tensors_of(args, kwargs))
     error.add_note(f"raised by {shown(func)} of {given}; sizes and places are those of a rank's block")
-
-
-def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
-    """All `Sharded` values of a call, however deep."""
-    tree: Any = (args, kwargs)
-    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]

@@ -312,7 +312,7 @@ def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: T
     """A number would be added once per rank, and rounding is not linear."""
     if kwargs.get("rounding_mode") is not None:
         return ""
-    if row.linear == "sum" and row.free and any(isinstance(a, (int, float, complex)) for a in args[:2]):
+    if row.linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in args[:2]):
         return ""
     return "" if _is_float(first.dtype) and not _is_float(result.dtype) else row.linear
 

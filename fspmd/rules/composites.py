@@ -243,6 +243,45 @@ def renormed_embedding(
     return F.embedding(places, table, padding_idx, None, norm_type, *args, **kw)
 
 
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """The bound of a norm is of no weight in derivatives: its gradient passes."""
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
+    if not dtype.is_floating_point:
+        raise RuntimeError("expected common dtype to be floating point, yet common dtype is " + str(dtype))
+
+    def unit(x: Any) -> Any:
+        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        return x / torch.where(length < eps, length - length.detach() + eps, length)
+
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)
+    return (unit(x1.to(dtype).expand(shape)) * unit(x2.to(dtype).expand(shape))).sum(dim)
+
+
+def _norm(x: Any, p: Any = 2.0, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+    """``torch.norm`` of an order that is a number."""
+    return torch.linalg.vector_norm(x, 2.0 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+def _trapezoid(name: str) -> Callable[..., Any]:
+    """Of places equally far apart, as many times that of places one apart."""
+    of_ones = getattr(torch.ops.aten, name).dx
+
+    def trapezoid(y: Any, *, dx: float = 1, dim: int = -1) -> Any:
+        return of_ones(y, dx=1, dim=dim) * dx
+
+    return trapezoid
+
+
+def constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+    """``F.pad`` with a number."""
+    return torch.constant_pad_nd(x, pad, 0 if value is None else value)
+
+
+def set_number(x: Any, index: Any, value: complex) -> None:
+    """``x[i] = 0.5``: as a tensor, so that the plan is that of any number."""
+    x[index] = torch.full((), value, dtype=x.dtype, device=x.device)
+
+
 #: by torch function, or by the name of all that have it
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **LOSSES,
@@ -258,7 +297,9 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     "_native_batch_norm_legit": _legit_norm,
     "_batch_norm_with_update": _norm_with_update,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
-    "dist": _dist,
+    **{"dist": _dist, "norm": _norm, "cosine_similarity": _cosine_similarity},
+    **{name: _trapezoid(name) for name in ("trapezoid", "trapz", "cumulative_trapezoid")},
+    "pinverse": lambda x, rcond=1e-15: torch.linalg.pinv(x, rcond),
     **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     "linear_cross_entropy": _unchunked,

@@ -164,8 +164,71 @@ def _multilabel_margin(
     return _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction, size_average, reduce)
 
 
+def smoothed(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy of labels that give some of their weight to all classes alike."""
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    if not 0 <= label_smoothing <= 1:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    dim = min(1, x.dim() - 1)
+    share = label_smoothing / x.size(dim)
+    if target.shape == x.shape:
+        return F.cross_entropy(x, target * (1 - label_smoothing) + share, weight, reduction=reduction)
+    logs = F.log_softmax(x, dim)
+    labelled = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
+    every = logs if weight is None else logs * weight.view(-1, *(1,) * (x.dim() - 1 - dim))
+    ignored = target == ignore_index
+    found = (-every.sum(dim)).masked_fill(ignored, 0)
+    if reduction == "mean":
+        counted = ~ignored if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+        found = found.sum() / counted.sum()
+    elif reduction == "sum":
+        found = found.sum()
+    return share * found + (1 - label_smoothing) * labelled
+
+
+def smoothed_of_linear(
+    x: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    ignore_index: int | None = None,
+    options: Any = None,
+    **others: Any,
+) -> Any:
+    """The same of what a linear layer gives."""
+    classes = tuple(linear_weight.shape[:-1])
+    if x.dim() not in (1, 2) or not classes or (x.dim() == 1 and len(classes) > 1):
+        raise ShapeError(
+            f"linear_cross_entropy got {x!r} and {linear_weight!r}; give it [N, in] and [classes, ..., in]"
+        )
+    logits = F.linear(x, linear_weight.flatten(0, -2), None if linear_bias is None else linear_bias.flatten())
+    logits = logits.reshape(*x.shape[:-1], *classes)
+    if ignore_index is not None and target.shape == logits.shape:
+        raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
+    return smoothed(logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **others)
+
+
+def _huber(x: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
+    found = F.huber_loss(x, target, reduction="none", delta=delta)
+    if weight is not None and weight.shape != x.shape:
+        raise ValueError("Weights and input must have the same size.")
+    return _reduce(found if weight is None else found * weight, reduction)
+
+
 LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(F, name): _of_elements(getattr(F, name)) for name in ELEMENTWISE},
+    F.huber_loss: _huber,
     F.gaussian_nll_loss: _gaussian_nll,
     F.pairwise_distance: _pairwise_distance,
     F.multilabel_margin_loss: _multilabel_margin,
@@ -173,5 +236,5 @@ LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     F.triplet_margin_loss: _triplet_margin,
     F.triplet_margin_with_distance_loss: _triplet,
 }
-#: losses that a mean weighs
-WEIGHED: Final = frozenset((F.mse_loss, F.l1_loss, F.huber_loss))
+#: losses that weights of their elements may have
+WEIGHED: Final = frozenset((F.mse_loss, F.l1_loss))

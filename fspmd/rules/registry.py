@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.rules.composites import COMPOSITES
+from fspmd.op_kinds import name_of
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import alike, gaussian, of_rows
+from fspmd.rules.numbers import FLOATS, NUMBERS, Free, free
 from fspmd.rules.reductions import over
 from fspmd.rules.spectra import whole_along
-from fspmd.rules.table import FLOATS, NUMBERS, Row
+from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch
 
 #: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch
@@ -53,16 +53,10 @@ def row_of(func: Any) -> Row | None:
     return _ROWS.get(func) or row_of_torch(func)
 
 
-def free_numbers(func: Any) -> frozenset[type]:
-    """The kinds of Python numbers among the arguments of a function that bear on no layout."""
-    if func not in _ROWS:
-        if handler_of(func) is not None:
-            return NUMBERS
-        if func in _OF_FLOATS:
-            return FLOATS
-    row = row_of(func)
-    return row.free if row is not None else frozenset()
-
-
-#: which hand numbers on to other functions
-_OF_FLOATS: Final = {*(func for func in COMPOSITES if callable(func)), Tensor.__setitem__}
+def free_numbers(func: Any) -> Free:
+    """The Python numbers among the arguments of a function that bear on no layout."""
+    if func in _ROWS:
+        return Free(_ROWS[func].free)
+    row = row_of_torch(func)
+    kinds = FLOATS if row is None else row.free
+    return free(name_of(func), NUMBERS if handler_of(func) is not None or has_composite(func) else kinds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Number
 from types import FunctionType
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ from fspmd.rules import (
 )
 from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.composites import COMPOSITES, in_pieces, renormed_embedding
+from fspmd.rules.composites import COMPOSITES, constant_pad, in_pieces, renormed_embedding, set_number
 from fspmd.rules.contractions import (
     convolution,
     convolution_of_blocks,
@@ -45,7 +46,8 @@ from fspmd.rules.contractions import (
 )
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
-from fspmd.rules.losses import ELEMENTWISE, WEIGHED
+from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
+from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
@@ -60,7 +62,7 @@ class Row:
 
     rule: Rule
     linear: str = ""  # "sum": of a sum of operands; "product": in each of them; "first": in the first alone
-    free: frozenset[type] = frozenset()  # kinds of Python numbers among the arguments that do not bear on layouts
+    free: Kinds = FLOATS  # kinds of Python numbers among the arguments that do not bear on layouts
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
     empty: bool = True  # torch takes empty blocks
     kept: bool = False  # the result has the shape of the first operand, and its dtype where all operands have one
@@ -91,8 +93,6 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NUMBERS: Final = frozenset((int, float))
-FLOATS: Final = frozenset((float,))
 _POINTWISE: Final = _names(
     "relu sigmoid tanh exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh asinh acosh "
     "atanh erf erfc erfinv abs absolute sign sgn square reciprocal ceil floor round trunc frac gelu silu mish softplus "
@@ -104,7 +104,8 @@ _POINTWISE: Final = _names(
     "arcsin arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle "
     "frexp gcd lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar "
     "conj_physical log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
-    "special_erfcx special_i0e special_i1 special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
+    "native_dropout_backward special_erfcx special_i0e special_i1 "
+    "special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
     "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
     "special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
@@ -120,7 +121,7 @@ _CASTS: Final = _names(
 )
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put segment_reduce native_group_norm embedding_bag "
-    "_ctc_loss nonzero_static hash_tensor fractional_max_pool2d fractional_max_pool3d linalg_lstsq linalg_tensorsolve "
+    "_ctc_loss nonzero_static hash_tensor linalg_lstsq linalg_tensorsolve "
     "linalg_tensorinv binomial _standard_gamma _sample_dirichlet"
 )
 _RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
@@ -164,7 +165,7 @@ _BATCHED: Final = {
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=NUMBERS) for name in _POINTWISE},
     "complex": Row(elementwise, weighs=True),
-    **{name: Row(elementwise, free=FLOATS) for name in ELEMENTWISE},
+    **{name: Row(elementwise, free=NUMBERS) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
     "contiguous": Row(elementwise, "first", local=contiguous),
     **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
@@ -178,11 +179,11 @@ ROWS: Final[dict[str, Row]] = {
     "vdot": Row(notation("k, k ->"), "product", sized=True),
     "outer": Row(notation("m, n -> m n"), "product", sized=True),
     "linear": Row(with_added("... k, n k -> ... n", 2), "product"),
-    "addmm": Row(with_added("m k, k n -> m n", 0), "product", free=FLOATS),
-    "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False, free=FLOATS),
-    "addr": Row(with_added("m, n -> m n", 0), "product", free=FLOATS),
-    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product", free=FLOATS),
-    "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product", free=FLOATS),
+    "addmm": Row(with_added("m k, k n -> m n", 0), "product"),
+    "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False),
+    "addr": Row(with_added("m, n -> m n", 0), "product"),
+    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product"),
+    "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product"),
     "einsum": Row(einsum, "product"),
     "linalg_cross": Row(elementwise_over(2, "dim", -1)),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
@@ -218,9 +219,9 @@ ROWS: Final[dict[str, Row]] = {
     "triu": Row(views.triangle, body=joins.triu),
     **{name: Row(views.unfolded, body=joins.unfold) for name in _names("unfold unfold_copy")},
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
-    "layer_norm": Row(reductions.layer_norm, free=FLOATS, kept=True, body=moments.layer_norm),
-    "native_layer_norm": Row(reductions.layer_norm, free=FLOATS, body=moments.native_layer_norm),
-    "rms_norm": Row(reductions.layer_norm, free=FLOATS, kept=True, body=moments.rms_norm),
+    "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
+    "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
+    "rms_norm": Row(reductions.layer_norm, kept=True, body=moments.rms_norm),
     "embedding": Row(lookups.torch_embedding, body=tables.torch_embedding),
     **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},
@@ -233,7 +234,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
     **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1"), "first"),
-    "constant_pad_nd": Row(views.padded, free=FLOATS, body=joins.pad),
+    "constant_pad_nd": Row(views.padded, body=joins.pad),
     **{
         f"{name}_pad{n}d": Row(views.padded, "first", empty=False, body=body)
         for name, body in (("reflection", joins.reflect), ("replication", joins.replicate))
@@ -247,7 +248,7 @@ ROWS: Final[dict[str, Row]] = {
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
     "slice_scatter": Row(insets.slice_scattered, "sum", body=insets.set_slice),
     "select_scatter": Row(insets.select_scattered, "sum", body=insets.set_row),
-    "renorm": Row(reductions.all_but(2, "dim"), free=FLOATS),
+    "renorm": Row(reductions.all_but(2, "dim")),
     "select": Row(parts(1, "dim", gone=True), "first", body=joins.select),
     **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
@@ -269,7 +270,7 @@ ROWS: Final[dict[str, Row]] = {
         for n in (1, 2, 3)
     },
     **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
-    **{name: Row(pools.pooled(n), empty=False, body=body) for name, (n, body) in RESIZES.items()},
+    **{name: Row(pools.pooled(n), free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
     "col2im": Row(halos.folded, empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     "gather": Row(lookups.gather, body=tables.gather, weighs=True),
@@ -282,8 +283,9 @@ ROWS: Final[dict[str, Row]] = {
     "take": Row(lookups.taken_whole),
     "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
     "searchsorted": Row(lookups.searched),
-    "histc": Row(reductions.histogram),
+    "histc": Row(reductions.histogram, free=NONE),  # bounds that are equal are those of the elements
     **{name: Row(gathered) for name in _GATHERED},
+    **{f"fractional_max_pool{n}d": Row(gathered, free=NONE) for n in (2, 3)},  # by ratios of sizes
 }
 #: of functions that share a name with another
 _OWN: Final[dict[Any, Row]] = {
@@ -328,7 +330,17 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return in_pieces(func, args, kwargs)
     if func is F.embedding:
         return renormed_embedding if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None else None
+    if func is F.pad:
+        return constant_pad if kwargs["mode"] == "constant" else None
+    if func is Tensor.__setitem__:
+        return set_number if isinstance(args[2], Number) else None
+    if func is F.cross_entropy:
+        return smoothed if kwargs["label_smoothing"] else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
+        return smoothed_of_linear if kwargs.get("label_smoothing") else None
+    if name == "norm" and isinstance(kwargs.get("p", *args[1:2]), str):
+        return None
+    if name in ("trapezoid", "trapz", "cumulative_trapezoid") and (len(args) > 1 or "x" in kwargs):
         return None
     if name == "cov" and any(kwargs.get(weights) is not None for weights in ("fweights", "aweights")):
         return None
@@ -341,14 +353,26 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
+#: functions, or names of some, that are others of some arguments alone
+_BY_ARGUMENT: Final = frozenset(
+    (F.embedding, F.pad, F.cross_entropy, Tensor.__setitem__, "view", "split", "chunk", "scaled_dot_product_attention")
+)
+
+
 @functools.lru_cache(maxsize=4096)
 def may_be_composite(func: Any) -> bool:
     """Whether `composite_of` may give something for a call of a function."""
     if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
         return False
     name = name_of(func)
-    by_argument = func is F.embedding or name in ("view", "split", "chunk", "scaled_dot_product_attention")
-    return by_argument or func in COMPOSITES or name in COMPOSITES
+    return func in _BY_ARGUMENT or name in _BY_ARGUMENT or has_composite(func)
+
+
+def has_composite(func: Any) -> bool:
+    """Whether a function of torch's is written in terms of others, unless its arguments say that a rule is better."""
+    if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
+        return False
+    return func in COMPOSITES or name_of(func) in COMPOSITES
 
 
 def is_ragged(func: Any, tensors: int) -> bool:

@@ -1,0 +1,27 @@
+"""The floats of a function that is traced, as symbols: what it asks of their values they remember."""
+
+from __future__ import annotations
+
+from torch import SymFloat
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+
+class Symbols:
+    """Of one trace."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self._numbers: dict[object, int] = {}  # of symbols
+
+    def of(self, x: float, number: int) -> float | SymFloat:
+        """A symbol for the operand of this number."""
+        source = ConstantSource(f"operand_{number}")
+        symbol = self.env.create_symbol(x, source, DimDynamic.DYNAMIC, None, None, do_not_specialize_zero_one=True)
+        self._numbers[symbol] = number
+        return self.env.create_symfloatnode(symbol, hint=x, source=source)
+
+    def looked_at(self) -> frozenset[int]:
+        """The numbers of the operands whose values the function has asked for, or compared."""
+        found = {*self.env.replacements}.union(*(guard.expr.free_symbols for guard in self.env.guards))
+        return frozenset(number for symbol, number in self._numbers.items() if symbol in found)

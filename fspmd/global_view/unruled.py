@@ -1,0 +1,140 @@
+"""A call that no rule decides: what its function is made of, or where values decide a gather."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import optree
+from torch import Tensor
+
+from fspmd.copies import refuse_copy
+from fspmd.errors import ArgumentError, FspmdError, ShapeError
+from fspmd.global_view.decompose import (
+    Graph,
+    NotTraceable,
+    WritesOperand,
+    decompose,
+    numbers_of,
+    operands_of,
+    sharded_values,
+    written,
+)
+from fspmd.global_view.refusals import NoRuleError, refuse_rule, shown
+from fspmd.op_kinds import name_of
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.rules import writes
+from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.spec import P, TensorSpec
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_GRAPHS: Final = 64  # of one plan, by the numbers in them
+
+
+def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+    """What does such calls.
+
+    Raises:
+        NoRuleError: nothing does.
+        ArgumentError: the call fails on the global tensors.
+    """
+    found = _ByNumbers(func, specs)
+    graph = found.trace(args, kwargs)
+    return found.run if numbers_of(args, kwargs) else graph
+
+
+class _ByNumbers:
+    """The graphs of a function; those of its floats that it does not look at are operands, others constants."""
+
+    def __init__(self, func: Any, specs: list[TensorSpec]) -> None:
+        self.func, self.specs = func, specs
+        self.fixed = frozenset[int]()  # leaves that are constants in some graph
+        self.graphs: dict[Any, Run] = {}
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call."""
+        graph = self.graphs.get(self._key(args, kwargs)) or self.trace(args, kwargs)
+        return graph(args, kwargs)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The numbers that are constants, as text: 0.0 and -0.0 differ, and nan equals nothing."""
+        numbers = numbers_of(args, kwargs)
+        return tuple((i, type(x), repr(x)) for i, x, is_operand in numbers if not is_operand or i in self.fixed)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """The graph of calls with such numbers."""
+        graph, fixed = _by_graph(self.specs, self.func, args, kwargs)
+        if not fixed <= self.fixed or len(self.graphs) >= _GRAPHS:
+            self.graphs.clear()
+        self.fixed |= fixed
+        self.graphs[self._key(args, kwargs)] = graph
+        return graph
+
+
+def _by_graph(
+    specs: list[TensorSpec], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Run, frozenset[int]]:
+    """What does a call, and the leaves that are constants there."""
+    try:
+        graph = written(func, args, kwargs) if writes(func) else decompose(func, args, kwargs)
+    except WritesOperand:
+        refuse_rule(func, specs)
+    except NotTraceable:
+        if writes(func):
+            refuse_rule(func, specs)
+        return functools.partial(gathered, func), frozenset()
+    except FspmdError:
+        raise
+    except NotImplementedError:  # no kernel for fake tensors
+        refuse_rule(func, specs)
+    except Exception as error:
+        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    if graph is None:
+        refuse_rule(func, specs)
+    return functools.partial(_write if writes(func) else _composed, func, graph), graph.fixed
+
+
+def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function without a rule, by what it is made of."""
+    try:
+        return graph.run(above.dispatch, operands_of(args, kwargs))
+    except NoRuleError as error:
+        refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
+
+
+def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | Tensor:
+    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
+    x: Sharded | Tensor = args[0]
+    if isinstance(x, Sharded):
+        refuse_copy(x.local, shown(func))
+    new = _composed(func, graph, args, kwargs)
+    if (new.shape, new.dtype) != (x.shape, x.dtype):
+        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
+    if isinstance(x, Sharded):
+        x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    else:
+        x.copy_(redistribute(new.local, new.spec, new.spec.with_partition(P())))
+    return x
+
+
+def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call on global tensors: what it gives, or its shape, depends on values."""
+    mesh = sharded_values(args, kwargs)[0].spec.mesh
+
+    def at_home(x: Any) -> Any:
+        if not isinstance(x, Sharded):
+            return x
+        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
+
+    def wrapped(x: Any) -> Any:
+        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
+
+    whole: Any = optree.tree_map(at_home, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    try:
+        out = func(*whole[0], **whole[1])
+    except Exception as error:
+        given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
+        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+    return optree.tree_map(wrapped, out, none_is_leaf=True)
