@@ -250,7 +250,9 @@ def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpP
     final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
     moves: list[tuple[Place, tuple[Call, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
-    for (place, spec), need, axes in zip(operands, best.operands, best.casts, strict=True):
+    moving = [*map(id, best.operands)] != [id(spec) for _, spec in operands]  # then gradients tell which plan it is
+    for i, ((place, spec), need, wanted) in enumerate(zip(operands, best.operands, best.casts, strict=True)):
+        axes = wanted if i in question.gradients or not moving else ()
         if spec is need and not axes:
             continue
         way = moves_of(spec, need, axes, topology()) if spec is not need else None
