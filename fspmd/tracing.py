@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
-Again = Callable[[], AbstractContextManager[None]]
+RecomputeContext = Callable[[], AbstractContextManager[None]]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -64,27 +64,27 @@ def recorder() -> Any:
     return None
 
 
-_later = threading.local()
+_recompute = threading.local()
 
 
 @contextmanager
-def repeated_by(place: Callable[[], Again]) -> Iterator[None]:
-    """While the block runs, ``place()`` is asked of a run that may be repeated, and gives what to repeat it in."""
-    before, _later.place = getattr(_later, "place", None), place
+def recomputed_in(context: Callable[[], RecomputeContext]) -> Iterator[None]:
+    """While the block runs, ``context()`` is asked for the `recompute_context` of what begins."""
+    before, _recompute.context = getattr(_recompute, "context", None), context
     try:
         yield
     finally:
-        _later.place = before
+        _recompute.context = before
 
 
-def again() -> Again:
-    """Of a run that begins here: the context of runs that repeat it."""
-    place = getattr(_later, "place", None)
-    return nullcontext if place is None else place()
+def recompute_context() -> RecomputeContext:
+    """What a run that begins here is to be computed again in, for backward."""
+    context = getattr(_recompute, "context", None)
+    return nullcontext if context is None else context()
 
 
 @contextmanager
-def repeated() -> Iterator[None]:
+def recomputing() -> Iterator[None]:
     """What runs inside is computed again, for backward."""
     records = recorder()
     if records is None:

@@ -23,7 +23,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.tracing import Again, repeated_by
+from fspmd.tracing import RecomputeContext, recomputed_in
 
 _AHEAD = 4  # steps that may be left out: what is recorded of whole values may be less of such that are no sums yet
 
@@ -87,7 +87,7 @@ def _guided(calls: Calls, steps: Sequence[Step], at: int = 0, under: Dispatch | 
         guides.append(_Guide(calls, steps, under or below, at))
         return guides[0].dispatch
 
-    with instead_of_dispatch(over), repeated_by(guides[0].again):
+    with instead_of_dispatch(over), recomputed_in(guides[0].recompute_context):
         yield
 
 
@@ -98,8 +98,8 @@ class _Guide:
         self.calls, self.steps, self.below, self.at = calls, steps, below, at
         self.within = False  # a call, which may make others
 
-    def again(self) -> Again:
-        """The context of what follows, when it runs again."""
+    def recompute_context(self) -> RecomputeContext:
+        """Of what follows."""
         return functools.partial(_guided, self.calls, self.steps, self.at, self.below)
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

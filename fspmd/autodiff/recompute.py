@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
-from fspmd.tracing import Again, again, repeated
+from fspmd.tracing import RecomputeContext, recompute_context, recomputing
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -51,16 +51,16 @@ def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     That later runs take place in the body is the doing of `hooks`.
     """
 
-    later: Again | None = None
+    later: RecomputeContext | None = None
 
     def run(*inputs: Any) -> Any:
         nonlocal later
         with ExitStack() as stack:
             if later is None:
-                later = again()
+                later = recompute_context()
             else:
                 stack.enter_context(later())
-                stack.enter_context(repeated())
+                stack.enter_context(recomputing())
             tracker = state.tracker
             if tracker is None:
                 return f(*inputs, **kwargs)

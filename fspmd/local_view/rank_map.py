@@ -66,7 +66,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
 
     records = recorder()
     if records is not None:
-        records.check_apart(fn, "rank_map")
+        records.check_apart(fn)
     out_leaves, out_treedef = (mapped if records is None else as_step(mapped))(leaves, draw_seed())
     if body.checked:
         for x in out_leaves:

@@ -132,14 +132,42 @@ def jit(
     return _jitted(Recordable(f, static, donate, changes, maker(backend)))
 
 
+class _Records(dict[Any, Record]):
+    """Those of one function, by their keys; ``hits``: calls that found theirs, ``misses``: runs that were recorded."""
+
+    __slots__ = ("hits", "misses", "recordable")
+
+    def __init__(self, recordable: Recordable) -> None:
+        super().__init__()
+        self.recordable = recordable
+        self.hits = self.misses = 0
+
+    def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, tuple[Any] | None] | None:
+        """A record, and the result if the function ran; None where another thread records, which may wait for this."""
+        if not recording.acquire(blocking=world_size() > 1):
+            return None
+        self.misses += 1
+        try:
+            self[key], _ = found = self.recordable.record(args, kwargs, self.values(), self.get(key))
+        finally:
+            recording.release()
+        return found
+
+    def info(self) -> CacheInfo:
+        """What ``cache_info`` tells."""
+        return CacheInfo(self.hits, self.misses, len(self))
+
+    def clear(self) -> None:
+        """Forget all, and count from zero."""
+        super().clear()
+        self.hits = self.misses = 0
+
+
 def _jitted(recordable: Recordable) -> Callable[..., Any]:
-    function, static, plain = recordable.function, recordable.static, recordable.plain
-    records: dict[Any, Record] = {}
-    hits = misses = 0
+    function, static, records = recordable.function, recordable.static, _Records(recordable)
 
     @functools.wraps(function)
     def jitted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal hits, misses
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
         if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None:
             return function(*args, **kwargs)
@@ -155,16 +183,12 @@ def _jitted(recordable: Recordable) -> Callable[..., Any]:
         except TypeError:
             raise not_hashable(args, kwargs) from None
         if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
-            if not recording.acquire(blocking=world_size() > 1):
-                return plain(*args, **kwargs)  # another thread records, which may wait for what this one does
-            misses += 1
-            try:
-                record, ran = recordable.record(args, kwargs, records.values(), record)
-                records[known] = record
-            finally:
-                recording.release()
+            if (found := records.made(known, args, kwargs)) is None:
+                return recordable.plain(*args, **kwargs)
+            record, ran = found
         else:
-            hits, ran = hits + 1, None
+            records.hits += 1
+            ran = None
         if watched:
             tell(record.moved)
         if ran is not None:
@@ -173,21 +197,17 @@ def _jitted(recordable: Recordable) -> Callable[..., Any]:
             return record.rebuild(record.run(*values))
         return replayed(record, values, strides)
 
-    def clear_cache() -> None:
-        nonlocal hits, misses
-        records.clear()
-        hits = misses = 0
-
-    def lowered(*args: Any, **kwargs: Any) -> Lowered:
-        if state.body is not None or _transforms_active() or is_recording():
-            raise RecordError(
-                f"jit({getattr(function, '__name__', function)}).lower(...) was called in a shard_map body, a "
-                "torch.func transform or a function that is recorded; lower it outside of them, with a TensorSpec for "
-                "what it is given there"
-            )
-        return recordable.lowered(args, kwargs)
-
-    setattr(jitted, "lower", lowered)  # noqa: B010
-    setattr(jitted, "cache_info", lambda: CacheInfo(hits, misses, len(records)))  # noqa: B010 (not known to type checkers)
-    setattr(jitted, "clear_cache", clear_cache)  # noqa: B010
+    setattr(jitted, "lower", functools.partial(_lowered, recordable))  # noqa: B010 (not known to type checkers)
+    setattr(jitted, "cache_info", records.info)  # noqa: B010
+    setattr(jitted, "clear_cache", records.clear)  # noqa: B010
     return jitted
+
+
+def _lowered(recordable: Recordable, /, *args: Any, **kwargs: Any) -> Lowered:
+    if state.body is not None or _transforms_active() or is_recording():
+        raise RecordError(
+            f"jit({getattr(recordable.function, '__name__', recordable.function)}).lower(...) was called in a "
+            "shard_map body, a torch.func transform or a function that is recorded; lower it outside of them, with a "
+            "TensorSpec for what it is given there"
+        )
+    return recordable.lowered(args, kwargs)

@@ -19,20 +19,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.instead import Dispatch, instead_of_dispatch
-from fspmd.local_view.python_step import write_of_python
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import Routed, runner, way_back
-from fspmd.programs.escapes import Escapes, line
-from fspmd.programs.facts import aten, draws, functorch, is_pure, memory_of
+from fspmd.programs.escapes import Escapes
+from fspmd.programs.facts import aten, draws, functorch, is_pure
 from fspmd.programs.generators import Generators, generators_of
-from fspmd.programs.reach import reached
-from fspmd.programs.refusals import check, check_writes, written_by
+from fspmd.programs.python_steps import check_reached, given_alone
+from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.values import Values
-from fspmd.sharded import Sharded
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
-from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import kept
 from fspmd.watching.causes import trace
 
@@ -108,7 +105,7 @@ class Recorder(Values):
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         self.check_draws(args, kwargs)
-        apart = self._apart(args) if hasattr(function, "python") else nullcontext()
+        apart = given_alone(args, self) if hasattr(function, "python") else nullcontext()
         out: Any = None
         if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
             try:
@@ -200,44 +197,9 @@ class Recorder(Values):
                 self.refusal(error)
                 raise
 
-    def check_apart(self, function: Callable[..., Any], what: str) -> None:
-        """Raises where a function that ``what`` runs as one step reaches values of the record."""
-        if self.imagines:
-            raise self.refusal(
-                ValuesNeededError(
-                    f"jit(f).lower(...) knows shapes alone, and what {what} gives may depend on values; call "
-                    f"jit(f), or lower what stands before and after it{line()}"
-                )
-            )
-        for x in reached(function):
-            self.check_stranger(x.local if type(x) is Sharded else x)
-
-    def check_stranger(self, x: Any) -> None:
-        """Raises for a value of the record that a step uses without being given it."""
-        if isinstance(x, Tensor) and self.is_value(x):
-            raise self.refusal(
-                RecordError(
-                    f"jit cannot record a function that rank_map runs and that closes over a tensor of shape "
-                    f"{tuple(x.shape)} which the jitted function was given or has computed: it would be a constant of "
-                    f"the record. Pass it as an argument: rank_map(fn, x, y){line()}"
-                )
-            )
-
-    @contextmanager
-    def _apart(self, given: Any) -> Iterator[None]:
-        """What runs inside uses no values of the record but those that it is given."""
-        blocks = [block for x in tensors_of(given) for block in blocks_of(x)]
-        objects, memory = set(map(id, (*tensors_of(given), *blocks))), set(map(memory_of, blocks))
-
-        def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for x in tensors_of((*args, *kwargs.values())):
-                if id(x) not in objects:
-                    self.check_stranger(x)
-            if any(memory_of(block) in memory for x in written_by(func, args, kwargs) for block in blocks_of(x)):
-                raise self.refusal(write_of_python())
-
-        with _Looks(check):
-            yield
+    def check_apart(self, function: Callable[..., Any]) -> None:
+        """Raises where a function that runs as one step reaches values of the record."""
+        check_reached(function, self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -272,18 +234,6 @@ class Recorder(Values):
 
     def _recorded(self, x: Any, call: Call) -> Call:
         return call if type(call) is _Recorded or not tracing.is_recording() else _Recorded(call, self)
-
-
-class _Looks(tracing.DispatchMode):
-    """Has a look at each call."""
-
-    def __init__(self, check: Callable[..., None]) -> None:
-        super().__init__()
-        self.check = check
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.check(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 class _Recorded(StandIn):
