@@ -31,6 +31,7 @@ class Asked(NamedTuple):
     question: Question | None = None
     run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
     gathers: bool = False
+    in_parts: bool = False  # what runs calls other functions alone
 
 
 class Calls:
@@ -52,13 +53,13 @@ class Calls:
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
         if func is Tensor.__radd__ and type(args[1]) is int and not args[1] and args[0].dtype is not torch.bool:
-            return Asked(run=_copied)  # Python's sum starts so, for which no pending sum ends
+            return Asked(run=_copied, in_parts=True)  # Python's sum starts so, for which no pending sum ends
         if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
             return Asked()
         plan = plan_call(func, args, kwargs)
         if plan.whole is not None:
             gathers = getattr(plan.whole, "func", None) is gathered
-            return Asked(gathers=True) if gathers else Asked(run=plan.whole)
+            return Asked(gathers=True) if gathers else Asked(run=plan.whole, in_parts=plan.in_parts)
         return Asked(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
 
 

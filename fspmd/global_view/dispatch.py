@@ -16,9 +16,10 @@ from fspmd.body import RUNNING, state
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
+from fspmd.global_view.composed import plan
 from fspmd.global_view.decompose import sharded_values
 from fspmd.global_view.operands import cast_operands, keep, move_operands
-from fspmd.global_view.planning import plan_call, tell_call
+from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.messages import described
@@ -29,7 +30,7 @@ from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 
 _new = functools.partial(object.__new__, Sharded)
-_plan_call = hidden(plan_call)
+_plan_call = hidden(plan)
 
 
 class CacheInfo(NamedTuple):

@@ -87,7 +87,10 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             return aside
     operands = places_of(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
-    return as_whole(unruled(func, specs, args, kwargs)) if plan is None else plan
+    if plan is not None:
+        return plan
+    run, in_parts = unruled(func, specs, args, kwargs)
+    return as_whole(run, in_parts=in_parts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,8 +120,8 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return as_whole(functools.partial(gathered, func))
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
-            return as_whole(functools.partial(_by_place, composite, inspect.signature(func)))
-        return as_whole(lambda args, kwargs: composite(*args, **kwargs))
+            return as_whole(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
+        return as_whole(lambda args, kwargs: composite(*args, **kwargs), in_parts=True)
     return None
 
 

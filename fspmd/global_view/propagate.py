@@ -55,6 +55,7 @@ class OpPlan:
     writes: str = ""  # as messages name what writes into the first operand, which is the result
     copies: bool = False  # gives copies of the first operand, moved, where torch gives views
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
+    in_parts: bool = False  # by calls of other functions alone
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
     at_once: bool = field(init=False)  # nothing is moved, cast or written
 
@@ -301,9 +302,9 @@ def _argument(place: Place) -> int:
     return place[0] if isinstance(place, tuple) else place
 
 
-def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> OpPlan:
-    """The plan of a call that is more than one local call."""
-    return OpPlan((), True, (), (), _never, whole=run)
+def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, in_parts: bool = False) -> OpPlan:
+    """The plan of a call that is more than one local call; ``in_parts``: calls of other functions alone."""
+    return OpPlan((), True, (), (), _never, whole=run, in_parts=in_parts)
 
 
 def _never(*_: Any) -> NoReturn:

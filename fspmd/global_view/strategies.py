@@ -29,7 +29,7 @@ from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
-_PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
+PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
 _NONE: Final = frozenset[int]()
 
 
@@ -44,6 +44,7 @@ class Strategy(NamedTuple):
     by_body: bool  # a factor that must be whole is sharded
     axes: dict[int, tuple[str, ...]]  # of each sharded factor
     body: float  # µs of the body's collectives
+    back: float = 0.0  # of their gradients
 
 
 def best_strategy(
@@ -193,7 +194,7 @@ class _Pricing:
             self.casts = ((),) * len(self.casts)
         self.base = laid.body + (laid.back if gradients else 0.0)
         if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
-            self.base += working(factors, laid.operands, laid.results, topology) * (_PASSES if gradients else 1)
+            self.base += working(factors, laid.operands, laid.results, topology) * (PASSES if gradients else 1)
         #: of each operand that moves: µs at least
         self.terms = {i: self._least(i, at_least) for i, spec in enumerate(operands) if spec is not self.needs[i]}
         self.open = [(i, self._takes_long(i)) for i in self.terms]  # what is not exact yet, and whether to bound first
@@ -227,7 +228,7 @@ class _Pricing:
         )
         time += settling / 2 if self.terms else 0.0  # at least they are scattered
         outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
-        return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body)
+        return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
 
     def _exact(self, i: int) -> tuple[float, float]:
         asked = self.operands[i], self.needs[i], self.casts[i], self.topology

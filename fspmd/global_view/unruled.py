@@ -32,8 +32,8 @@ Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GRAPHS: Final = 64  # of one plan, by the numbers in them
 
 
-def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-    """What does such calls.
+def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, bool]:
+    """What does such calls, and whether it calls other functions alone.
 
     Raises:
         NoRuleError: nothing does.
@@ -41,7 +41,7 @@ def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: d
     """
     found = _ByNumbers(func, specs)
     graph = found.trace(args, kwargs)
-    return found.run if numbers_of(args, kwargs) else graph
+    return found.run if numbers_of(args, kwargs) else graph, getattr(graph, "func", None) is _composed
 
 
 class _ByNumbers:

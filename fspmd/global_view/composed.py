@@ -1,0 +1,236 @@
+"""Functions made of others, of operands with fewer rows than ranks: part by part, or on whole operands, as is cheaper.
+
+Each part is planned by itself, and stays with what lies as it should. Where ranks have no rows nothing is gained by
+that, and the collectives of the parts may come to more than those that make the operands whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.copies import as_copies, moved_from
+from fspmd.entries import blocks
+from fspmd.global_view.calls import Calls, operands_of
+from fspmd.global_view.instead import instead_of_dispatch
+from fspmd.global_view.layouts import working
+from fspmd.global_view.outcomes import on_meta
+from fspmd.global_view.planning import places_of, plan_call
+from fspmd.global_view.propagate import OpPlan, Question, as_whole
+from fspmd.global_view.refusals import shown
+from fspmd.global_view.strategies import PASSES, Strategy
+from fspmd.global_view.unruled import Run
+from fspmd.meshes.mesh import Mesh
+from fspmd.op_kinds import name_of
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import later, moves
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.rules import writes
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.tracing import hidden
+
+
+def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """Decide how a call with `Sharded` values runs, as `plan_call` does."""
+    found = plan_call(func, args, kwargs)
+    if found.in_parts and found.whole is not None:
+        tree: Any = (args, kwargs)
+        if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)):
+            return as_whole(_Either(func, found.whole))
+    return found
+
+
+def _leaves_idle(spec: TensorSpec) -> bool:
+    """Whether some ranks have nothing of a value."""
+    lies = spec.unflattened
+    return 0 not in spec.shape and any(blocks(lies.shape[dim], parts)[-1][1] == 0 for dim, _, parts in lies.cuts)
+
+
+class _Unknown(Exception):
+    """What a part costs depends on values, or it communicates by itself."""
+
+
+class _Either:
+    """A plan that is two, told apart by which operands will have a gradient."""
+
+    def __init__(self, func: Any, parts: Run) -> None:
+        self.func, self.parts = func, parts
+        self.gathers: dict[tuple[bool, ...], tuple[int, ...] | None] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tree: Any = (args, kwargs)
+        leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+        followed = tuple([isinstance(x, (Sharded, Tensor)) and _is_followed(x) for x in leaves])
+        if followed not in self.gathers:
+            self.gathers[followed] = _writes_if_gathered(self.parts, leaves, treedef, followed)
+        written = self.gathers[followed]
+        return self.parts(args, kwargs) if written is None else self._on_whole(leaves, treedef, written)
+
+    def _on_whole(self, leaves: Sequence[Any], treedef: Any, written: Sequence[int]) -> Any:
+        """All operands first made whole; ``written`` are the places of those that the function writes into."""
+        given, whole = list(leaves), dict[int, Sharded]()
+        for i, x in enumerate(leaves):
+            if isinstance(x, Sharded) and x.spec.partition.mentioned:
+                whole[i] = given[i] = _made_whole(x)
+        args, kwargs = treedef.unflatten(given)
+        out: Any = self.parts(args, kwargs)
+        for i in {*written} & whole.keys():
+            leaves[i].local.copy_(redistribute(whole[i].local, whole[i].spec, leaves[i].spec))
+        of = {id(one): leaves[i] for i, one in whole.items()}
+        memory = [one.local for one in whole.values()]
+
+        def handed_on(x: Any) -> Any:
+            if id(x) in of:
+                return of[id(x)]
+            if isinstance(x, Sharded) and any(x.local is one or x.local._base is one for one in memory):
+                x.local = as_copies(x.local, memory, shown(self.func), True)
+            return x
+
+        return optree.tree_map(handed_on, out, is_leaf=is_sharded, none_is_leaf=True)
+
+
+def _is_followed(x: Sharded | Tensor) -> bool:
+    """Whether it will have a gradient."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return _is_float(x) and (transformed or (torch.is_grad_enabled() and bool(x.requires_grad)))
+
+
+def _is_float(x: Any) -> bool:
+    return bool(x.dtype.is_floating_point or x.dtype.is_complex)
+
+
+def _made_whole(x: Sharded) -> Sharded:
+    spec = x.spec.with_partition(P())
+    local = redistribute(x.local, x.spec, spec)
+    moved_from(x.local, local)
+    return Sharded(local, spec)
+
+
+@hidden
+def _writes_if_gathered(
+    parts: Run, leaves: Sequence[Any], treedef: Any, followed: Sequence[bool]
+) -> tuple[int, ...] | None:
+    """The places of the operands that the function writes into; None where its parts cost no more than whole operands.
+
+    What fails here fails, or is refused, where it runs.
+    """
+    values = [x for x in leaves if isinstance(x, Sharded)]
+    by = _Reckoner(values[0].spec.mesh)
+    given = [
+        by.stand_in(x.spec if isinstance(x, Sharded) else x, own) if isinstance(x, (Sharded, Tensor)) else x
+        for x, own in zip(leaves, followed, strict=True)
+    ]
+    args, kwargs = treedef.unflatten(given)
+    try:
+        with instead_of_dispatch(lambda _: by.dispatch):
+            parts(args, kwargs)
+    except Exception:
+        return None
+    gathering = by.alone
+    for x, own in zip(leaves, followed, strict=True):
+        if isinstance(x, Sharded):
+            way = x.spec, x.spec.with_partition(P()), (), topology()
+            gathering += moves(*way).forward + own * sum(later(*way))
+    written = tuple([i for i, x in enumerate(given) if isinstance(x, Sharded) and id(x) in by.written])
+    return None if by.time <= gathering + _ROUNDING or any(followed[i] for i in written) else written
+
+
+_ROUNDING = 1e-6  # µs
+
+
+class _Reckoner:
+    """Runs a function on values without data, and adds up what its parts cost: as planned, and on whole operands."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.time = self.alone = 0.0  # µs
+        self.written = set[int]()
+        self._calls = Calls(mesh)
+        self._mesh = mesh
+        self._made: list[Any] = []  # kept, as they are known by what `id` says
+        self._followed = set[int]()
+        self._views = set[int]()
+        self._cast = set[Any]()
+
+    def stand_in(self, like: TensorSpec | Tensor, followed: bool) -> Any:
+        """A value that lies so, or the same on all ranks."""
+        if isinstance(like, Tensor):
+            made: Any = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        else:
+            made = Sharded(torch.empty(like.block_shape, dtype=like.dtype, device="meta"), like)
+        self._made.append(made)
+        if followed:
+            self._followed.add(id(made))
+        return made
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """In place of the one that runs calls."""
+        kwargs = kwargs or {}
+        asked = self._calls.ask(func, args, kwargs)
+        if asked.run is not None and asked.in_parts:
+            return asked.run(args, kwargs)
+        if asked.question is not None:
+            return self._row(func, asked.question, args, kwargs)
+        if asked.run is not None or asked.gathers or writes(func):
+            raise _Unknown
+        return self._like(func, args, kwargs)
+
+    def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = operands_of(question, args, kwargs)
+        specs = [x.spec if isinstance(x, Sharded) else _whole(x, self._mesh) for x in values]
+        follows = torch.is_grad_enabled() and name_of(func) != "detach"
+        followed = frozenset([i for i, x in enumerate(values) if follows and id(x) in self._followed])
+        laid = question.at(specs)._replace(gradients=followed)
+        best = laid.best()
+        if best is None:
+            raise _Unknown
+        self._add(laid, best, values)
+        if question.fixed:
+            if id(args[0]) in self._views:
+                raise _Unknown
+            self.written.add(id(args[0]))
+            return args[0]
+        lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
+        made = [self.stand_in(spec, bool(followed) and _is_float(spec)) for spec in lies]
+        if question.views:
+            self._views.update(map(id, made))
+        return made[0] if question.single else tuple(made)
+
+    def _add(self, question: Question, best: Strategy, values: Sequence[Any]) -> None:
+        """What moves, there and back, sums of gradients once for all uses of a value; and the computation."""
+        followed, passes = question.gradients, PASSES if question.gradients else 1
+        for i, (x, (_, spec)) in enumerate(zip(values, question.operands, strict=True)):
+            need, axes = best.operands[i], best.casts[i]
+            self.time += moves(spec, need, axes, topology()).forward
+            if i in followed and (spec is not need or (id(x), axes) not in self._cast):
+                self.time += sum(later(spec, need, axes, topology()))
+            self._cast.add((id(x), axes if spec is need else None))
+        self.time += best.body + (best.back if followed else 0.0)
+        lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
+        self.time += passes * working(question.factors, best.operands, lies, topology())
+        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, lies)]
+        self.alone += passes * working(question.factors, whole[0], whole[1], topology())
+
+    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A draw, or new values: elements of the place of an operand's, or whole."""
+        operands = places_of(args, kwargs, self._mesh)
+        outcome = on_meta(func, args, kwargs, operands)
+        if outcome is None:
+            raise _Unknown
+        first = operands[0][1]
+        followed = torch.is_grad_enabled() and bool(args) and id(args[0]) in self._followed
+        made = [
+            self.stand_in(
+                TensorSpec(self._mesh, P(*first.partition) if shape == first.shape else P(), shape, dtype), followed
+            )
+            for shape, dtype in outcome.results
+        ]
+        return made[0] if outcome.single else tuple(made)
+
+
+def _whole(x: Tensor, mesh: Mesh) -> TensorSpec:
+    return TensorSpec(mesh, P(), tuple(x.shape), x.dtype)

@@ -1,0 +1,143 @@
+"""Functions made of others, of fewer rows than ranks: exact, and they move no more than gathers of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from dispatch_cases import Case, check_case, placements, values
+from torch.nn import functional as F
+
+from fspmd import Mesh, P, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
+from fspmd.errors import VarianceError
+from fspmd.global_view import composed
+from fspmd.redistribution.cost import Link, Topology, set_topology, topology
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+SIX = make_mesh((6,), ("x",), transport="simulation")
+GRID = make_mesh((2, 3), ("x", "y"), transport="simulation")
+LABELS = torch.tensor([1, 0, 2])
+
+
+def _normed(x: Any, weight: Any, bias: Any) -> Any:
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.1, 1e-5)
+
+
+CASES: dict[str, Case] = {
+    "cumulative_trapezoid": (torch.cumulative_trapezoid, ((6,), (6,))),
+    "cumulative_trapezoid of rows": (lambda y, x: torch.cumulative_trapezoid(y, x, dim=0), ((3, 3), (3, 3))),
+    "gradient": (lambda x, at: torch.gradient(x, spacing=[at], dim=0), ((3, 2), (3,))),
+    "native_batch_norm": (_normed, ((3, 1), (1,), (1,))),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), ((3, 2), (2,), (2,))),
+    "group_norm": (lambda x, w: F.group_norm(x, 1, w), ((3, 2, 2), (2,))),
+    "cross_entropy": (lambda x: F.cross_entropy(x, LABELS), ((3, 3),)),
+    "a smoothed loss": (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1, reduction="sum"), ((3, 3),)),
+    "cov": (torch.cov, ((2, 3),)),
+    "corrcoef": (torch.corrcoef, ((2, 5),)),
+    "take": (lambda x: torch.take(x, torch.tensor([0, -1, 3])), ((2, 3),)),
+    "normalize": (lambda x: F.normalize(x, dim=0), ((3, 2),)),
+    "trapezoid": (lambda x, y: torch.trapezoid(x, y, dim=0), ((3, 2), (3, 2))),
+    "cosine_similarity": (lambda x, y: F.cosine_similarity(x, y, dim=0), ((3, 2), (3, 2))),
+    "dist": (torch.dist, ((3, 2), (3, 2))),
+    "kron": (torch.kron, ((2, 3), (3, 2))),
+}
+
+
+@pytest.fixture
+def by_bytes() -> Iterator[None]:
+    """The cheapest way is that of the fewest bytes."""
+    before, link, free = topology(), Link(0.0, 1000.0), float("inf")
+    propagation_cache_clear()
+    set_topology(Topology(inside=link, between=link, launch=0.0, memory=free, flops=free, spill=link))
+    yield
+    set_topology(before)
+    propagation_cache_clear()
+
+
+@pytest.mark.parametrize("mesh", [LINE, SIX, GRID])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name: str, mesh: Mesh) -> None:
+    check_case(name, CASES[name], mesh, 12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_by_bytes(name: str, by_bytes: None) -> None:
+    check_case(name, CASES[name], LINE, 40)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moves_no_more_than_gathers(name: str, by_bytes: None) -> None:
+    function, shapes = CASES[name]
+    for specs in placements(LINE, shapes, 40):
+        given = [device_put(x, spec, mesh=LINE).requires_grad_() for x, spec in zip(values(shapes), specs, strict=True)]
+        with communication_log() as gathered:
+            for x in given:
+                device_get(x.detach())
+        with communication_log() as log:
+            out = function(*given)
+            found = [one for one in (out if isinstance(out, (tuple, list)) else (out,)) if one.requires_grad]
+            locals_ = [one.local for one in found]
+            torch.autograd.grad(
+                locals_, [x.local for x in given], list(map(torch.ones_like, locals_)), allow_unused=True
+            )
+        thin = any(0 in x.spec.local_shape((3,)) for x in given)
+        assert not thin or log.moved <= gathered.moved, f"{specs}\n{log}\n{gathered}"
+
+
+@pytest.fixture
+def gathering() -> Iterator[None]:
+    """Whole operands are always the cheaper way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composed, "_ROUNDING", -float("inf"))
+        propagation_cache_clear()
+        yield
+    propagation_cache_clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whole_operands_give_the_same(name: str, gathering: None) -> None:
+    check_case(name, CASES[name], GRID, 12)
+
+
+def _running(x: Any, mean: Any, var: Any) -> Any:
+    return F.batch_norm(x, mean, var, None, None, True, 0.3)
+
+
+def _check_writes(mesh: Mesh, most: int) -> None:
+    shapes = ((5, 3), (3,), (3,))
+    plain = values(shapes)
+    expected = _running(*plain)  # which writes into the others
+    for specs in placements(mesh, shapes, most):
+        if any(spec.unreduced or spec.reduced for spec in specs[1:]):
+            continue
+        given = [device_put(x, spec, mesh=mesh) for x, spec in zip(values(shapes), specs, strict=True)]
+        with torch.inference_mode(most % 2 == 0):
+            torch.testing.assert_close(device_get(_running(*given)), expected)
+        for x, want, spec in zip(given, plain, specs, strict=True):
+            assert x.spec.with_partition(spec) is x.spec
+            torch.testing.assert_close(device_get(x), want)
+
+
+@pytest.mark.parametrize("most", [39, 40])
+def test_running_moments_are_written_where_they_lie(most: int, gathering: None) -> None:
+    _check_writes(LINE, most)
+    _check_writes(GRID, most)
+
+
+def test_plain_moments_are_written_once() -> None:
+    plain = values(((3, 2), (2,), (2,)))
+    x, *moments = values(((3, 2), (2,), (2,)))
+    expected = _running(*plain)
+    torch.testing.assert_close(device_get(_running(device_put(x, P("x"), mesh=LINE), *moments)), expected)
+    torch.testing.assert_close(moments, plain[1:])
+
+
+def test_what_should_be_a_view_is_not_written_into(gathering: None) -> None:
+    x = device_put(torch.zeros(3, 4), P("x"), mesh=LINE)
+    pieces = torch.hsplit(x, 2)
+    with pytest.raises(VarianceError, match="hsplit"):
+        pieces[0].add_(1)
+    with pytest.raises(VarianceError, match="hsplit"):
+        x.add_(1)
