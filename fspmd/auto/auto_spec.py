@@ -13,6 +13,7 @@ import optree
 
 from fspmd.auto.apply import Step, applied, short
 from fspmd.auto.eliminate import TooWide
+from fspmd.auto.fitting import fitting, peak_of
 from fspmd.auto.model import Builder
 from fspmd.auto.record import Op, Program, is_value, record
 from fspmd.auto.repeats import Ties, ties
@@ -43,8 +44,8 @@ class Layouts:
     memory: int
     """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps.
 
-    What lives only while an op runs is left out, such as a weight that is gathered for it:
-    ``jit(layouts.apply(f)).lower(...).memory()`` counts that, too.
+    What lives only while an op runs is left out, such as a weight that is gathered for it, and what `checkpoint` does
+    not keep is counted; of ``jit(layouts.apply(f)).lower(...).memory()`` it is the other way round.
     """
     leaves: tuple[tuple[str, TensorSpec], ...]
     """Key path and layout of each tensor among the arguments."""
@@ -54,6 +55,8 @@ class Layouts:
     """How the tensors that are returned must lie: as the arguments of the next call, or None."""
     alternatives: tuple[Layouts, ...] = ()
     """The runners-up, the quickest first: plans in which some argument lies otherwise than in those before."""
+    peak: int | None = None
+    """Bytes that a rank holds at most while the recorded program runs, where `memory_limit` was given."""
 
     @property
     def communication(self) -> float:
@@ -65,7 +68,8 @@ class Layouts:
         above = self.time / self.bound - 1 if self.bound else 0.0
         gap = f"; at most {100 * above:.2g}% above what can be" if above > _ROUNDING else ""
         time = f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives"
-        lines = [f"{time}{gap}; {self.memory:,} B on each rank"]
+        held = f"{self.memory:,} B on each rank" if self.peak is None else f"at most {self.peak:,} B on a rank"
+        lines = [f"{time}{gap}; {held}"]
         lines += [f"  {name:{width}}  {short(spec):<32} {spec.partition}" for name, spec in self.leaves]
         moved = [f"  {step}" for step in self.steps if str(step)]
         return "\n".join([*lines, *(["what is moved:", *moved] if moved else ["nothing is moved"])])
@@ -111,9 +115,10 @@ def auto_spec(
         fixed: Layouts that are given, by glob on key paths: ``{"params.*.w": P("x"), "x": P("x")}``.
         carried: Results that are arguments of the next call, so that they lie alike, by key paths: of a step that
             returns ``(loss, params, moments)`` it is ``{"1": "params", "2": "moments"}``.
-        memory_limit: Bytes that a rank may hold; what would not fit is sharded though that takes longer. Counted are
-            arguments (states of an optimizer among them), their gradients, what ``f`` returns, and what backward
-            keeps: operands of products and of functions that are not linear, where they were moved as copies, too.
+        memory_limit: Bytes that a rank may hold; what would not fit is sharded though that takes longer. What counts is
+            the peak of the program, as ``jit(layouts.apply(f)).lower(...).memory()`` tells it. What is solved has
+            another count (`Layouts.memory`), whose limit is set anew a few times until the program fits. Where ``f``
+            cannot be lowered that count alone is held to the limit.
         alternatives: How many runners-up are wanted.
         solver: ``"elimination"``, which is built in and exact, and quick on what is nearly a chain or a tree; or
             ``"milp"``, HiGHS through SciPy (``pip install fspmd[auto]``). By default the first, where its tables fit.
@@ -157,11 +162,24 @@ def auto_spec(
     def solving(tied: Ties) -> Solver:
         return Solver(Builder(program, topology(), own, tied, known), "elimination" if tied.ops else solver)
 
+    def solve(limit: float | None) -> tuple[Solver, Found]:
+        return _solve(solving, ties(program, own) if solver != "milp" else Ties(), limit)
+
+    def laid(solved: Solver, found: Found) -> Layouts:
+        return _layouts(solved.builder, found, leaves, treedef, of_leaves)
+
+    def peak(solved: Solver, found: Found) -> int | None:
+        return peak_of(f, args, mesh, laid(solved, found))
+
+    held, allowed = None, memory_limit
     try:
-        solved, best = _solve(solving, ties(program, own) if solver != "milp" else Ties(), memory_limit)
+        if memory_limit is None:
+            solved, best = solve(None)
+        else:
+            solved, best, held, allowed = fitting(memory_limit, solve, peak)
     except DoesNotFit as error:
         raise ArgumentError(
-            f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that a rank can hold is "
+            f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that was found is "
             f"{error.least:,.0f}"
         ) from None
     except TooWide:
@@ -170,12 +188,12 @@ def auto_spec(
             "it out"
         ) from None
 
-    def laid(found: Found) -> Layouts:
-        return _layouts(solved.builder, found, leaves, treedef, of_leaves)
-
     variables = list(dict.fromkeys(solved.builder.of_value[number] for number in program.leaves))
-    others = solved.runners_up(best, variables, alternatives, memory_limit)
-    return replace(laid(best), alternatives=tuple(map(laid, others)))
+    others = [laid(solved, one) for one in solved.runners_up(best, variables, alternatives, allowed)]
+    if memory_limit is not None and held is not None:
+        peaks = [peak_of(f, args, mesh, plan) for plan in others]
+        others = [replace(plan, peak=n) for plan, n in zip(others, peaks, strict=True) if n and n <= memory_limit]
+    return replace(laid(solved, best), alternatives=tuple(others), peak=held)
 
 
 def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -> tuple[Solver, Found]:

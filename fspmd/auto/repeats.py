@@ -43,7 +43,7 @@ def _signs(program: Program, fixed: Mapping[int, P]) -> list[Any]:
         for k, n in enumerate(op.operands):
             if n in seen:
                 at, place = seen[n]
-                rows.append((i - at, place))
+                rows.append((i - at, place, fixed.get(n)))
             else:
                 rows.append((program.values[n], n in leaves, n in program.followed, fixed.get(n)))
             seen[n] = i, k

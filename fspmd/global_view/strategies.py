@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
-from fspmd.entries import Entry, entry_axes
+from fspmd.entries import Entry, axes_within, entry_axes
 from fspmd.global_view.choices import Way, ways
 from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
@@ -250,6 +250,6 @@ class _Pricing:
 
 def cast_where_gathered(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:
     """Reduced where it is gathered, so that backward is a reduce-scatter."""
-    gone = frozenset(casts) & {axis for entry in spec.partition for axis in entry_axes(entry)}
+    gone = frozenset(casts) & {axis for entry in spec.partition for axis in axes_within(entry)}
     lies = need.partition
     return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
