@@ -10,7 +10,7 @@ import torch
 
 from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.redistribution.cost import Topology, work
-from fspmd.rules.bodies import Bodied
+from fspmd.rules.bodies import Bodied, BodyLayout
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
@@ -62,10 +62,11 @@ def layouts_of(
     if by_body and body is not None:
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
         over = tuple(axis for factor in by_body for axis in axes_of[factor])
-        within = body.time(needs, results, over, topology, whole)
+        layout = BodyLayout(needs, results, over, topology, whole)
+        within = body.time(layout)
         if within == inf:
             return None
-        back = body.back(needs, results, over, topology, whole) if callable(body.back) else within * body.back
+        back = body.back(layout) if callable(body.back) else within * body.back
     return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
 
 

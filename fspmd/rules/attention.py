@@ -17,12 +17,11 @@ from torch.nn import functional as F
 
 from fspmd.collectives import pmax, ppermute, psum
 from fspmd.entries import entry_axes
-from fspmd.redistribution.cost import Topology, price, work
-from fspmd.rules.bodies import Bodied, Site
+from fspmd.redistribution.cost import work
+from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
 from fspmd.rules.windows import block_places, per_rank
-from fspmd.spec import TensorSpec
 
 _PATTERNS = {
     (mask, heads): parse(f"... {heads}l 1, ... {heads}s 1, ... {heads}s 1{', ...' * mask} -> ... {heads}l 1")
@@ -74,43 +73,40 @@ def _mask(result: Dims, shape: Sequence[int], whole: Whole, s: int) -> Dims:
     return tuple(f if size == own and own != 1 else None for f, size, own in pairs)
 
 
-def _time(
-    specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
-) -> float:
+def _time(layout: BodyLayout) -> float:
     """Of what the products do not hide of the rounds of a ring; or of the sums of all parts, and of their weights."""
-    over, goes_round = _along(specs, axes)
-    if not over:
+    own, goes_round = _along(layout)
+    if not own.axes:
         return 0.0
     if goes_round:
-        return _rounds(specs, over, topology)
-    query, value = specs[0], specs[2]
+        return _rounds(own)
+    query, value = own.operands[0], own.operands[2]
     rows = math.prod(query.block_shape[:-1]) * max(query.dtype.itemsize, 4)
-    one, whole = (price("reduce", query.mesh, over, n, n, topology).time for n in (rows, rows * value.shape[-1]))
+    one, whole = (own.price("reduce", n, n) for n in (rows, rows * value.shape[-1]))
     return 2 * one + whole
 
 
-def _back(
-    specs: Sequence[TensorSpec], _: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology, __: frozenset[int]
-) -> float:
+def _back(layout: BodyLayout) -> float:
     """Of the same for gradients: sums have none."""
-    over, goes_round = _along(specs, axes)
-    return _rounds(specs, over, topology) if goes_round else 0.0
+    own, goes_round = _along(layout)
+    return _rounds(own) if goes_round else 0.0
 
 
-def _along(specs: Sequence[TensorSpec], axes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """Those of the axes that cut keys; and whether they cut queries alike, so that keys go round a ring."""
-    queries, keys = (tuple([a for a in axes if a in entry_axes(spec.partition[-2])]) for spec in specs[:2])
-    return keys, bool(keys) and queries == keys
+def _along(layout: BodyLayout) -> tuple[BodyLayout, bool]:
+    """Over those of the axes that cut keys; and whether they cut queries alike, so that keys go round a ring."""
+    cut = [entry_axes(spec.partition[-2]) for spec in layout.operands[:2]]
+    queries, keys = (tuple([axis for axis in layout.axes if axis in own]) for own in cut)
+    return layout._replace(axes=keys), bool(keys) and queries == keys
 
 
-def _rounds(specs: Sequence[TensorSpec], axes: tuple[str, ...], topology: Topology) -> float:
+def _rounds(layout: BodyLayout) -> float:
     """Each round begins before the products of the one before it, and none comes after the last products."""
-    query, key, value = specs[:3]
+    query, key, value = layout.operands[:3]
     heads = math.prod(query.block_shape[:-2])  # those of keys and values are repeated first
     sent = heads * key.block_shape[-2] * (query.shape[-1] + value.shape[-1]) * max(query.dtype.itemsize, 4)
-    one = price("permute", query.mesh, axes, sent, sent, topology).time
+    one = layout.price("permute", sent, sent)
     products = math.prod(query.block_shape[:-1]) * key.block_shape[-2] * (query.shape[-1] + value.shape[-1])
-    return (query.mesh.axis_size(axes) - 1) * max(0.0, one - work(products, sent, topology))
+    return (query.mesh.axis_size(layout.axes) - 1) * max(0.0, one - work(products, sent, layout.topology))
 
 
 def _body(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,37 @@ from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 
 Body = Callable[..., Any]
-#: µs of a body's collectives, forward: of the operands as they lie, the results' global shapes, the axes over which it
-#: communicates, and the dims of the first operand that must otherwise be whole
-Time = Callable[[Sequence[TensorSpec], Sequence[TensorSpec], tuple[str, ...], Topology, frozenset[int]], float]
 Dim = int | Sequence[int] | None
+
+
+class BodyLayout(NamedTuple):
+    """How the operands and results of a body lie: what it communicates is told by that."""
+
+    operands: Sequence[TensorSpec]
+    results: Sequence[TensorSpec]
+    axes: tuple[str, ...]  # that cut dims which must otherwise be whole
+    topology: Topology
+    whole: frozenset[int]  # those dims, of the first operand
+
+    def row_bytes(self) -> int:
+        """The bytes of one number for each row of the first block along the dims that must otherwise be whole."""
+        first = self.operands[0]
+        size = first.dtype.itemsize
+        for dim, length in enumerate(first.block_shape):
+            size *= 1 if dim in self.whole else length
+        return size
+
+    def each(self) -> float:
+        """The elements of the first result for each such row."""
+        rows = prod(size for d, size in enumerate(self.operands[0].shape) if d not in self.whole)
+        return prod(self.results[0].shape) / max(1, rows)
+
+    def price(self, kernel: str, before: int, after: int) -> float:
+        """µs of a kernel over the axes, on blocks of so many bytes that become blocks of so many."""
+        return price(kernel, self.operands[0].mesh, self.axes, before, after, self.topology).time
+
+
+Time = Callable[[BodyLayout], float]  # µs of a body's collectives, forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,34 +135,15 @@ def is_followed(x: Tensor) -> bool:
     return transformed or (x.requires_grad and torch.is_grad_enabled())
 
 
-def _row_bytes(first: TensorSpec, whole: frozenset[int]) -> int:
-    """The bytes of one number for each row of a block along the dims that must otherwise be whole."""
-    size = first.dtype.itemsize
-    for dim, length in enumerate(first.block_shape):
-        size *= 1 if dim in whole else length
-    return size
-
-
-def _each(first: TensorSpec, result: TensorSpec, whole: frozenset[int]) -> float:
-    """The elements of a result for each such row."""
-    return prod(result.shape) / max(1, prod(size for d, size in enumerate(first.shape) if d not in whole))
-
-
 def reducing(rounds: float, back: float | None = None, *, each: bool = False) -> Callable[[Body], Bodied]:
     """A body that all-reduces so many numbers for each row of its first operand's block along the sharded dims.
 
     ``back``: so many in backward, by default the same. ``each``: so many for each element of the result.
     """
 
-    def time(
-        specs: Sequence[TensorSpec],
-        results: Sequence[TensorSpec],
-        axes: tuple[str, ...],
-        topology: Topology,
-        whole: frozenset[int],
-    ) -> float:
-        size = int(_row_bytes(specs[0], whole) * (_each(specs[0], results[0], whole) if each else 1))
-        return rounds * price("reduce", specs[0].mesh, axes, size, size, topology).time
+    def time(layout: BodyLayout) -> float:
+        size = int(layout.row_bytes() * (layout.each() if each else 1))
+        return rounds * layout.price("reduce", size, size)
 
     return lambda body: Bodied(body, time, 1.0 if back is None else back / rounds)
 
@@ -146,15 +154,8 @@ def gathering(numbers: float, back: float = 0.0, *, each: bool = False) -> Calla
     ``back``: what backward takes, in times of that. ``each``: so many for each element of the result.
     """
 
-    def time(
-        specs: Sequence[TensorSpec],
-        results: Sequence[TensorSpec],
-        axes: tuple[str, ...],
-        topology: Topology,
-        whole: frozenset[int],
-    ) -> float:
-        size = int(numbers * _row_bytes(specs[0], whole) * (_each(specs[0], results[0], whole) if each else 1))
-        mesh = specs[0].mesh
-        return price("gather", mesh, axes, size, size * mesh.axis_size(axes), topology).time
+    def time(layout: BodyLayout) -> float:
+        size = int(numbers * layout.row_bytes() * (layout.each() if each else 1))
+        return layout.price("gather", size, size * layout.operands[0].mesh.axis_size(layout.axes))
 
     return lambda body: Bodied(body, time, back)

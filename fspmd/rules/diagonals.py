@@ -7,14 +7,12 @@ elements move, where its blocks are not those of the rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
-from fspmd.redistribution.cost import Topology, price
-from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors
 from fspmd.rules.insets import check_source
 from fspmd.rules.whole import Whole
@@ -54,20 +52,12 @@ def _two(whole: Whole, place: int) -> tuple[int, int]:
     return whole.argument(place, "dim1", 0) % whole.ndim, whole.argument(place + 1, "dim2", 1) % whole.ndim
 
 
-def _time(
-    specs: Sequence[TensorSpec],
-    _: Sequence[TensorSpec],
-    axes: tuple[str, ...],
-    topology: Topology,
-    dims: frozenset[int],
-) -> float:
+def _time(layout: BodyLayout) -> float:
     """Of the elements that a block has of the diagonal."""
-    first = specs[0]
-    size = first.dtype.itemsize * min(first.block_shape[d] for d in dims)
-    for dim, length in enumerate(first.block_shape):
-        size *= 1 if dim in dims else length
-    over = tuple(axis for axis in axes if axis in first.partition.axes)
-    return price("permute", first.mesh, over, size, size, topology).time
+    first = layout.operands[0]
+    size = layout.row_bytes() * min(first.block_shape[d] for d in layout.whole)
+    over = tuple(axis for axis in layout.axes if axis in first.partition.axes)
+    return layout._replace(axes=over).price("permute", size, size)
 
 
 def _take(site: Site, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:

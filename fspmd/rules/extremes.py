@@ -30,13 +30,13 @@ def limit(dtype: torch.dtype, greatest: bool) -> float:
 def _finding(rounds: int) -> Callable[[Body], Bodied]:
     """A body of all-reduces: few numbers take no longer than their gather, which has half the messages."""
     ways = (reducing(rounds), gathering(rounds))
-    return lambda body: Bodied(body, lambda *where: min(way(body).time(*where) for way in ways))
+    return lambda body: Bodied(body, lambda lying: min(way(body).time(lying) for way in ways))
 
 
 def _of_all_or_a_dim(body: Body) -> Bodied:
     """One result is the extreme of all; of a dim its places come with it."""
     alone, placed = _finding(1)(body), gathering(2)(body)
-    return Bodied(body, lambda specs, results, *rest: (placed if results[1:] else alone).time(specs, results, *rest))
+    return Bodied(body, lambda lying: (placed if lying.results[1:] else alone).time(lying))
 
 
 def _alike(x: Tensor, top: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from fspmd.collectives import pmax, psum
 from fspmd.collectives.reductions import product
-from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, gathering, is_followed, reducing, widened
+from fspmd.rules.bodies import Bodied, Body, BodyLayout, Dim, Site, dims_of, gathering, is_followed, reducing, widened
 from fspmd.rules.extremes import extreme
 from fspmd.rules.moments import root
-from fspmd.spec import TensorSpec
 
 
 def _power(x: Tensor, p: float) -> Tensor:
@@ -75,15 +73,15 @@ def _prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, 
     return product(own, site.over(dims)).to(dtype)
 
 
-def _reduced(specs: Sequence[TensorSpec], *where: Any) -> float:
+def _reduced(layout: BodyLayout) -> float:
     """µs of an all-reduce; complex numbers are gathered."""
-    way = gathering(1) if specs[0].dtype.is_complex else reducing(1)
-    return way(_prod).time(specs, *where)
+    way = gathering(1) if layout.operands[0].dtype.is_complex else reducing(1)
+    return way(_prod).time(layout)
 
 
-def _gathered(specs: Sequence[TensorSpec], *where: Any) -> float:
+def _gathered(layout: BodyLayout) -> float:
     """µs that a gather takes more than that."""
-    return gathering(1)(_prod).time(specs, *where) - _reduced(specs, *where)
+    return gathering(1)(_prod).time(layout) - _reduced(layout)
 
 
 prod = Bodied(_prod, _reduced, _gathered)

@@ -134,7 +134,7 @@ def _body(count: int, aligned: bool, reach: int, along: Callable[..., Tensor], p
 
 def _of_floats(bodied: Bodied) -> Bodied:
     """Not of integers, which torch computes in ways of their own."""
-    return replace(bodied, time=lambda specs, *rest: bodied.time(specs, *rest) if _floats(specs) else math.inf)
+    return replace(bodied, time=lambda lying: bodied.time(lying) if _floats(lying.operands) else math.inf)
 
 
 def _floats(specs: Sequence[TensorSpec]) -> bool:

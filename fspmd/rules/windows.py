@@ -20,7 +20,7 @@ from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import Topology, price
-from fspmd.rules.bodies import Bodied, Body, Site
+from fspmd.rules.bodies import Bodied, Body, BodyLayout, Site
 from fspmd.spec import TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
@@ -192,22 +192,16 @@ def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[
     ``rows`` is given the first and the last place, and the global sizes of the dim before and after.
     """
 
-    def time(
-        specs: Sequence[TensorSpec],
-        results: Sequence[TensorSpec],
-        axes: tuple[str, ...],
-        topology: Topology,
-        whole: frozenset[int],
-    ) -> float:
-        x, found = specs[0], 0.0
-        for d in whole:
-            over, size, places = entry_axes(x.partition[d]), x.shape[d], results[0].shape[d]
+    def time(layout: BodyLayout) -> float:
+        x, found = layout.operands[0], 0.0
+        for d in layout.whole:
+            over, size, places = entry_axes(x.partition[d]), x.shape[d], layout.results[0].shape[d]
             if over and size and places:
                 parts = tuple(x.mesh.shape[axis] for axis in over)
                 wanted = [rows(a, a + n, size, places) if n else (0, 0) for a, n in blocks(places, parts)]
                 moved = _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
                 moved = moved * x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
-                found += _fetching(x, over, moved, topology)
+                found += _fetching(x, over, moved, layout.topology)
         return found
 
     return lambda body: Bodied(body, time)
@@ -240,21 +234,15 @@ def moving(*operands: int) -> Callable[[Body], Bodied]:
 
 
 def _receiving(operands: tuple[int, ...] | None) -> Callable[[Body], Bodied]:
-    def time(
-        specs: Sequence[TensorSpec],
-        _: Sequence[TensorSpec],
-        axes: tuple[str, ...],
-        topology: Topology,
-        __: frozenset[int],
-    ) -> float:
+    def time(layout: BodyLayout) -> float:
         found = 0.0
-        for spec in specs if operands is None else (specs[i] for i in operands):
-            own = tuple(a for a in axes if a in spec.partition.axes)
+        for spec in layout.operands if operands is None else (layout.operands[i] for i in operands):
+            own = tuple(a for a in layout.axes if a in spec.partition.axes)
             if own:
                 size = spec.dtype.itemsize
                 for length in spec.block_shape:
                     size *= length
-                found += _fetching(spec, own, size, topology)
+                found += _fetching(spec, own, size, layout.topology)
         return found
 
     return lambda body: Bodied(body, time)
