@@ -97,28 +97,26 @@ def recomputing() -> Iterator[None]:
         records.repeats = before
 
 
-def step(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function whose calls are each one step of a record, whatever they do within."""
+def _recorded(function: Callable[Q, R], instead: Callable[[Any, Any, Any], R]) -> Callable[Q, R]:
+    """The function; while a program is recorded ``instead``, of who records and the arguments by place and by name."""
 
     @functools.wraps(function)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if not _active or (records := recorder()) is None:
             return function(*args, **kwargs)
-        return records.step(function, args, kwargs)  # type: ignore[no-any-return]
+        return instead(records, args, kwargs)
 
     return run
+
+
+def step(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A function whose calls are each one step of a record, whatever they do within."""
+    return _recorded(function, lambda records, args, kwargs: records.step(function, args, kwargs))
 
 
 def state(function: Callable[Q, R]) -> Callable[Q, R]:
     """A step that reads or sets what is no tensor: done, too, where a program is recorded of shapes alone."""
-
-    @functools.wraps(function)
-    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        if not _active or (records := recorder()) is None:
-            return function(*args, **kwargs)
-        return records.step(function, args, kwargs, real=True)  # type: ignore[no-any-return]
-
-    return run
+    return _recorded(function, lambda records, args, kwargs: records.step(function, args, kwargs, real=True))
 
 
 def reading(function: Callable[Q, R]) -> Callable[Q, R]:
@@ -141,29 +139,21 @@ def outside_transforms() -> Any:
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function that works something out for all later runs: no step of a record or value of a transform.
+    """A function that works something out for all later runs: no step of a record, its results are there before."""
 
-    Its results are there before.
-    """
-
-    @functools.wraps(function)
-    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        records = recorder()
-        with outside_transforms(), nullcontext() if records is None else records.real():
+    def aside(records: Any, args: Any, kwargs: Any) -> R:
+        with records.real():
             return function(*args, **kwargs)
 
-    return run
+    return _recorded(function, aside)
 
 
 def constant(function: Callable[Q, R]) -> Callable[Q, R]:
     """A function whose result, a tensor, is the same in every run of this rank."""
 
-    @functools.wraps(function)
-    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        if not _active or (records := recorder()) is None:
-            return function(*args, **kwargs)
+    def known(records: Any, args: Any, kwargs: Any) -> R:
         with records.real():
             found = function(*args, **kwargs)
         return records.constant(found)  # type: ignore[no-any-return]
 
-    return run
+    return _recorded(function, known)
