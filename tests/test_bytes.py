@@ -49,6 +49,10 @@ def _to(x: Any) -> Any:
     return x.to(device_put(COUNTED, COLUMNS, mesh=MESH) if isinstance(x, Sharded) else COUNTED) * 1
 
 
+def _ctc(x: Any) -> Any:
+    return F.ctc_loss(x.log_softmax(-1), torch.arange(24).reshape(8, 3) % 4 + 1, (6,) * 8, (3, 2, 1, 0) * 2)
+
+
 CASES: dict[str, Case] = {
     # 8 bytes an element; a gather or its transpose: 3/4 of the whole, padded, an all-reduce: twice that
     "a sharded batch stays": (torch.mm, [((8, 4), ROWS), ((4, 16), WHOLE)], 12 * 4 * 16),
@@ -78,6 +82,7 @@ CASES: dict[str, Case] = {
     "a loss of rows": (F.cosine_embedding_loss, [((8, 8), WHOLE), ((8, 8), ROWS), ((8,), WHOLE)], 6 * 64),
     "distances": (F.triplet_margin_loss, [((8, 8), ROWS), ((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
+    "a loss of sequences": (_ctc, [((6, 8, 5), COLUMNS)], 0),
     "rows set by places": (_index_copy, [((8, 8), COLUMNS), ((8, 8), COLUMNS)], 12 * 64),
     "places in a whole table": (_gathered, [((8, 8), WHOLE)], 6 * 16),
     "a transform of two dims": (lambda x: torch.fft.fft2(x).abs(), [((8, 8), ROWS)], 6 * 16 * 2 * 2),

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
-from fspmd.rules.factors import Factors
+from fspmd.rules.batches import gathered
+from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.reductions import along
 from fspmd.rules.values import check_values
 from fspmd.rules.whole import Whole
@@ -164,6 +165,36 @@ def _multilabel_margin(
     return _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction, size_average, reduce)
 
 
+def ctc(x: Any, target: Any, lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
+    """Of each sample of a batch; torch does not know its shape without values."""
+    if x.is_meta:
+        return x.new_empty(x.shape[1:-1])
+    return F.ctc_loss(x, target, lengths, target_lengths, blank, "none", zero_infinity)
+
+
+def of_samples(whole: Whole) -> Factors:
+    """The rule of `ctc`; targets without a dim of their own for the samples are whole."""
+    padded = [*map(len, whole.shapes)] == [3, 2, 1, 1]
+    return match(parse("[t] n [c], n [s], n, n -> n"), whole.shapes) if padded else gathered(whole)
+
+
+def _ctc(
+    x: Any,
+    target: Any,
+    lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Any:
+    lengths, target_lengths = (
+        one if isinstance(one, (torch.Tensor, Sharded)) else torch.tensor(one, dtype=torch.int64, device=x.device)
+        for one in (lengths, target_lengths)
+    )
+    found = above.dispatch(ctc, (), (x, target, lengths, target_lengths, blank, zero_infinity))
+    return _reduce(found / target_lengths.clamp(min=1) if reduction == "mean" else found, reduction)
+
+
 def smoothed(
     x: Any,
     target: Any,
@@ -230,6 +261,7 @@ LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(F, name): _of_elements(getattr(F, name)) for name in ELEMENTWISE},
     F.huber_loss: _huber,
     F.gaussian_nll_loss: _gaussian_nll,
+    F.ctc_loss: _ctc,
     F.pairwise_distance: _pairwise_distance,
     F.multilabel_margin_loss: _multilabel_margin,
     F.cosine_embedding_loss: _cosine_embedding,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fspmd.op_kinds import name_of
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.handlers import handler_of
-from fspmd.rules.losses import alike, gaussian, of_rows
+from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.numbers import FLOATS, NUMBERS, Free, free
 from fspmd.rules.reductions import over
 from fspmd.rules.spectra import whole_along
@@ -23,6 +23,7 @@ IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.lo
 _ROWS: Final[dict[Any, Row]] = {
     alike: Row(of_rows),
     gaussian: Row(elementwise),
+    ctc: Row(of_samples, empty=False),
     whole_along: Row(over(1, "dims", kept=True), "first"),
 }
 
