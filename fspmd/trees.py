@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,25 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and treedef; None is a leaf."""
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     return leaves, treedef
+
+
+def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequence[Tensor]], Any]:
+    """What makes the tree of other tensors in the places of those among its leaves; it keeps none of these.
+
+    >>> import torch
+    >>> filling(*flatten({"w": torch.zeros(2), "rate": 0.5}))([torch.ones(1)])
+    {'rate': 0.5, 'w': tensor([1.])}
+    """
+    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def filled(values: Sequence[Tensor]) -> Any:
+        full = list(fixed)
+        for i, x in zip(places, values, strict=True):
+            full[i] = x
+        return treedef.unflatten(full)
+
+    return filled
 
 
 def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states
-from fspmd.trees import flatten
+from fspmd.trees import filling, flatten
 
 #: held by who records; others run functions as they are, or wait
 recording = threading.RLock()
@@ -60,16 +60,8 @@ def capture(
 
 def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imagines: bool) -> Capture:
     leaves, treedef = flatten((args, kwargs))
-    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    tensors = [_apart(leaves[i]) for i in places]
-    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def filled(values: Sequence[Tensor]) -> tuple[Any, Any]:
-        full = list(fixed)
-        for i, x in zip(places, values, strict=True):
-            full[i] = x
-        given: tuple[Any, Any] = treedef.unflatten(full)
-        return given
+    before = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors, filled = list(map(_apart, before)), filling(leaves, treedef)
 
     def again(values: Sequence[Tensor]) -> list[Tensor]:
         given, named = filled(values)
@@ -81,13 +73,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     with recorder.recording():
-        try:
-            out = function(*given, **named)
-        except Exception as error:
-            if recorder.refused is None or error is recorder.refused:
-                raise
-            raise recorder.refused from error  # whatever was made of it on its way
-        recorder.finish()
+        out = _run(recorder, function, given, named)
         for one in optree.tree_leaves((given, named, out), is_sharded, none_is_leaf=True):
             recorder.lies(one)
         _check_arguments(leaves, filled(tensors), (given, named))
@@ -99,15 +85,13 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
-    for i in written:
-        if leaves[places[i]].is_inference() and not imagines:
-            with torch.inference_mode():
-                leaves[places[i]].copy_(tensors[i])
+    if not imagines:
+        _write_back([(before[i], tensors[i]) for i in written])
     return Capture(
         program,
         facts,
         out,
-        [leaves[i] for i in places],
+        before,
         tensors,
         results,
         again,
@@ -116,6 +100,26 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         written,
         tuple((module, state_of(module)) for module in recorder.modules.values()),
     )
+
+
+def _run(recorder: Recorder, function: Callable[..., Any], given: Any, named: Any) -> Any:
+    """The result; raises what was refused, whatever was made of it on its way."""
+    try:
+        out = function(*given, **named)
+    except Exception as error:
+        if recorder.refused is None or error is recorder.refused:
+            raise
+        raise recorder.refused from error
+    recorder.finish()
+    return out
+
+
+def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Into inference tensors, in whose place the function was given others."""
+    for given, written in pairs:
+        if given.is_inference():
+            with torch.inference_mode():
+                given.copy_(written)
 
 
 def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:

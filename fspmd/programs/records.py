@@ -24,7 +24,7 @@ from fspmd.programs.telling import tell_when_they_run, told_before
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import flatten
+from fspmd.trees import filling, flatten
 from fspmd.watching.watch import Communication
 
 
@@ -200,14 +200,4 @@ def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
     if type(out) is tuple and all(type(x) is Sharded for x in out):
         specs = tuple(x.spec for x in out)
         return lambda values: tuple(map(_pair, values, specs))
-    leaves, treedef = flatten(out)
-    kept = [None if isinstance(x, Tensor) else x for x in leaves]
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-
-    def rebuild(values: tuple[Any, ...]) -> Any:
-        full = list(kept)
-        for i, x in zip(places, values, strict=True):
-            full[i] = x
-        return treedef.unflatten(full)
-
-    return rebuild
+    return filling(*flatten(out))
