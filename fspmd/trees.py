@@ -27,7 +27,7 @@ def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequ
 
     >>> import torch
     >>> filling(*flatten({"w": torch.zeros(2), "rate": 0.5}))([torch.ones(1)])
-    {'rate': 0.5, 'w': tensor([1.])}
+    {'w': tensor([1.]), 'rate': 0.5}
     """
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
