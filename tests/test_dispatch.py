@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, make_mesh
-from fspmd.global_view import unruled
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -548,58 +547,6 @@ def test_views_of_uneven_blocks_under_vmap(f: Callable[[Any], Any]) -> None:
         torch.testing.assert_close(
             device_get(fspmd.vmap(lambda x: f(x.reshape(1, 5)), in_dims=dim)(x)), whole.reshape(4, *f(whole[0]).shape)
         )
-
-
-NUMBERED: dict[str, Callable[[Any, float], Any]] = {
-    "mul and add": lambda x, v: x * v + v,
-    "clamp": lambda x, v: x.clamp(min=-v, max=v),
-    "threshold": lambda x, v: F.threshold(x, v, -v),
-    "addmm": lambda x, v: torch.addmm(x, x, torch.ones(6, 6, dtype=F64), alpha=v, beta=v + 1),
-    "layer_norm": lambda x, v: F.layer_norm(x, (6,), eps=v),
-    "batch_norm": lambda x, v: F.batch_norm(x, None, None, training=True, eps=v),
-    "huber_loss": lambda x, v: F.huber_loss(x, -x, delta=v),
-    "huber_loss, weighed": lambda x, v: F.huber_loss(x, -x, delta=v, weight=torch.ones(4, 6, dtype=F64)),
-    "renorm": lambda x, v: x.renorm(2.0, 0, v),
-    "full_like": torch.full_like,
-    "x[i] = v": lambda x, v: _with_row(x.clone(), 1, v),
-    "x[i:j, k] = v": lambda x, v: _with_row(x.clone(), (slice(1, 3), 2), v),
-    "x[mask] = v": lambda x, v: _with_row(x.clone(), x > 0, v),
-    "lists": lambda x, v: torch._foreach_mul([x, x], [v, v + 1])[1],
-    "dropout": lambda x, v: F.dropout(x, v, training=False),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERED)
-def test_numbers_that_do_not_bear_on_layouts_never_miss(name: str) -> None:
-    whole = values(((4, 6),))[0]
-    x = device_put(whole, P("x"), mesh=LINE)
-    NUMBERED[name](x, 0.37)
-    fspmd.propagation_cache_clear()
-    misses = []
-    for v in (0.25, 0.5, 0.75):
-        torch.testing.assert_close(device_get(NUMBERED[name](x, v)), NUMBERED[name](whole, v))
-        misses.append(fspmd.propagation_cache_info().misses)
-    assert misses[0] == misses[1] == misses[2], misses
-
-
-@pytest.mark.parametrize(
-    ("f", "traces"),
-    [
-        (lambda x, v: F.local_response_norm(x[:, :, None], 3, alpha=v, k=1 + v), 1),
-        (lambda x, v: torch.gradient(x, spacing=v, dim=0)[0], 1),
-        (lambda x, v: torch.cdist(x, x + 1, p=1 + v), 3),  # it looks at the number
-    ],
-)
-def test_numbers_in_a_graph_are_operands_unless_they_are_looked_at(
-    f: Callable[[Any, float], Any], traces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, traced = values(((4, 6),))[0], []
-    x, decompose = device_put(whole, P("x"), mesh=LINE), unruled.decompose
-    monkeypatch.setattr(unruled, "decompose", lambda *args: traced.append(args) or decompose(*args))
-    fspmd.propagation_cache_clear()
-    for v in (0.25, 0.5, 0.25, 0.5, 0.75):
-        torch.testing.assert_close(device_get(f(x, v)), f(whole, v))
-    assert len(traced) == traces
 
 
 def test_the_cache_keeps_as_many_plans_as_it_may_the_newest_ones() -> None:

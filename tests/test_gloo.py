@@ -31,6 +31,7 @@ from gloo_programs import (
     convolved_thrice_differentiated,
     zeros_travel,
 )
+from number_programs import numbers_on_processes
 from placement_cases import RESULTS, Placement, expected_placement, run_placement, some_placements
 from processes import Processes
 from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
@@ -235,3 +236,7 @@ def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
             if wrong := check_placement(case, [found[i] for found in on_gloo]):
                 failures.append(f"{case}\n{wrong}")
     assert not failures, f"{len(failures)} of {len(cases)} cases:\n" + "\n\n".join(failures[:5])
+
+
+def test_torch_functions_with_other_numbers(four: Processes) -> None:
+    four.run(numbers_on_processes, seconds=120)

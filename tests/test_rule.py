@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fspmd
-from fspmd import ArgumentError, P, device_put, make_mesh, pmax, psum, rule
+from fspmd import ArgumentError, P, device_get, device_put, make_mesh, pmax, psum, rule
 from fspmd.global_view.dispatch import forget_plans
 from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 from fspmd.rules import registry
@@ -240,3 +240,15 @@ def test_what_is_no_rule(arguments: tuple[Any, ...], message: str) -> None:
         rule(torch.mm, "m k, k n -> m n", linear="yes")
     with pytest.raises(ArgumentError, match="has no rule"):
         fspmd.explain_rule(print, torch.ones(3))
+
+
+def test_a_float_is_in_no_key_unless_it_may_bear_on_sizes() -> None:
+    scaled = rule(lambda x, v: x * v, "... n -> ... n")
+    cut = rule(lambda x, v: x[:, : int(v)], "m n -> m 1")
+    whole = torch.arange(24.0).reshape(4, 6)
+    x, misses = device_put(whole, P("x"), mesh=LINE), []
+    for v in (2.0, 3.0, 4.0):
+        assert torch.equal(device_get(scaled(x, v)), whole * v)
+        misses.append(fspmd.propagation_cache_info().misses)
+        assert torch.equal(device_get(cut(x, v)), whole[:, : int(v)])
+    assert misses[2] - misses[1] == misses[1] - misses[0] == 1  # of `cut`

@@ -53,13 +53,17 @@ class _Cache:
 
     def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
         """Of a call that the cache does not have; in inference mode torch does not tell which results are views."""
+        by_default = (torch.get_default_dtype(), *key)
+        plan = _plans.get(by_default)
+        if plan is not None:
+            self.hits += 1
+            return plan
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             plan = _plan_call(func, args, kwargs)
         self.misses += 1
-        if not _by_default_dtype(plan, key):
-            _plans[key] = plan
-            if len(_plans) > self.maxsize:
-                self.shrink()
+        _plans[by_default if _by_default_dtype(plan, key) else key] = plan
+        if len(_plans) > self.maxsize:
+            self.shrink()
         return plan
 
     def shrink(self) -> None:

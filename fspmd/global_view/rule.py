@@ -15,7 +15,7 @@ from fspmd.errors import ArgumentError
 from fspmd.global_view.dispatch import forget_plans
 from fspmd.global_view.refusals import shown
 from fspmd.messages import counted, described
-from fspmd.rules import Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
+from fspmd.rules import FLOATS, NONE, Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
 from fspmd.sharded import Sharded, above, is_sharded
 
 _LINEAR: Final = ("", "sum", "product", "first")
@@ -33,7 +33,7 @@ def rule(
             of the computation wherever it stands. A dim that no result has is summed over: sharded, the result is a
             pending sum. ``[d]`` must be whole. ``1`` is a dim of any size that is never sharded, and so is one that
             some results have and others have not: a rule does not tell whether those are sums over it. ``...``
-            stands for leading dims that broadcast.
+            stands for leading dims that broadcast. Floats among the arguments change nothing of that.
         linear: Which pending sums (unreduced operands) it may be given: ``"sum"``, where all are; ``"product"``,
             where one is; ``"first"``, where the first is; ``""``, none: they are summed first.
         body: What runs where a dim in brackets is sharded, in the words of `shard_map`: ``body(site, *args)``, with
@@ -63,7 +63,8 @@ def rule(
     if linear not in _LINEAR:
         raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
     bodied = replace(reducing(2)(_checked(body, shown(func))), asks=True) if body is not None else None
-    register(func, Row(_fitting(shown(func), pattern, body is not None), linear, body=bodied))
+    free = FLOATS if body is None and _tells_sizes(pattern) else NONE
+    register(func, Row(_fitting(shown(func), pattern, body is not None), linear, free=free, body=bodied))
     forget_plans()
     if is_dispatched(func):
         return func
@@ -77,6 +78,11 @@ def rule(
 
     register(with_rule, row_of(func))  # type: ignore[arg-type]
     return with_rule
+
+
+def _tells_sizes(pattern: str) -> bool:
+    """Whether the sizes of the results are those of dims of operands, on which no number bears."""
+    return all("1" not in dims for dims in parse(pattern).results)
 
 
 def _fitting(name: str, pattern: str, bodied: bool) -> Rule:

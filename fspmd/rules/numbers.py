@@ -28,6 +28,8 @@ class Free(NamedTuple):
 _VALUES: Final[dict[str, frozenset[int | str]]] = {
     **dict.fromkeys(("index_fill", "index_fill_", "scatter", "scatter_", "pad"), frozenset((3, "value"))),
     "constant_pad_nd": frozenset((2, "value")),
+    "layer_norm": frozenset((4, "eps")),
+    "rms_norm": frozenset((3, "eps")),
     "__setitem__": frozenset((2,)),
 }
 #: nothing is dropped, or smoothed, and norms are greatest elements

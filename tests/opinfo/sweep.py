@@ -179,11 +179,11 @@ def _run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> 
     except Exception:
         return  # the sample itself fails
     if name_of(op).removesuffix(".with_train") in DRAWS or sample.kwargs.get("dropout_p"):
-        expected, grads = _on_one_rank(call, tensors, expected)
+        expected, grads = on_one_rank(call, tensors, expected)
     for specs in placements(tensors, mesh, most):
         report.runs += 1
         try:
-            _compare(call, tensors, specs, mesh, expected, grads, kind, report, name_of(op) not in UNDEFINED)
+            compare(call, tensors, specs, mesh, expected, grads, kind, report, name_of(op) not in UNDEFINED)
         except FspmdError as error:
             report.refused += 1
             _note(report, "refused", str(error)[:240])
@@ -219,7 +219,7 @@ REFUSED = {
 UNDEFINED = names("empty_like new_empty new_empty_strided")
 
 
-def _on_one_rank(
+def on_one_rank(
     call: Callable[[Sequence[Any]], tuple[list[Any], Any]], tensors: Sequence[Tensor], like: Sequence[Any]
 ) -> tuple[list[Any], list[Tensor | None]]:
     alone = make_mesh((1,), ("x",), transport="simulation")
@@ -270,7 +270,7 @@ def gradients(outs: Sequence[Any], leaves: Sequence[Any]) -> list[Tensor | None]
     return [next(found) if x.requires_grad else None for x in leaves]
 
 
-def _compare(
+def compare(
     call: Callable[[Sequence[Any]], tuple[list[Any], Any]],
     tensors: Sequence[Tensor],
     specs: Sequence[P],
