@@ -91,6 +91,9 @@ CASES: dict[str, Case] = {
         lambda x: (x + 0, (x > 0).any(0), (x < 0.9).all(1), (x > 0).any(), _tied(x).count_nonzero(0)),
         ((4, 5),),
     ),
+    "chunk": (lambda x: x.chunk(3), ((7, 4),)),
+    "split": (lambda x: x.split([2, 0, 4], -1), ((3, 6),)),
+    "even pieces": (lambda x: x.chunk(2), ((24, 2),)),
     "cumsum": (lambda x: x.cumsum(0), ((5, 4),)),
     "cumprod": (lambda x: _tied(x).cumprod(1), ((4, 5),)),
     "cummax": (lambda x: _tied(x).cummax(1), ((3, 7),)),
@@ -157,6 +160,13 @@ def test_dtypes(name: str) -> None:
     for found, want in zip(outputs_of(f(given)), outputs_of(f(plain)), strict=True):
         assert (found.dtype, found.shape) == (want.dtype, tuple(want.shape))
         torch.testing.assert_close(fspmd.device_get(found), want)
+
+
+def test_pieces_are_one_exchange() -> None:
+    x = fspmd.device_put(torch.arange(32.0).reshape(16, 2), fspmd.P("x"), mesh=LINE)
+    with fspmd.communication_log() as log:
+        x.chunk(4)
+    assert [one.kind for one in log] == ["ragged_all_to_all"]
 
 
 def test_nan_is_the_extreme() -> None:

@@ -6,6 +6,7 @@ An int in place of a dim takes its row on one rank: a pending sum, and nothing m
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from fspmd.rules.windows import (
     Places,
     block_places,
     fetched,
+    in_pieces,
     moved_in_turn,
     passing,
     per_rank,
@@ -51,7 +53,7 @@ def _cut(site: Site, x: Tensor, d: int, start: int, length: int, step: int = 1) 
     """A range of a dim, sharded or not."""
     if not site.axes.get(d):
         return x[(slice(None),) * d + (slice(start, start + length * step, step),)]
-    return taken(site, ("cut", start, step), x, d, _size(site, d), length, _from(start, step))
+    return taken(site, ("cut", start, length, step), x, d, _size(site, d), length, _from(start, step))
 
 
 @passing
@@ -98,15 +100,21 @@ def cut(site: Site, x: Tensor, dim: int = 0, start: int | None = None, end: int 
     return _cut(site, x, d, places.start, len(places), step)
 
 
-@passing
+@in_pieces
 def split(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Pieces one after another, of sizes or so many."""
-    d, start = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim(), 0
-    found = []
-    for spec in site.results:
-        found.append(_cut(site, x, d, start, spec.shape[d]))
-        start += spec.shape[d]
-    return tuple(found)
+    """Pieces one after another, of sizes or so many; in one exchange where their blocks are even."""
+    d = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
+    sizes, axes = [spec.shape[d] for spec in site.results], site.axes[d]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    if not all(spec.even for spec in site.results):
+        return tuple(_cut(site, x, d, start, size) for start, size in zip(starts, sizes, strict=True))
+    cuts = [site.blocks(size, d) for size in sizes]
+
+    def rows(at: int) -> Tensor:
+        return torch.cat([start + block_places(cut, at) for start, cut in zip(starts, cuts, strict=True)])
+
+    x = fetched(site, "split", x, d, axes, site.blocks(_size(site, d), d), rows)
+    return tuple(x.split([cut[0][1] for cut in cuts], d))
 
 
 @passing

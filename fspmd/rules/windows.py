@@ -6,6 +6,7 @@ all-to-all of unequal lengths brings what it lacks. Which rows those are is know
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -207,17 +208,38 @@ def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[
     return lambda body: Bodied(body, time)
 
 
+def in_pieces(body: Body) -> Bodied:
+    """A body that gives a dim in pieces, one after another: the rows that all their blocks lack, as one exchange."""
+
+    def time(layout: BodyLayout) -> float:
+        x, found = layout.operands[0], 0.0
+        for d in layout.whole:
+            if over := entry_axes(x.partition[d]):
+                parts = tuple(x.mesh.shape[axis] for axis in over)
+                sizes = [piece.shape[d] for piece in layout.results]
+                starts = itertools.accumulate(sizes, initial=0)
+                wanted = [
+                    [(start + a, start + a + n) for a, n in blocks(size, parts)]
+                    for start, size in zip(starts, sizes, strict=False)
+                ]
+                row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
+                found += _fetching(x, over, row * _busiest(blocks(x.shape[d], parts), *wanted), layout.topology)
+        return found
+
+    return Bodied(body, time)
+
+
 def _fetching(spec: TensorSpec, axes: tuple[str, ...], size: int, topology: Topology) -> float:
     """µs of an all-to-all in which a rank receives so many bytes; as with any of unequal lengths all send to all."""
     received = (spec.mesh.axis_size(axes) - 1, size)
     return price("ragged", spec.mesh, axes, size, size, topology, received).time
 
 
-def _busiest(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
-    """The most rows that a rank receives, or sends: of (offset, length) of each block, and the range each wants."""
+def _busiest(held: Sequence[tuple[int, int]], *wanted: Sequence[tuple[int, int]]) -> int:
+    """The most rows that a rank receives, or sends: of (offset, length) of each block, and the ranges each wants."""
     received, sent = [0] * len(held), [0] * len(held)
     starts = [start for start, _ in held]
-    for i, (first, last) in enumerate(wanted):
+    for i, (first, last) in itertools.chain(*map(enumerate, wanted)):
         for j in range(max(0, bisect_right(starts, first) - 1), len(held)):
             if starts[j] >= last:
                 break
