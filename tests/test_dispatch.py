@@ -589,3 +589,24 @@ def test_a_copy_that_only_garbage_holds_is_not_in_use() -> None:
     finally:
         gc.enable()
     assert device_get(x)[0] == 5
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.new_zeros(),
+        lambda x: x.dist("no"),
+        lambda x: x.bernoulli_("no"),
+        lambda x: x.log_softmax(1.5),
+        lambda x: F.dropout(x, "no"),
+        lambda x: x.cov(1),
+    ],
+)
+def test_arguments_that_a_function_cannot_take_are_refused_in_torchs_words(f: Callable[[Any], Any]) -> None:
+    with pytest.raises(ArgumentError, match=r" of .*f64\[4@x, 6\].* fails on the global tensors: "):
+        f(device_put(values(((4, 6),))[0], P("x"), mesh=LINE))
+
+
+def test_new_takes_a_device() -> None:
+    x = device_put(values(((4, 6),))[0], P("x"), mesh=LINE)
+    assert (x.new(2, 3, device="cpu").shape, x.new(2, 3, device="cpu").dtype) == ((2, 3), F64)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
-from fspmd.global_view.decompose import tensors_of
+from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import OpPlan, as_whole, propagate
 from fspmd.global_view.refusals import shown
@@ -109,7 +109,7 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return as_whole(lambda args, kwargs: NotImplemented)
     registered = is_registered(func)
     if not registered and (handler := handler_of(func)) is not None:
-        return as_whole(lambda args, kwargs: handler(*args, **kwargs))
+        return as_whole(functools.partial(_tried, func, handler))
     if args and type(args[0]) is Sharded and _says_inplace(func, args, kwargs):
         return as_whole(functools.partial(_in_place, func))
     if registered:
@@ -121,8 +121,28 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
             return as_whole(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
-        return as_whole(lambda args, kwargs: composite(*args, **kwargs), in_parts=True)
+        return as_whole(functools.partial(_tried, func, composite), in_parts=True)
     return None
+
+
+def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What runs in place of a function; of arguments that it cannot take, torch's own words are better."""
+    try:
+        return instead(*args, **kwargs)
+    except (TypeError, AttributeError, IndexError) as error:
+        tree: Any = (args, kwargs)
+        whole: Any = optree.tree_map(_without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
+        try:
+            func(*whole[0], **whole[1])
+        except Exception as complaint:
+            given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
+            raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {complaint}") from error
+        tell_call(error, func, args, kwargs)
+        raise
+
+
+def _without_data(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, (Sharded, Tensor)) else x
 
 
 def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

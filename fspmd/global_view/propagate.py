@@ -159,7 +159,7 @@ def ask(
     results = [_whole(shape, dtype, specs[0]) for shape, dtype in outcome.results]
     try:
         factors = row.rule(Whole(shapes, plain, kwargs, after))
-    except IndexError as error:  # no such dim
+    except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
     if not _fits(factors, shapes, after, free, resized=row.blocks is not None):

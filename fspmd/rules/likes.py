@@ -77,7 +77,7 @@ def _new_strided(x: Sharded, size: Sequence[int], _: Sequence[int], **options: A
     return _new(torch.empty, x, size, **options)
 
 
-def _new_by_type(x: Sharded, *args: Any) -> Sharded:
+def _new_by_type(x: Sharded, *args: Any, device: Any = None) -> Sharded:
     """``x.new(2, 3)``, ``x.new(size)``, which torch.distributions write; of other data a new tensor."""
     by_size = all(type(one) is int for one in args) or isinstance(args[0], torch.Size)
     return _new(torch.empty, x, *(args or (0,))) if by_size else _new_tensor(x, *args)
