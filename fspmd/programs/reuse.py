@@ -37,14 +37,18 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
     """
     program = captured.program
     place = {node: i for i, node in enumerate(program.graph.nodes)}
+    within: dict[fx.Node, list[fx.Node]] = {}  # by the step in whose memory they lie
+    for node in place:
+        within.setdefault(owner(node), []).append(node)
     for i in places:
         argument, leaf = program.inputs[i], captured.leaves[i]
         if not _is_dense(leaf) or leaf.requires_grad:
             continue
         here = argument
-        while (step := _last(here, argument, place)) is not None and _fits(step, here):
+        while (step := _last(here, within[argument], place)) is not None and _fits(step, here):
             step.target = IN_PLACE[step.target]
             step.meta["memory"] = argument
+            within[argument] += within.pop(step)
             step.meta["reuses"] = True
             here = step
     written = {owner(node) for node in place if node.meta.get("reuses")}  # now, or when it was lowered
@@ -55,9 +59,8 @@ def _is_dense(x: Tensor) -> bool:
     return all(shard.is_contiguous() for shard in blocks_of(x))
 
 
-def _last(here: fx.Node, argument: fx.Node, place: dict[fx.Node, int]) -> fx.Node | None:
+def _last(here: fx.Node, views: list[fx.Node], place: dict[fx.Node, int]) -> fx.Node | None:
     """The last step that reads the memory of an argument, if it reads the value ``here`` itself."""
-    views = [node for node in place if owner(node) is argument]
     readers = sorted({user for node in views for user in node.users}, key=place.__getitem__)
     odd = any(is_unknown(user) or user.target in (LocalTensor, shard_of) or user.op == "output" for user in readers)
     if not readers or odd or here not in readers[-1].all_input_nodes:
