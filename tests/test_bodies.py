@@ -82,6 +82,7 @@ CASES: dict[str, Case] = {
     "prod": (torch.prod, ((5, 6),)),
     "prod of a dim": (lambda x: _tied(x).prod(1, keepdim=True), ((4, 5),)),
     "prod of one factor": (lambda x: (x.prod(0), x[:, :1].prod(), (x - x.detach()).prod(0)), ((1, 5),)),
+    "prod of one number": (lambda x: (x.prod(), x.prod(0), x.prod(-1, keepdim=True)), ((),)),
     "prod, without gradient": (
         lambda x: (x * 1, x.detach().prod(0), _tied(x).detach().prod(), (x > 0).prod(0)),
         ((4, 5),),

@@ -101,6 +101,19 @@ def test_whole_operands_give_the_same(name: str, gathering: None) -> None:
     check_case(name, CASES[name], GRID, 12)
 
 
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+def test_trying_a_function_draws_nothing(mesh: Mesh) -> None:
+    """The numbers are those of the plain call, though it is tried on values without data first."""
+
+    def pooled(x: Any) -> Any:
+        torch.manual_seed(5)
+        return F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.5), return_indices=True)[0]
+
+    (x,) = values(((1, 3, 9, 9),))
+    for (spec,) in placements(mesh, (x.shape,), 12):
+        torch.testing.assert_close(device_get(pooled(device_put(x, spec, mesh=mesh))), pooled(x))
+
+
 def _running(x: Any, mean: Any, var: Any) -> Any:
     return F.batch_norm(x, mean, var, None, None, True, 0.3)
 

@@ -33,6 +33,7 @@ from fspmd.rules import writes
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
+from fspmd.transport.randomness import kept
 
 
 def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
@@ -127,7 +128,7 @@ def _writes_if_gathered(
     ]
     args, kwargs = treedef.unflatten(given)
     try:
-        with instead_of_dispatch(lambda _: by.dispatch):
+        with instead_of_dispatch(lambda _: by.dispatch), kept():
             parts(args, kwargs)
     except Exception:
         return None

@@ -29,8 +29,8 @@ def summed(whole: Whole) -> Factors:
 
 def product(whole: Whole) -> Factors:
     """Along dims that must be whole; of one element it is a sum, to which empty blocks add nothing."""
-    dims = whole.dims(1, "dim")
-    return summed(whole) if prod(whole.shapes[0][d] for d in dims) == 1 else along(whole, dims)
+    dims, shape = whole.dims(1, "dim"), whole.shapes[0]
+    return summed(whole) if not shape or prod(shape[d] for d in dims) == 1 else along(whole, dims)
 
 
 def product_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
