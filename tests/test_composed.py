@@ -154,3 +154,11 @@ def test_what_should_be_a_view_is_not_written_into(gathering: None) -> None:
         pieces[0].add_(1)
     with pytest.raises(VarianceError, match="hsplit"):
         x.add_(1)
+
+
+def test_what_has_a_copy_is_not_written_into(gathering: None) -> None:
+    x, mean, var = (device_put(one, P("x"), mesh=LINE) for one in values(((5, 3), (3,), (3,))))
+    taken = mean[1:3]
+    with pytest.raises(VarianceError, match="batch_norm"):
+        _running(x, mean, var)
+    torch.testing.assert_close(device_get(taken), device_get(mean)[1:3])

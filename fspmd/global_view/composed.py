@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies, moved_from
+from fspmd.copies import as_copies, moved_from, refuse_copy
 from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.instead import instead_of_dispatch
@@ -74,6 +74,8 @@ class _Either:
 
     def _on_whole(self, leaves: Sequence[Any], treedef: Any, written: Sequence[int]) -> Any:
         """All operands first made whole; ``written`` are the places of those that the function writes into."""
+        for i in written:
+            refuse_copy(leaves[i].local, shown(self.func))
         given, whole = list(leaves), dict[int, Sharded]()
         for i, x in enumerate(leaves):
             if isinstance(x, Sharded) and x.spec.partition.mentioned:
