@@ -139,13 +139,18 @@ def outside_transforms() -> Any:
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function that works something out for all later runs: no step of a record, its results are there before."""
+    """A function that works something out for all later runs: no step of a record or value of a transform.
 
-    def aside(records: Any, args: Any, kwargs: Any) -> R:
-        with records.real():
+    Its results are there before.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        records = recorder()
+        with outside_transforms(), nullcontext() if records is None else records.real():
             return function(*args, **kwargs)
 
-    return _recorded(function, aside)
+    return run
 
 
 def constant(function: Callable[Q, R]) -> Callable[Q, R]:

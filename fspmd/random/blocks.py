@@ -16,6 +16,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
+from fspmd.variance import unwrapped
 
 Law = Callable[[torch.dtype], Distribution]
 
@@ -34,7 +35,7 @@ def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device
     blocks = []
     for coordinate in held.coordinates():
         full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, coordinate, strict=True))
-        blocks.append(_at(spec, tuple(full.values()), make, device))
+        blocks.append(unwrapped(_at(spec, tuple(full.values()), make, device)))  # a transform would wrap each rank's
     return Sharded(local_tensor(blocks, held), spec)
 
 
