@@ -346,6 +346,8 @@ DRAWS: dict[str, Function] = {
     "unchecked": shard_map(_dropped, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False),
     "gradient": fspmd.grad(lambda x: (F.dropout(x, 0.4) ** 2).sum()),
     "recomputed": fspmd.grad(shard_map(_checkpointed, mesh=MESH, in_specs=P("x"), out_specs=P())),
+    "tangent": lambda x: fspmd.jvp(lambda x: F.dropout(x, 0.4) * torch.rand_like(x), (x,), (x,))[1],
+    "tangent of a body": lambda x: fspmd.jvp(DRAWS["varying"], (x,), (x,))[1],
 }
 
 

@@ -339,3 +339,25 @@ def test_noise_in_functions_that_become_graphs(spec: P) -> None:
         )
         found.append(device_get(out))
     torch.testing.assert_close(*found)
+
+
+#: torch has no tangents of them
+NO_TANGENTS = ("binomial", "gamma", "dirichlet")
+
+
+@pytest.mark.parametrize("name", [name for name in (*CASES, *IN_PLACE) if name not in NO_TANGENTS])
+def test_transforms_see_the_numbers_that_are_drawn_outside_of_them(name: str) -> None:
+    """Of even blocks, each of which a transform would wrap."""
+    f = CASES[name] if name in CASES else lambda x: IN_PLACE[name](torch.empty_like(x))
+    for spec in (P("x"), P(("x", "y"))):
+        given = device_put(torch.cat([base(), base()[:1]]), spec, mesh=GRID)
+        torch.manual_seed(7)
+        expected = f(given)
+        torch.manual_seed(7)
+        found = fspmd.jvp(f, (given,), (given,))[0]
+        for one, other in zip(tensors(found), tensors(expected), strict=True):
+            torch.testing.assert_close(device_get(one), device_get(other), rtol=0, atol=0)
+
+
+def tensors(out: Any) -> list[Any]:
+    return list(out) if isinstance(out, tuple) else [out]

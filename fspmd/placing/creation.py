@@ -24,6 +24,7 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import draw_seed
+from fspmd.variance import unwrapped
 
 Size = int | tuple[int, ...] | list[int]
 
@@ -204,7 +205,8 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
     spec = _layout("randperm", _meta(torch.randperm, n, options=options), options)
     device = spec.mesh.device
     keys = distributions.integers(0, 1 << 64, torch.int64)
-    order = draw(Block((n,), (0,), (n,)), keys, draw_seed(options.get("generator")), device).argsort(stable=True)
+    bits = draw(Block((n,), (0,), (n,)), keys, draw_seed(options.get("generator")), device)
+    order = unwrapped(bits.argsort(stable=True))
 
     def make(block: Block) -> Tensor:
         return order[block.offset[0] : block.offset[0] + block.shape[0]].to(spec.dtype, copy=True)

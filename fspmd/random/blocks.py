@@ -13,30 +13,38 @@ from fspmd.random.distributions import normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
-from fspmd.variance import unwrapped
 
+_transforms_active = torch._C._are_functorch_transforms_active
+_alias = torch.ops.aten.alias.default
 Law = Callable[[torch.dtype], Distribution]
 
 
 def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Sharded:
     """``make`` gives a block, alike on every rank that has it; of a pending sum the first rank has it, others zeros."""
-    mesh = spec.mesh
     if spec.flat:  # of which no block has one place
         like = spec.partition
         entries = (None if isinstance(entry, Flat) else entry for entry in like)
         whole = spec.with_partition(P(*entries, unreduced=like.unreduced, reduced=like.reduced))
         return Sharded(redistribute(fill(whole, make, device).local, whole, spec), spec)
+    with outside_transforms():  # they would wrap each simulated rank's block, and refuse writes into what is drawn
+        local = _local(spec, make, device)
+    return Sharded(_alias(local) if _transforms_active() else local, spec)  # as what torch makes, to be written into
+
+
+def _local(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
+    mesh = spec.mesh
     if mesh.transport != "simulation":
-        return Sharded(_at(spec, mesh.coordinate() or (), make, device), spec)
+        return _at(spec, mesh.coordinate() or (), make, device)
     held = frame(mesh, spec.partition.axes | spec.partition.unreduced)
     blocks = []
     for coordinate in held.coordinates():
         full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, coordinate, strict=True))
-        blocks.append(unwrapped(_at(spec, tuple(full.values()), make, device)))  # a transform would wrap each rank's
-    return Sharded(local_tensor(blocks, held), spec)
+        blocks.append(_at(spec, tuple(full.values()), make, device))
+    return local_tensor(blocks, held)
 
 
 def _at(spec: TensorSpec, coordinate: tuple[int, ...], make: Callable[[Block], Tensor], device: torch.device) -> Tensor:

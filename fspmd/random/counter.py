@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.tracing import step
+from fspmd.tracing import outside_transforms, step
 
 Shape = tuple[int, ...]
 #: words of 32 bits in int64; a Python int where all elements have the same one
@@ -71,6 +71,11 @@ class Distribution:
 @step
 def draw(block: Block, law: Distribution, seed: int, device: torch.device, stream: int = 0) -> Tensor:
     """The elements of a block: those the whole tensor has there, whoever draws them and however it is cut."""
+    with outside_transforms():  # or the result of the step would be wrapped, whose value no record knows
+        return _drawn(block, law, seed, device, stream)
+
+
+def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, stream: int) -> Tensor:
     if not prod(block.shape):
         return torch.empty(block.shape, dtype=law.dtype, device=device)
     dim, length = _run(block)

@@ -26,6 +26,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 from fspmd.transport.randomness import draw_seed
+from fspmd.variance import unwrapped
 
 Then = Callable[[Tensor], Tensor]
 
@@ -187,7 +188,8 @@ def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
     _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "not below 0")
     simulated = rates.spec.mesh.transport == "simulation"
     held = frame(rates.spec.mesh, rates.spec.partition.axes)
-    each = iter(shards_of(rates.local, held) if simulated else [rates.local])
+    local = unwrapped(rates.local)
+    each = iter(shards_of(local, held) if simulated else [local])
     seed = draw_seed(generator)
     return fill(rates.spec, lambda block: counts(block, next(each).double(), seed).to(x.dtype), x.device)
 

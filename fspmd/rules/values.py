@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.sharded import is_sharded
-from fspmd.tracing import reading
+from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.local_tensor import blocks_of
+from fspmd.variance import unwrapped
 
 
 def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
@@ -30,13 +31,14 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
 
 @reading
 def _require(good: Tensor, message: str) -> None:
-    if not all(bool(block.all()) for block in blocks_of(good)):
-        raise ArgumentError(message)
+    with outside_transforms():
+        if not all(bool(block.all()) for block in blocks_of(unwrapped(good))):
+            raise ArgumentError(message)
 
 
 @reading
 def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
     """Raises what torch makes of numbers by which a factorization tells that its matrices are singular."""
-    with torch._C.DisableTorchFunction():
-        for block in blocks_of(info):
+    with torch._C.DisableTorchFunction(), outside_transforms():
+        for block in blocks_of(unwrapped(info)):
             torch._linalg_check_errors(block, name, is_matrix=is_matrix)
