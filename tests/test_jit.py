@@ -466,6 +466,23 @@ def test_threads_that_draw_while_a_function_is_recorded() -> None:
     torch.testing.assert_close([*found, torch.rand(3)], [torch.rand(3, generator=alone) for _ in range(3)])
 
 
+def test_threads_that_draw_all_the_time_draw_no_number_twice() -> None:
+    found: list[float] = []
+    ended = threading.Event()
+
+    def other() -> None:
+        while not ended.is_set():
+            found.append(float(torch.rand((), dtype=F64)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    mine = [jit(lambda x: x + torch.rand((), dtype=F64))(torch.zeros((), dtype=F64)) for _ in range(50)]
+    ended.set()
+    thread.join()
+    found += map(float, mine)
+    assert len(found) == len(set(found))
+
+
 # --- what tells records apart -----------------------------------------------------------------------------------------
 
 

@@ -123,8 +123,8 @@ def _bytes(state: Tensor) -> bytes:
 def _name_seed(generator: torch.Generator, seed: int) -> None:
     """Have it say that it was seeded by ``seed``, which is what its state begins with, and let all else be."""
     with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
-        state = generator.get_state()
-        state[:8] = torch.tensor([*seed.to_bytes(8, sys.byteorder)], dtype=torch.uint8)
+        state = generator.get_state()  # from here on nothing lets another thread run, which may draw from it
+        ctypes.c_uint64.from_address(state.data_ptr()).value = seed
         generator.set_state(state)
 
 
