@@ -44,12 +44,13 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
         argument, leaf = program.inputs[i], captured.leaves[i]
         if not _is_dense(leaf) or leaf.requires_grad:
             continue
-        here = argument
-        while (step := _last(here, within[argument], place)) is not None and _fits(step, here):
+        here, readers = argument, _Readers(place)
+        readers.add(within[argument])
+        while (step := readers.last_of(here)) is not None and _fits(step, here):
             step.target = IN_PLACE[step.target]
             step.meta["memory"] = argument
-            within[argument] += within.pop(step)
             step.meta["reuses"] = True
+            readers.add(within.pop(step))
             here = step
     written = {owner(node) for node in place if node.meta.get("reuses")}  # now, or when it was lowered
     return frozenset(i for i in places if program.inputs[i] in written)
@@ -59,13 +60,28 @@ def _is_dense(x: Tensor) -> bool:
     return all(shard.is_contiguous() for shard in blocks_of(x))
 
 
-def _last(here: fx.Node, views: list[fx.Node], place: dict[fx.Node, int]) -> fx.Node | None:
-    """The last step that reads the memory of an argument, if it reads the value ``here`` itself."""
-    readers = sorted({user for node in views for user in node.users}, key=place.__getitem__)
-    odd = any(is_unknown(user) or user.target in (LocalTensor, shard_of) or user.op == "output" for user in readers)
-    if not readers or odd or here not in readers[-1].all_input_nodes:
-        return None
-    return readers[-1]
+class _Readers:
+    """The steps that read the memory of an argument: the last of them, and whether any may hold on to it."""
+
+    def __init__(self, place: dict[fx.Node, int]) -> None:
+        self.place = place
+        self.last: fx.Node | None = None
+        self.odd = False
+
+    def add(self, views: list[fx.Node]) -> None:
+        """Those of values that lie in the memory, too."""
+        users = {user for node in views for user in node.users}
+        self.odd = self.odd or any(map(_is_odd, users))
+        known = users if self.last is None else {self.last, *users}
+        self.last = max(known, key=self.place.__getitem__, default=None)
+
+    def last_of(self, here: fx.Node) -> fx.Node | None:
+        """The last, if it reads the value ``here`` itself."""
+        return None if self.odd or self.last is None or here not in self.last.all_input_nodes else self.last
+
+
+def _is_odd(user: fx.Node) -> bool:
+    return is_unknown(user) or user.target in (LocalTensor, shard_of) or user.op == "output"
 
 
 def _fits(step: fx.Node, here: fx.Node) -> bool:
