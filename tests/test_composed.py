@@ -10,6 +10,7 @@ import torch
 from dispatch_cases import Case, check_case, placements, values
 from torch.nn import functional as F
 
+import fspmd
 from fspmd import Mesh, P, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
 from fspmd.errors import VarianceError
 from fspmd.global_view import composed
@@ -162,3 +163,23 @@ def test_what_has_a_copy_is_not_written_into(gathering: None) -> None:
     with pytest.raises(VarianceError, match="batch_norm"):
         _running(x, mean, var)
     torch.testing.assert_close(device_get(taken), device_get(mean)[1:3])
+
+
+TRACED: dict[str, Any] = {
+    "nll_loss": lambda x: F.nll_loss(x, LABELS),
+    "a smoothed loss": lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1),
+    "gradient": lambda x: torch.gradient(x, spacing=0.5, dim=0)[0],
+    "local_response_norm": lambda x: F.local_response_norm(x[:, :, None], 3, alpha=0.1),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_a_transform_traces_first_is_the_graph_of_all_calls(name: str) -> None:
+    f, (plain,) = TRACED[name], values(((3, 3),))
+    expected = torch.func.jvp(f, (plain,), (plain.cos(),))
+    for specs in (P(), P("x")):
+        propagation_cache_clear()
+        x = device_put(plain, specs, mesh=LINE)
+        found = fspmd.jvp(f, (x,), (x.cos(),))
+        for got, want in zip((*found, f(x)), (*expected, expected[0]), strict=True):
+            torch.testing.assert_close(device_get(got), want)

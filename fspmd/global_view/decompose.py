@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fspmd.rules import handler_of, row_of
 from fspmd.sharded import Sharded, is_sharded
+from fspmd.tracing import outside_transforms
 
 Function = Callable[..., Any]
 
@@ -241,13 +242,16 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
     symbols = _symbols() if symbolic else None
     operands = [leaves[place] for place in places]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols and symbols.env) as mode:
+        with (
+            outside_transforms(),
+            FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols and symbols.env) as mode,
+        ):
             for i, x in enumerate(operands):
                 if i not in floats:
                     operands[i] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
                 elif symbols is not None:
                     operands[i] = symbols.of(x, i)
-        with torch.no_grad(), mode:
+        with torch.no_grad(), outside_transforms(), mode:  # one graph, within a transform or not
             module = make_fx(torch.func.functionalize(flat), decomposition_table=_simpler())(*operands)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error
