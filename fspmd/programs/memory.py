@@ -86,7 +86,8 @@ def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, 
     for i, node in enumerate(steps):
         begins.update((one, i) for one in _allocated(node))
         ends.update((one, i) for one in _used(node))
-    stays = [one for one in given if one not in donated]
+    gone = set(donated)
+    stays = [one for one in given if one not in gone]
     stays += [one for one in (*program.results, *program.gradients) if one is not None]
     ends.update((owner(one), len(steps) - 1) for one in stays)
     return {one: (i, ends.get(one, i)) for one, i in begins.items()}
