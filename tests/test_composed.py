@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import Mesh, P, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
-from fspmd.errors import VarianceError
+from fspmd.errors import CommunicationError, VarianceError
 from fspmd.global_view import composed
 from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
@@ -183,3 +183,9 @@ def test_what_a_transform_traces_first_is_the_graph_of_all_calls(name: str) -> N
         found = fspmd.jvp(f, (x,), (x.cos(),))
         for got, want in zip((*found, f(x)), (*expected, expected[0]), strict=True):
             torch.testing.assert_close(device_get(got), want)
+
+
+def test_gathers_are_refused_where_they_are_not_written(gathering: None) -> None:
+    x = device_put(torch.ones(3, 2), P(("x", "y")), mesh=GRID)
+    with fspmd.explicit(), pytest.raises(CommunicationError, match="normalize"):
+        F.normalize(x, dim=0)

@@ -25,6 +25,7 @@ from fspmd.redistribution.routes import route
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import leaf_paths
 from fspmd.watching.causes import Cause, Trace
 from fspmd.watching.expressions import expression_at, operands_of
@@ -111,7 +112,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     rows, needs, others = _solved(func, args, kwargs, operands)
     lines += [
         f"  {row}"
-        for row in rows or (f"first {_priced(one, tuple(x.shape), x.dtype)}" for one in implied(x, first, trace))
+        for row in rows or (f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace))
     ]
     lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
     own = [need for need in needs if inner is outer or need[0].assignable]  # what it is made of has values of its own
@@ -230,6 +231,11 @@ def _short(spec: TensorSpec) -> str:
 
 def _over(call: Call) -> str:
     return f"{call.pair.name} over {', '.join(map(repr, call.axes or call.mesh.axis_names))}"
+
+
+def _largest(x: Tensor) -> tuple[int, ...]:
+    """The shape of a block; of simulated ranks the longest that each dim is."""
+    return tuple(map(max, zip(*[one.shape for one in blocks_of(x)], strict=True)))
 
 
 def _priced(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> str:
