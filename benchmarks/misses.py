@@ -14,7 +14,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fspmd
-from fspmd import P, spec
+from fspmd import P, entries, pairs, spec
 from fspmd.redistribution import bounds, edges, moves, routes
 from fspmd.transport import windows
 
@@ -33,9 +33,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[tuple[str, ...]], tuple[P, 
 #: caches of what depends on layouts or shapes
 KNOWN: list[Any] = [
     cache
-    for module in (spec, bounds, edges, moves, routes, windows)
+    for module in (entries, spec, pairs, bounds, edges, moves, routes, windows)
     for cache in vars(module).values()
-    if hasattr(cache, "cache_clear")
+    if hasattr(cache, "cache_clear") and cache.__module__ == module.__name__
 ]
 
 

@@ -60,18 +60,18 @@ def by_bytes() -> Iterator[None]:
 @pytest.mark.parametrize("mesh", [LINE, SIX, GRID])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, mesh: Mesh) -> None:
-    check_case(name, CASES[name], mesh, 12)
+    check_case(name, CASES[name], mesh, 6)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_by_bytes(name: str, by_bytes: None) -> None:
-    check_case(name, CASES[name], LINE, 40)
+    check_case(name, CASES[name], LINE, 12)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_moves_no_more_than_gathers(name: str, by_bytes: None) -> None:
     function, shapes = CASES[name]
-    for specs in placements(LINE, shapes, 40):
+    for specs in placements(LINE, shapes, 12):
         given = [device_put(x, spec, mesh=LINE).requires_grad_() for x, spec in zip(values(shapes), specs, strict=True)]
         with communication_log() as gathered:
             for x in given:
@@ -99,7 +99,7 @@ def gathering() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_whole_operands_give_the_same(name: str, gathering: None) -> None:
-    check_case(name, CASES[name], GRID, 12)
+    check_case(name, CASES[name], GRID, 6)
 
 
 @pytest.mark.parametrize("mesh", [LINE, GRID])

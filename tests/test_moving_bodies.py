@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import Case, check_case, outputs_of, placements, values
+from dispatch_cases import FULL, Case, check_case, outputs_of, placements, values
 from processes import Processes
 from torch.nn import functional as F
 
@@ -441,7 +441,10 @@ def test_gradients_of_gradients(name: str) -> None:
 _NO_TANGENTS = "attention", "embedding, padding", "embedding of torch"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(_NO_TANGENTS)])
+_WITH_TANGENTS = [name for name in CASES if not name.startswith(_NO_TANGENTS)]
+
+
+@pytest.mark.parametrize("name", _WITH_TANGENTS if FULL else sorted({"embedding", *_WITH_TANGENTS[::8]}))
 def test_what_a_transform_calls_first_is_called_outside_of_it_too(name: str) -> None:
     """Plans, and what bodies make once, hold no values of the transform that they were made in."""
     f, shapes = CASES[name]

@@ -153,21 +153,16 @@ def _dim_of(axis: str, lies: P) -> int:
 class _Native:
     """µs of the native collectives of operands along one axis that alone cuts a dim; None where there is none."""
 
-    __slots__ = ("axis", "link", "n", "operands", "times", "topology")
+    __slots__ = ("axis", "link", "n", "operands", "topology")
 
     def __init__(self, axis: str, operands: Sequence[TensorSpec], topology: Topology) -> None:
         mesh = operands[0].mesh
         self.axis, self.operands, self.topology = axis, operands, topology
         self.n, self.link = mesh.shape[axis], topology.link(mesh, (axis,))
-        self.times: dict[tuple[int, int | None], float | None] = {}
 
     def time(self, i: int, to: int | None) -> float | None:
         """Of an operand that is gathered, or whose axis goes to another dim."""
-        if (i, to) not in self.times:
-            self.times[i, to] = self._time(self.operands[i], to)
-        return self.times[i, to]
-
-    def _time(self, spec: TensorSpec, to: int | None) -> float | None:
+        spec = self.operands[i]
         entries, held = spec.partition.entries, prod(spec.block_shape) * spec.dtype.itemsize
         if self.axis not in entries:
             return None

@@ -80,8 +80,10 @@ def best_strategy(
         else:
             if not (way.computed or gradients or way.most == inf):
                 way.compute(operands, results, topology)
-                heapq.heappush(queue, (way.least, place, way, None))
-                continue
+                least = way.least
+                if queue and queue[0][0] < least:
+                    heapq.heappush(queue, (least, place, way, None))
+                    continue
             if not way.made:
                 way.layouts = layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
                 way.made = True
