@@ -9,8 +9,8 @@ from math import inf, prod
 from typing import Final
 
 from fspmd.entries import entry_axes
-from fspmd.global_view.layouts import Choice, Layouts, computing, state_of
-from fspmd.redistribution.cost import Topology, links_differ, native_time, price
+from fspmd.global_view.layouts import Choice, Layouts, state_of
+from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
@@ -37,22 +37,26 @@ class Way:
     def compute(self, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> None:
         """Add the computation, and that pending sums must end, to what is plain."""
         mesh, parts, pending = operands[0].mesh, dict[int | None, int](), list[str]()
+        factors, self.computed = self.factors, True
         for axis, choice in self.choices.items():
             if isinstance(choice, int):
                 parts[choice] = parts.get(choice, 1) * mesh.shape[axis]
-                if choice in self.factors.summed:
+                if choice in factors.summed:
                     pending.append(axis)
-        held = []
-        for dims, spec in zip((*self.factors.operands, *self.factors.results), (*operands, *results), strict=True):
-            block = [-(-n // parts.get(factor, 1)) for factor, n in zip(dims, spec.shape, strict=True)]
-            held.append((block, spec.dtype))
-        self.computed = True
-        time = computing(self.factors, held, topology)
+        lengths: dict[int | None, int] = {}
+        held = 0
+        for dims, spec in zip((*factors.operands, *factors.results), (*operands, *results), strict=True):
+            own = spec.dtype.itemsize
+            for factor, n in zip(dims, spec.shape, strict=True):
+                lengths[factor] = length = -(-n // parts[factor]) if factor in parts else n
+                own *= length
+            held += own
+        lengths[None] = factors.products
+        time = work(prod(lengths.values()), held, topology)
         self.least += time if self.least else 0.0
         self.most += time
-        for block, dtype in held[len(operands) :] if pending else ():
-            size = prod(block) * dtype.itemsize
-            self.most += price("reduce", mesh, tuple(pending), size, size, topology).time / 2
+        if pending:
+            self.most += len(results) * price("reduce", mesh, tuple(pending), held, held, topology).time / 2
 
 
 def ways(

@@ -6,8 +6,6 @@ from collections.abc import Sequence, Set
 from math import inf, lcm, prod
 from typing import Final, NamedTuple
 
-import torch
-
 from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.redistribution.cost import Topology, work
 from fspmd.rules.bodies import Bodied, BodyLayout
@@ -72,18 +70,13 @@ def layouts_of(
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
     """µs of the computation: the products of each place of its factors' blocks, or reading and writing the blocks."""
-    return computing(factors, [(spec.block_shape, spec.dtype) for spec in (*needs, *results)], topology)
-
-
-def computing(factors: Factors, held: Sequence[tuple[Sequence[int], torch.dtype]], topology: Topology) -> float:
-    """The same of the blocks of operands and results."""
     lengths: dict[int | None, int] = {}
-    size = 0
-    for dims, (shape, dtype) in zip((*factors.operands, *factors.results), held, strict=True):
-        lengths.update(zip(dims, shape, strict=True))
-        size += prod(shape) * dtype.itemsize
+    held = 0
+    for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
+        lengths.update(zip(dims, spec.block_shape, strict=True))
+        held += prod(spec.block_shape) * spec.dtype.itemsize
     lengths[None] = factors.products
-    return work(prod(lengths.values()), size, topology)
+    return work(prod(lengths.values()), held, topology)
 
 
 def aligned(

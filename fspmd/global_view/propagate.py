@@ -145,6 +145,7 @@ def ask(
         outcome = like_first(args, kwargs, specs)
     elif row.sized and not writes(func):
         outcome = by_factors(row.rule, Whole(shapes, plain, kwargs, [()]), specs)
+    fits = outcome is not None and not row.kept  # the factors have told the shape
     if outcome is None and row.rule is elementwise and not writes(func):
         outcome = on_one_element(func, args, kwargs, ordered)
     if outcome is None:
@@ -162,7 +163,7 @@ def ask(
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
-    if not _fits(factors, shapes, after, free, resized=row.blocks is not None):
+    if not (fits or _fits(factors, shapes, after, free, resized=row.blocks is not None)):
         return None
     linear = _linearity(row, args, kwargs, specs[0], results[0])
     products = products_of(row, factors, specs, results)
@@ -223,11 +224,13 @@ class _ByGradients:
 
     def plan(self, blocks: list[Any]) -> OpPlan:
         """Of a call on these blocks."""
-        transformed = torch._C._are_functorch_transforms_active()
+        transformed, follows = torch._C._are_functorch_transforms_active(), torch.is_grad_enabled()
         followed = frozenset(
-            i
-            for i, (place, spec) in enumerate(self.question.operands)
-            if _is_float(spec.dtype) and (transformed or (torch.is_grad_enabled() and _at(blocks, place).requires_grad))
+            [
+                i
+                for i, (place, spec) in enumerate(self.question.operands)
+                if _is_float(spec.dtype) and (transformed or (follows and _at(blocks, place).requires_grad))
+            ]
         )
         plan = self.plans.get(followed)
         if plan is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
 
@@ -14,8 +13,7 @@ from fspmd.redistribution.routes import Step, back, route
 from fspmd.spec import TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
+class Moves(NamedTuple):
     """The collectives of one operand, and the casts after them where it will have a gradient; µs forward."""
 
     calls: tuple[Call, ...]

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
@@ -30,8 +30,7 @@ Sizes = tuple[int, ...]
 Label = tuple[float, int, int]  # µs, bytes held, steps by weight
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One collective, the layout it leads to, and what it costs each rank."""
 
     call: Call

@@ -35,9 +35,9 @@ class Factors(NamedTuple):
     products: int = 1  # for each place of the factors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A parsed rule: the names of dims, ``...`` among them."""
+    """A parsed rule: the names of dims, ``...`` among them. `parse` makes one of each."""
 
     text: str
     operands: tuple[tuple[str, ...], ...]
