@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_cases import priced_by_bytes
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd import P, Sharded, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
-from fspmd.redistribution.cost import Link, Topology, set_topology, topology
+from fspmd import P, Sharded, communication_log, device_get, device_put, make_mesh
 
 MESH = make_mesh((4,), ("x",), transport="simulation")
 ROWS, COLUMNS, WHOLE = P("x"), P(None, "x"), P()
@@ -94,13 +94,8 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(autouse=True)
 def by_bytes() -> Iterator[None]:
-    """The cheapest way is that of the fewest bytes."""
-    before, link, free = topology(), Link(0.0, 1000.0), float("inf")
-    propagation_cache_clear()
-    set_topology(Topology(inside=link, between=link, launch=0.0, memory=free, flops=free, spill=link))
-    yield
-    set_topology(before)
-    propagation_cache_clear()
+    with priced_by_bytes():
+        yield
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import Case, check_case, placements, values
+from dispatch_cases import Case, check_case, placements, priced_by_bytes, values
 from torch.nn import functional as F
 
 import fspmd
 from fspmd import Mesh, P, communication_log, device_get, device_put, make_mesh, propagation_cache_clear
 from fspmd.errors import CommunicationError, VarianceError
 from fspmd.global_view import composed
-from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 SIX = make_mesh((6,), ("x",), transport="simulation")
@@ -48,13 +47,8 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture
 def by_bytes() -> Iterator[None]:
-    """The cheapest way is that of the fewest bytes."""
-    before, link, free = topology(), Link(0.0, 1000.0), float("inf")
-    propagation_cache_clear()
-    set_topology(Topology(inside=link, between=link, launch=0.0, memory=free, flops=free, spill=link))
-    yield
-    set_topology(before)
-    propagation_cache_clear()
+    with priced_by_bytes():
+        yield
 
 
 @pytest.mark.parametrize("mesh", [LINE, SIX, GRID])

@@ -60,7 +60,8 @@ def peak_of(f: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh, plan: Plan
 
     with suppress(FspmdError):
         laid = optree.tree_map(given, args, plan.specs, is_leaf=is_value, none_is_leaf=True)
-        program: Lowered = getattr(jit(applied(f, ranks, plan.steps, plan.results)), "lower")(*laid)  # noqa: B009
+        jitted: Any = jit(applied(f, ranks, plan.steps, plan.results))
+        program: Lowered = jitted.lower(*laid)
         return program.memory().peak
     return None
 

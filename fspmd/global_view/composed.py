@@ -20,7 +20,7 @@ from fspmd.global_view.instead import instead_of_dispatch
 from fspmd.global_view.layouts import working
 from fspmd.global_view.outcomes import on_meta
 from fspmd.global_view.planning import places_of, plan_call
-from fspmd.global_view.propagate import OpPlan, Question, as_whole
+from fspmd.global_view.propagate import OpPlan, Question, as_whole, is_float
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.global_view.unruled import Run
@@ -100,11 +100,7 @@ class _Either:
 def _is_followed(x: Sharded | Tensor) -> bool:
     """Whether it will have a gradient."""
     transformed = torch._C._are_functorch_transforms_active()
-    return _is_float(x) and (transformed or (torch.is_grad_enabled() and bool(x.requires_grad)))
-
-
-def _is_float(x: Any) -> bool:
-    return bool(x.dtype.is_floating_point or x.dtype.is_complex)
+    return is_float(x.dtype) and (transformed or (torch.is_grad_enabled() and bool(x.requires_grad)))
 
 
 def _made_whole(x: Sharded) -> Sharded:
@@ -198,7 +194,7 @@ class _Reckoner:
             self.written.add(id(args[0]))
             return args[0]
         lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
-        made = [self.stand_in(spec, bool(followed) and _is_float(spec)) for spec in lies]
+        made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in lies]
         if question.views:
             self._views.update(map(id, made))
         return made[0] if question.single else tuple(made)

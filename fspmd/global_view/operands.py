@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import moved_from
-from fspmd.global_view.outcomes import Place
+from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
 from fspmd.pairs import Call, apply
 
@@ -32,7 +32,7 @@ def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
     found = []
     for place, steps in plan.moves:
-        x = before = _at(blocks, place)
+        x = before = at(blocks, place)
         for step in steps:
             if step.pair.name == "slice" and x.requires_grad and _grad_enabled():
                 x = _cast(x, step)
@@ -50,7 +50,7 @@ def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     found = []
     follows = _transforms_active()
     for place, casts in plan.casts:
-        x = blocks[place] if type(place) is int else _at(blocks, place)
+        x = blocks[place] if type(place) is int else at(blocks, place)
         if follows or (x.requires_grad and _grad_enabled()):
             for cast in casts:
                 x = _cast(x, cast)
@@ -81,10 +81,6 @@ def _cast(x: Tensor, cast: Call) -> Tensor:
             setattr(x, _CASTS, known)
         known[cast] = weakref.ref(y), x._version
     return y
-
-
-def _at(blocks: list[Any], place: Place) -> Any:
-    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
 
 
 def _set(blocks: list[Any], place: Place, x: Tensor) -> None:

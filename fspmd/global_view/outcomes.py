@@ -20,6 +20,11 @@ Shape = tuple[int, ...]
 Place = int | tuple[int, int]
 
 
+def at(values: Sequence[Any], place: Place) -> Any:
+    """What stands there."""
+    return values[place[0]][place[1]] if isinstance(place, tuple) else values[place]
+
+
 class Outcome(NamedTuple):
     """Shape and dtype of each result; whether it is a tensor, not a tuple, and a view of the first operand."""
 

@@ -21,7 +21,7 @@ from fspmd.global_view.on_blocks import (
     rank_by_rank,
     view_or_copy,
 )
-from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
+from fspmd.global_view.outcomes import Place, Shape, at, by_factors, like_first, on_meta, on_one_element
 from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_write, shown
 from fspmd.global_view.signatures import by_signature, stand_in_order
@@ -198,7 +198,7 @@ def propagate(
     empty = True in [0 in spec.shape for _, spec in question.operands]
     if not (plan.needs_redistribute or best.by_body or empty or (plan.casts and question.weighs)):
         return plan
-    floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if _is_float(spec.dtype)])
+    floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
     if not floating:
         return plan
     if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):
@@ -229,7 +229,7 @@ class _ByGradients:
             [
                 i
                 for i, (place, spec) in enumerate(self.question.operands)
-                if _is_float(spec.dtype) and (transformed or (follows and _at(blocks, place).requires_grad))
+                if is_float(spec.dtype) and (transformed or (follows and at(blocks, place).requires_grad))
             ]
         )
         plan = self.plans.get(followed)
@@ -240,10 +240,6 @@ class _ByGradients:
                 refuse_write(self.func, [spec for _, spec in question.operands])
             plan = self.plans[followed] = _plan(self.func, self.positional, question, best)
         return plan
-
-
-def _at(blocks: list[Any], place: Place) -> Any:
-    return blocks[place[0]][place[1]] if isinstance(place, tuple) else blocks[place]
 
 
 def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
@@ -320,10 +316,10 @@ def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: T
         return ""
     if row.linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in args[:2]):
         return ""
-    return "" if _is_float(first.dtype) and not _is_float(result.dtype) else row.linear
+    return "" if is_float(first.dtype) and not is_float(result.dtype) else row.linear
 
 
-def _is_float(dtype: torch.dtype) -> bool:
+def is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
