@@ -115,50 +115,50 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     """
     if RUNNING and state.body is not None:
         _refuse_in_body(func, args, kwargs or {})
-    key: Any
+    cached: tuple[Any, ...]
     blocks: Any
-    rest: tuple[Any, ...]
     if kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
         x, func, kwargs = args[0], IN_C[func], None
-        key, blocks, args, rest = (func, x.spec, dim), (x.local, dim), (x, dim), ()
+        cached, blocks, args = (func, x.spec, dim), (x.local, dim), (x, dim)
     else:
-        key, blocks, rest = [func], [], args
-    for arg in rest:
-        kind = type(arg)
-        if kind is Sharded:
-            key.append(arg.spec)
-            blocks.append(arg.local)
-        elif kind is list:
-            held: list[Any] = []
-            key.append(list)
-            key.append(len(arg))
-            for one in arg:
-                if type(one) is Sharded:
-                    key.append(one.spec)
-                    held.append(one.local)
-                else:
-                    key.append(keyed(func, one))
-                    held.append(one)
-            blocks.append(held)
-        elif (kind is int and func in COUNTING) or kind in CONSTANT:
-            key.append(arg)
-            blocks.append(arg)
-        else:
-            add_argument(func, arg, kind, key, blocks)
-    if kwargs:
-        key.append(dict)  # what follows are names, each with its value
-        for name, arg in kwargs.items():
-            key.append(name)
+        key: list[Any] = [func]
+        blocks = []
+        for arg in args:
             kind = type(arg)
             if kind is Sharded:
                 key.append(arg.spec)
                 blocks.append(arg.local)
+            elif kind is list:
+                held: list[Any] = []
+                key.append(list)
+                key.append(len(arg))
+                for one in arg:
+                    if type(one) is Sharded:
+                        key.append(one.spec)
+                        held.append(one.local)
+                    else:
+                        key.append(keyed(func, one))
+                        held.append(one)
+                blocks.append(held)
             elif (kind is int and func in COUNTING) or kind in CONSTANT:
                 key.append(arg)
                 blocks.append(arg)
             else:
-                add_argument(func, arg, kind, key, blocks, name)
-    cached = tuple(key)
+                add_argument(func, arg, kind, key, blocks)
+        if kwargs:
+            key.append(dict)  # what follows are names, each with its value
+            for name, arg in kwargs.items():
+                key.append(name)
+                kind = type(arg)
+                if kind is Sharded:
+                    key.append(arg.spec)
+                    blocks.append(arg.local)
+                elif (kind is int and func in COUNTING) or kind in CONSTANT:
+                    key.append(arg)
+                    blocks.append(arg)
+                else:
+                    add_argument(func, arg, kind, key, blocks, name)
+        cached = tuple(key)
     try:
         plan = _plans[cached]
         _cache.hits += 1
