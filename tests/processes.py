@@ -3,9 +3,9 @@
     with Processes(4) as pool:
         results = pool.run(function, *args)   # one per rank; function is a module's own, so that it can be pickled
 
-The processes stay for many calls, since each takes a second or more to import torch. They have the environment that
-torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR ...) and nothing initialised. Every call has a time limit, past which the
-pool is ended.
+They are forks of one process that has imported what tests need and done nothing, since imports take each seconds. They
+have the environment that torchrun gives (RANK, WORLD_SIZE, MASTER_ADDR ...) and nothing initialised, and stay for many
+calls. Every call has a time limit, past which the pool is ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Self
+from typing import Any, Final, Self
+
+#: torch imports the last two when it first needs them
+_IMPORTED: Final = ["fspmd", "pytest", "hypothesis", "torch.distributed", "sympy", "torch._dynamo.symbolic_convert"]
 
 
 def free_port() -> int:
@@ -51,7 +54,8 @@ class Processes:
     """``size`` processes that run functions, one call at a time."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         port = free_port()
         self.connections: list[Connection] = []
         self.processes = []

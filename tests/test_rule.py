@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -221,6 +221,36 @@ def test_explanations() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ArgumentError, match=r"nonzero.* has no rule; write one"):
         fspmd.explain_rule(torch.nonzero, torch.ones(3))
+    logs = "cross_entropy(f32[4, 3], i64[4]) is made of\n_log_softmax(f32[4, 3]): a [b] -> a [b]\n"
+    assert fspmd.explain_rule(F.cross_entropy, torch.ones(4, 3), torch.ones(4).long()).startswith(logs)
+
+
+@pytest.mark.parametrize(
+    ("func", "line"),
+    [
+        (torch.mm, "mm(f32[4, 4], f32[4, 4]): m k, k n -> m n"),
+        (torch.bmm, "bmm(f32[4, 4, 4], f32[4, 4, 4]): b m k, b k n -> b m n"),
+        (torch.add, "add(f32[4, 4], f32[4, 4]): a b, a b -> a b"),
+        (torch.cat, "cat(f32[4, 4], f32[4, 4]): [a] b, [a] b -> [a] b"),
+        (torch.where, "where(bool[4, 4], f32[4, 4], f32[4, 4]): a b, a b, a b -> a b"),
+        (F.softmax, "softmax(f32[4, 4]): a [b] -> a [b]"),
+        (F.layer_norm, "layer_norm(f32[4, 4]): a [b] -> a [b]"),
+        (F.embedding, "embedding(i64[4, 4], f32[4, 4]): a b, [v] d -> a b d"),
+        (F.conv2d, "conv2d(f32[4, 4, 4, 4], f32[4, 4, 4, 4]) is made of"),
+        (
+            rule(lambda q, k: q @ k.mT, "... q [d], ... k [d] -> ... q k"),
+            "<lambda>(f32[4, 4], f32[4, 4]): q [d], k [d]",
+        ),
+    ],
+)
+def test_explanations_without_an_example(func: Callable[..., Any], line: str) -> None:
+    assert fspmd.explain_rule(func).startswith(line)
+
+
+@pytest.mark.parametrize("func", [torch.nonzero, torch.einsum, print, 3])
+def test_explanations_that_need_an_example(func: Any) -> None:
+    with pytest.raises(ArgumentError, match="give it an example, explain_rule"):
+        fspmd.explain_rule(func)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import optree
 import torch
@@ -16,6 +17,7 @@ from fspmd.global_view.instead import instead_of_dispatch
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
+from fspmd.global_view.signatures import required
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.rules import composite_of, handler_of, is_registered
@@ -28,7 +30,8 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
     Args:
         func: A torch function, or one given to `rule`.
-        args: An example of a call, with tensors of any sizes (on the meta device they hold no memory).
+        args: An example of a call, with tensors of any sizes (on the meta device they hold no memory); none, for one
+            of the fewest arguments, where all tensors have as many dims if they may, each of size 4.
         kwargs: The same.
 
     Returns:
@@ -50,6 +53,18 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
       whole          P(), P() -> P()
     """
     mesh = make_mesh((2,), ("x",), transport="simulation", device="cpu")
+    if args or kwargs:
+        return _of_call(mesh, func, args, kwargs)
+    for example in _examples(func) if callable(func) else ():
+        with suppress(FspmdError):
+            return _of_call(mesh, func, example, {})
+    raise ArgumentError(
+        f"explain_rule knows no call of {shown(func)} with a rule; give it an example, explain_rule(func, "
+        "torch.empty(4, 6)), and if that has no rule write one with fspmd.rule"
+    )
+
+
+def _of_call(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     operands = _operands(mesh, args, kwargs)
     question = _asked(func, args, kwargs, operands)
     if question is not None:
@@ -58,6 +73,39 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     if parts := _parts(mesh, func, args, kwargs) if operands and is_dispatched(func) else []:
         return "\n".join([f"{shown(func).removesuffix('()')}({given}) is made of", *parts])
     raise ArgumentError(f"{shown(func)} of {given or 'no tensors'} has no rule; write one with fspmd.rule")
+
+
+def _examples(func: Any) -> Iterator[tuple[Any, ...]]:
+    """Calls that torch takes, with what has no default.
+
+    Tensors of as many dims first, of floats, or one of places or truths; of ints the last dim, or its size.
+    """
+    for kinds in dict.fromkeys(map(tuple, required(func))):
+        if not kinds or not {*kinds} <= {"Tensor", "List[Tensor]", *_OTHERS}:
+            continue
+        count = min(sum(kind not in _OTHERS for kind in kinds), 5)
+        every = sorted(itertools.product((2, 1, 3, 4), repeat=count), key=lambda dims: len({*dims}))
+        odd = [(None, torch.float32), *itertools.product(range(count), (torch.int64, torch.bool))]
+        for (place, dtype), dims in itertools.product(odd, every):
+            made = (torch.zeros((4,) * n, dtype=dtype if i == place else torch.float32) for i, n in enumerate(dims))
+            example = tuple(_OTHERS[kind] if kind in _OTHERS else _listed(kind, next(made)) for kind in kinds)
+            if _is_taken(func, example):
+                yield example
+
+
+_OTHERS: Final[dict[str, Any]] = {"int": -1, "List[int]": [4]}
+
+
+def _is_taken(func: Any, example: tuple[Any, ...]) -> bool:
+    try:
+        func(*example)
+    except Exception:  # whatever a function says of arguments that nobody gave it
+        return False
+    return True
+
+
+def _listed(kind: str, x: Tensor) -> Any:
+    return x if kind == "Tensor" else [x, x]
 
 
 def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Any) -> Question | None:

@@ -60,6 +60,17 @@ def parameters(func: Any) -> list[str]:
         return list(dict.fromkeys(argument.name for schema in schemas(func) for argument in schema.arguments))
 
 
+def required(func: Any) -> list[list[str]]:
+    """The types of the arguments that a call must have, of each overload; of a Python function all are tensors."""
+    if found := [func._schema] if isinstance(func, torch._ops.OpOverload) else schemas(func):
+        return [[str(one.type) for one in schema.arguments if not one.has_default_value()] for schema in found]
+    try:
+        own = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [["Tensor" for one in own if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]]
+
+
 @functools.cache
 def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The names of the parameters that may be positional, and of the others, of each overload that is known."""

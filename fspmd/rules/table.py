@@ -335,7 +335,7 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is Tensor.__setitem__:
         return set_number if isinstance(args[2], Number) else None
     if func is F.cross_entropy:
-        return smoothed if kwargs["label_smoothing"] else None
+        return smoothed if kwargs.get("label_smoothing") else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return smoothed_of_linear if kwargs.get("label_smoothing") else None
     if name == "norm" and isinstance(kwargs.get("p", *args[1:2]), str):
