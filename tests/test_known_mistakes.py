@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import check_case
+from dispatch_cases import check_case, values
 from torch import Tensor
 from torch.nn import functional as F
 
 import fspmd
-from fspmd import P, communication_log, device_put, make_mesh
+from fspmd import P, communication_log, device_get, device_put, jit, make_mesh, psum, shard_map
 from fspmd.redistribution.cost import Link, Topology, set_topology, topology
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -42,6 +42,32 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 def test_mean_losses(name: str, mesh: fspmd.Mesh, shape: tuple[int, int]) -> None:
     loss = LOSSES[name]
     check_case(name, (lambda x, y: loss(x, y) + 0 * y.sum(), (shape, shape)), mesh, 12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("loss", [F.l1_loss, F.mse_loss, F.huber_loss], ids=lambda f: f.__name__)
+def test_weighted_losses(loss: Callable[..., Any], reduction: str) -> None:
+    def weighted(x: Any, y: Any, w: Any) -> Any:
+        return loss(x, y, reduction=reduction, weight=w.exp())
+
+    for mesh, shape in ((LINE, UNEVEN), (GRID, EVEN)):
+        check_case(loss.__name__, (weighted, (shape,) * 3), mesh, 4)
+
+
+@pytest.mark.parametrize("loss", [F.l1_loss, F.mse_loss, F.huber_loss], ids=lambda f: f.__name__)
+def test_weights_of_losses_reach_bodies_records_and_modes(loss: Callable[..., Any]) -> None:
+    x, y, w = values((EVEN,) * 3)
+
+    def weighted(x: Any, y: Any, w: Any) -> Any:
+        return loss(x, y, reduction="sum", weight=w)
+
+    body = shard_map(lambda *xs: psum(weighted(*xs), "x"), mesh=LINE, in_specs=(P("x"), P("x"), P("x")), out_specs=P())
+    given = [device_put(one, P("x"), mesh=LINE) for one in (x, y, w)]
+    expected = ((x - y).abs() if loss is F.l1_loss else loss(x, y, reduction="none")).mul(w).sum()
+    with torch.device("cpu"):
+        found = [weighted(x, y, w), body(x, y, w), jit(weighted)(*given), weighted(x, y, given[2]), weighted(*given)]
+    for one in found:
+        torch.testing.assert_close(device_get(one), expected)
 
 
 def _classes(rows: int, classes: int) -> Tensor:

@@ -283,17 +283,17 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
     "diagonal, moved": (torch.diagonal, ((13, 64),), (_COLUMN,), 16),
     "trace": (torch.trace, ((13, 13),), (_COLUMN,), 0),
     "diagonal_scatter": (torch.diagonal_scatter, ((13, 64), (13,)), (_ROW, P()), 0),
-    "pad, reflected": (lambda x: F.pad(x, (0, 0, 2, 1), "reflect"), ((1, 13, 64),), (_COLUMN,), 2 * 64),
+    "pad, reflected": (lambda x: F.pad(x, (0, 0, 2, 1), "reflect"), ((1, 13, 64),), (_COLUMN,), 3 * 64),
     "pad, circular": (lambda x: F.pad(x, (0, 0, 2, 1), "circular"), ((1, 13, 64),), (_COLUMN,), 3 * 64),
     "conv_transpose2d": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2),
         ((1, 4, 13, 8), (4, 4, 3, 3)),
         (_SPACE, P()),
-        4 * 8,
+        2 * 4 * 8,
     ),
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), ((1, 2, 13, 8),), (_SPACE,), 2 * 8 * 2),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), ((1, 2, 13, 8),), (_SPACE,), 2 * 8 * 2),
-    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 3)), ((1, 2, 14, 8),), (_SPACE,), 2 * 8),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 3)), ((1, 2, 14, 8),), (_SPACE,), 2 * 2 * 8),
     "adaptive_avg_pool2d to one": (lambda x: F.adaptive_avg_pool2d(x, 1), ((1, 2, 14, 8),), (_SPACE,), 0),
     "flatten": (torch.flatten, ((13, 64),), (_ROW,), 2 * 64),
     "flatten of columns": (torch.flatten, ((13, 64),), (_COLUMN,), 13 * 16),
@@ -333,9 +333,42 @@ MOVES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P,
 }
 
 
+#: of rows -> a function whose pieces are one exchange
+EXCHANGED: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "flip": lambda x: (x.flip(0),),
+    "roll": lambda x: (x.roll(3, 0),),
+    "slice": lambda x: (x[1::2],),
+    "pad": lambda x: (F.pad(x[None], (0, 0, 4, 3), "replicate")[0],),
+    "split": lambda x: x.split(5),
+    "split of sizes": lambda x: x.split([1, 0, 8, len(x) - 9]),
+    "chunk": lambda x: x.chunk(3),
+}
+
+
+@pytest.mark.parametrize("size", [13, 22])
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_an_exchange_is_one_and_counted_by_the_busiest_rank(name: str, size: int) -> None:
+    f, (x,) = EXCHANGED[name], values(((size, 64),))
+    with communication_log() as log:
+        found = f(device_put(x, _ROW, mesh=LINE))
+    moved = torch.zeros(4, 4)
+    home = _homes(size)
+    for piece, out in zip(f(torch.arange(float(size))[:, None]), found, strict=True):
+        assert out.spec.partition == P("x", None)
+        for source, target in zip(home[piece[:, 0].long()].tolist(), _homes(len(piece)).tolist(), strict=True):
+            moved[source, target] += source != target
+    assert [one.kind for one in log] == ["ragged_all_to_all"]
+    assert log.moved == 64 * 8 * max(moved.sum(0).max(), moved.sum(1).max())
+
+
+def _homes(size: int) -> torch.Tensor:
+    """The rank that each row is on."""
+    return torch.arange(size) // max(1, -(-size // 4))
+
+
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves(name: str) -> None:
-    """No rank sends more than so many elements, in any of the collectives of the forward pass."""
+    """No rank sends, or receives, more than so many elements, in any of the collectives of the forward pass."""
     f, shapes, specs, most = MOVES[name]
     given = [device_put(x, s, mesh=LINE).requires_grad_() for x, s in zip(values(shapes), specs, strict=True)]
     with communication_log() as log:

@@ -99,6 +99,20 @@ def _without_writes(graph: fx.Graph) -> None:
             later = later or user is node
 
 
+def _without_copies(graph: fx.Graph) -> None:
+    """What overwrites a value needs its shape and dtype, and none of its elements."""
+    aten: Any = torch.ops.aten
+    for node in [node for node in graph.nodes if node.target is aten.copy.default]:
+        old, new = node.args[:2]
+        like, given = old.meta["val"], new.meta["val"]
+        with graph.inserting_before(node):
+            if given.dtype is not like.dtype:
+                new = graph.call_function(aten._to_copy.default, (new,), {"dtype": like.dtype})
+            if given.shape != like.shape:
+                new = graph.call_function(aten.expand.default, (new, [*like.shape]))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user.op != "output")
+
+
 def _writes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
@@ -256,6 +270,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error
     _without_writes(module.graph)
+    _without_copies(module.graph)
     module.graph.eliminate_dead_code()
     fixed = floats if symbols is None else symbols.looked_at()
     graph = _graph(module, structure[0], frozenset(places[number] for number in fixed))

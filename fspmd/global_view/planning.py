@@ -19,10 +19,11 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.outcomes import Place
-from fspmd.global_view.propagate import OpPlan, as_whole, propagate
+from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.signatures import parameters, schemas
 from fspmd.global_view.unruled import gathered, unruled
+from fspmd.global_view.variants import propagate
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.op_kinds import name_of

@@ -21,9 +21,9 @@ from fspmd.global_view.on_blocks import (
     rank_by_rank,
     view_or_copy,
 )
-from fspmd.global_view.outcomes import Place, Shape, at, by_factors, like_first, on_meta, on_one_element
+from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
 from fspmd.global_view.products import Products, products_of
-from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_write, shown
+from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.signatures import by_signature, stand_in_order
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.connected import connected
@@ -179,70 +179,7 @@ def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
     return TensorSpec(like.mesh, P(*(None,) * len(shape)), shape, dtype)
 
 
-def propagate(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> OpPlan | None:
-    """Plan a call; ``operands`` are the places of its tensors, and their layouts. None: there is no rule for it.
-
-    Raises:
-        ArgumentError: the call fails on the global tensors.
-    """
-    question = ask(func, args, kwargs, operands)
-    if question is None:
-        return None
-    known: list[Any] = []
-    best = question.best(known)
-    if best is None:
-        refuse_write(func, [spec for _, spec in question.operands])
-    plan = _plan(func, len(args), question, best)
-    empty = True in [0 in spec.shape for _, spec in question.operands]
-    if not (plan.needs_redistribute or best.by_body or empty or (plan.casts and question.weighs)):
-        return plan
-    floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
-    if not floating:
-        return plan
-    if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):
-        return plan  # else it is asked when a gradient is wanted
-    choose = _ByGradients(func, len(args), question, plan).plan
-    return OpPlan(plan.results, True, plan.moves, plan.casts, plan.local, choose=choose)
-
-
-def _same(one: Strategy, other: Strategy | None) -> bool:
-    return other is not None and (one.operands, one.results, one.by_body) == (
-        other.operands,
-        other.results,
-        other.by_body,
-    )
-
-
-class _ByGradients:
-    """The plans of a call of which the cheapest way depends on which operands will have a gradient."""
-
-    def __init__(self, func: Any, positional: int, question: Question, plan: OpPlan) -> None:
-        self.func, self.positional, self.question = func, positional, question
-        self.plans = {frozenset[int](): plan}
-
-    def plan(self, blocks: list[Any]) -> OpPlan:
-        """Of a call on these blocks."""
-        transformed, follows = torch._C._are_functorch_transforms_active(), torch.is_grad_enabled()
-        followed = frozenset(
-            [
-                i
-                for i, (place, spec) in enumerate(self.question.operands)
-                if is_float(spec.dtype) and (transformed or (follows and at(blocks, place).requires_grad))
-            ]
-        )
-        plan = self.plans.get(followed)
-        if plan is None:
-            question = self.question._replace(gradients=followed)
-            best = question.best()
-            if best is None:
-                refuse_write(self.func, [spec for _, spec in question.operands])
-            plan = self.plans[followed] = _plan(self.func, self.positional, question, best)
-        return plan
-
-
-def _plan(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
+def plan_of(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
     """What a strategy comes to; so many arguments of the call are positional."""
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
     by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)

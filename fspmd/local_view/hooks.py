@@ -1,10 +1,11 @@
-"""Five places where torch hides a call or drops an attribute from a tracked tensor, wrapped once.
+"""Six places where torch hides a call, or drops an argument, or an attribute of a tracked tensor, wrapped once.
 
 * ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
 * The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
 * ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
 * TorchScript calls torch below Python.
+* ``F.l1_loss`` hands all its arguments on but ``weight``, so a weighted loss would come out as one without.
 
 Outside a body each wrapper goes straight to torch; only a `Sharded`, which ``apply`` would cut off from autograd, it
 refuses.
@@ -12,12 +13,15 @@ refuses.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch._functorch.vmap
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
@@ -44,6 +48,7 @@ def install() -> None:
     _wrap_vmap_exit()
     _wrap_recomputation()
     _wrap_script()
+    _hand_on_weight()
 
 
 def _wrap_apply() -> None:
@@ -203,3 +208,27 @@ def _check_frozen(method: Any, operands: Any) -> None:
             "rank alone, since TorchScript runs where types are not seen; call the Python module, or freeze its "
             "parameters"
         )
+
+
+def _hand_on_weight() -> None:
+    """The function keeps its identity, by which it is known, and its source, which TorchScript reads."""
+    names, code = vars(F), F.l1_loss.__code__
+    names["_l1_loss_of_torch"] = FunctionType(code, names, "l1_loss", F.l1_loss.__defaults__)
+    F.l1_loss.__code__ = _l1_loss.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
+
+
+def _l1_loss(
+    input: Any,
+    target: Any,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Any = None,
+) -> Any:
+    """Runs among the names of ``torch.nn.functional``."""
+    if weight is not None and has_torch_function_variadic(input, target, weight):
+        options = {"size_average": size_average, "reduce": reduce, "reduction": reduction, "weight": weight}
+        given = input, target, weight
+        return handle_torch_function(torch.nn.functional.l1_loss, given, input, target, **options)
+    plain: Any = torch.nn.functional._l1_loss_of_torch  # type: ignore[attr-defined]
+    return plain(input, target, size_average, reduce, reduction, weight)

@@ -102,19 +102,25 @@ def cut(site: Site, x: Tensor, dim: int = 0, start: int | None = None, end: int 
 
 @in_pieces
 def split(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Pieces one after another, of sizes or so many; in one exchange where their blocks are even."""
+    """Pieces one after another, of sizes or so many; in one exchange."""
     d = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
     sizes, axes = [spec.shape[d] for spec in site.results], site.axes[d]
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
-    if not all(spec.even for spec in site.results):
-        return tuple(_cut(site, x, d, start, size) for start, size in zip(starts, sizes, strict=True))
     cuts = [site.blocks(size, d) for size in sizes]
 
     def rows(at: int) -> Tensor:
         return torch.cat([start + block_places(cut, at) for start, cut in zip(starts, cuts, strict=True)])
 
     x = fetched(site, "split", x, d, axes, site.blocks(_size(site, d), d), rows)
-    return tuple(x.split([cut[0][1] for cut in cuts], d))
+    if all(spec.even for spec in site.results):
+        return tuple(x.split([cut[0][1] for cut in cuts], d))
+
+    def piece(k: int, at: int) -> Tensor:
+        before = sum(cut[at][1] for cut in cuts[:k])
+        return torch.arange(before, before + cuts[k][at][1])
+
+    indices = [per_rank(site, k, axes, functools.partial(piece, k)) for k in range(len(cuts))]
+    return tuple(x.index_select(d, index) for index in indices)
 
 
 @passing
@@ -183,7 +189,7 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
         own[2 * k] = own[2 * k + 1] = 0
         rows = functools.partial(_within, before, size)
         x = taken(site, "pad", x, d, size, after, rows)
-        if value:
+        if str(value) not in ("0", "0.0"):  # a negative zero is one to fill with, too
             outside = functools.partial(_outside, rows, site.blocks(after, d))
             empty = per_rank(site, ("empty", d), site.axes[d], outside)
             x = x.masked_fill(empty.view(-1, *(1,) * (x.dim() - 1 - d)), value)

@@ -70,6 +70,7 @@ class Row:
     body: Bodied | None = None  # what runs where a dim that must be whole is sharded
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
     weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
+    divides: bool = False  # the first operand is divided by what follows
 
 
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,10 @@ ROWS: Final[dict[str, Row]] = {
     "contiguous": Row(elementwise, "first", local=contiguous),
     **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=NUMBERS, sized=True) for name in _names("mul multiply rmul")},
-    **{name: Row(elementwise, "first", free=NUMBERS, sized=True) for name in _names("div divide true_divide")},
+    **{
+        name: Row(elementwise, "first", free=NUMBERS, sized=True, divides=True)
+        for name in _names("div divide true_divide")
+    },
     "matmul": Row(matmul, "product", sized=True),
     "mm": Row(notation("m k, k n -> m n"), "product", sized=True),
     "bmm": Row(notation("b m k, b k n -> b m n"), "product", sized=True),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.windows import longer, per_rank, still
+from fspmd.transport.nothing import nothing
 
 
 def _here(
@@ -49,7 +50,7 @@ def _looked_up(site: Site, places: Tensor, table: Tensor, size: int, padding: in
     out = F.embedding(local, table)
     if -size <= padding:  # no gradient for the padding
         out = torch.where((places == padding % size)[..., None], out.detach(), out)
-    return out.masked_fill(~mine[..., None], 0)
+    return out.masked_fill(~mine[..., None], nothing(out))
 
 
 def _embedding(site: Site, places: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
@@ -65,14 +66,14 @@ def _torch_embedding(site: Site, weight: Tensor, indices: Tensor, padding_idx: i
 def _gather(site: Site, x: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
     d = dim % x.dim()
     local, mine = _here(site, index, d, site.operands[0].shape[d])
-    return _filled(site, x, d, d).gather(d, local).masked_fill(~mine, 0)
+    return _filled(site, x, d, d).gather(d, local).masked_fill(~mine, nothing(x))
 
 
 def _index_select(site: Site, x: Tensor, dim: int, index: Tensor) -> Tensor:
     d = dim % x.dim()
     local, mine = _here(site, index, d, site.operands[0].shape[d])
     mine = mine.view(-1, *(1,) * (x.dim() - 1 - d))
-    return _filled(site, x, d, d).index_select(d, local).masked_fill(~mine, 0)
+    return _filled(site, x, d, d).index_select(d, local).masked_fill(~mine, nothing(x))
 
 
 def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
@@ -85,7 +86,7 @@ def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     out: Tensor = torch.ops.aten.index.Tensor(x, here)
     given = [d for d, one in enumerate(indices) if one is not None]
     behind = x.dim() - 1 - given[-1] if given[-1] - given[0] == len(given) - 1 else x.dim() - len(given)
-    return out.masked_fill(~mine.view(*mine.shape, *(1,) * behind), 0)
+    return out.masked_fill(~mine.view(*mine.shape, *(1,) * behind), nothing(out))
 
 
 # --- set: in a block that is one row longer, to which go those that belong elsewhere ----------------------------------

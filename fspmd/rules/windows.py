@@ -105,8 +105,9 @@ def exchanged(
             before, after = [held(at) for at in places], [wanted(at) for at in places]
             _note_lengths(list(map(len, after)))
             routes = tuple(_route(site, before, after, at) for at in positions(site.mesh, axes))
+            busiest = _most(before, after)
         ranks = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
-        return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks)))
+        return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks, busiest)))
 
     call = site.once(key, made)
     with torch._C.DisableTorchFunction():
@@ -124,6 +125,21 @@ def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int
         tuple(map(len, landed)),
         RowMap(lands.to(device), len(wanted[at]), True, True),
     )
+
+
+def _most(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
+    """The rows that the busiest rank receives, or sends."""
+    ranks = len(held)
+    holders = torch.full((max(map(_end, (*held, *wanted))) + 1,), ranks)  # behind all rows stands what is no row
+    for at, rows in enumerate(held):
+        holders[rows] = at
+    moved = torch.stack([torch.bincount(holders[rows], minlength=ranks + 1)[:ranks] for rows in wanted])
+    moved.fill_diagonal_(0)
+    return int(max(moved.sum(0).max(), moved.sum(1).max()))
+
+
+def _end(rows: Tensor) -> int:
+    return int(rows.max()) + 1 if len(rows) else 0
 
 
 def _found(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,13 +173,14 @@ def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
     return sorted(keys, key=turn)
 
 
-def longer(x: Tensor, d: int) -> Tensor:
-    """With one row of zeros at the end."""
-    return torch.cat([x, torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))], d)
+def longer(x: Tensor, d: int, *, negative: bool = False) -> Tensor:
+    """With one row of zeros at the end, or of `nothing`."""
+    zeros = torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))
+    return torch.cat([x, -zeros if negative and x.dtype is not torch.bool else zeros], d)
 
 
 def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Tensor:
-    """One row of a dim, which has it on the rank whose block it falls into, and zeros on the others: a pending sum."""
+    """One row of a dim on the rank whose block it falls into, and `nothing` on the others: a pending sum."""
     axes, cut = site.axes[d], site.blocks(size, d)
 
     def chosen(at: int) -> Tensor:
@@ -171,10 +188,10 @@ def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Te
         return torch.tensor([place - start if start <= place < start + length else length])
 
     if any(n == 0 for _, n in cut):
-        return longer(x, d).index_select(d, per_rank(site, (key, d), axes, chosen))
+        return longer(x, d, negative=True).index_select(d, per_rank(site, (key, d), axes, chosen))
     row = x.index_select(d, per_rank(site, (key, d), axes, lambda at: chosen(at).clamp(max=cut[at][1] - 1)))
     own = per_rank(site, (key, d, "own"), axes, lambda at: (chosen(at) == cut[at][1]).long())
-    return longer(row, d).index_select(d, own)
+    return longer(row, d, negative=True).index_select(d, own)
 
 
 def still(body: Body) -> Bodied:

@@ -18,6 +18,7 @@ from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
+from fspmd.transport.nothing import nothing_like
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, is_idle
 
@@ -319,7 +320,7 @@ class ProcessGroupTransport(Transport):
         return Pending(x.view_as(x))
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else torch.zeros_like(x))
+        return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else nothing_like(x))
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))

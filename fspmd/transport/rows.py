@@ -64,10 +64,14 @@ class Route:
 
 @dataclass(slots=True, eq=False)
 class Routes:
-    """The routes of all simulated ranks of ``frame``, or of this process alone."""
+    """The routes of all simulated ranks of ``frame``, or of this process alone.
+
+    ``busiest``: the most rows that a rank receives from others, or sends to them; None where only values tell.
+    """
 
     routes: tuple[Route, ...]
     frame: Frame | None = None
+    busiest: int | None = None
     _transposed: Routes | None = field(default=None, repr=False)
 
     @property
@@ -75,7 +79,7 @@ class Routes:
         """The way back."""
         if self._transposed is None:
             back = tuple(Route(r.lands, r.receives, r.sends, r.packs) for r in self.routes)
-            self._transposed = Routes(back, self.frame, self)
+            self._transposed = Routes(back, self.frame, self.busiest, self)
         return self._transposed
 
 

@@ -168,7 +168,8 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
         route: Route = o.routes.routes[0]
         row = prod(size for dim, size in enumerate(shape) if dim != o.dim) * dtype.itemsize
         after = route.lands.length * row
-        received = (n - 1, (sum(route.sends) - route.sends[_place(call)]) * row)
+        rows = o.routes.busiest
+        received = (n - 1, (sum(route.sends) - route.sends[_place(call)] if rows is None else rows) * row)
     elif o.sizes is not None or o.concat_sizes is not None:
         message = prod(map(min, shape, left)) * dtype.itemsize
     return price(call.pair.kernel, call.mesh, call.axes, before, after, traffic=received, ranks=n, message=message)

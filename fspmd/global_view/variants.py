@@ -1,0 +1,123 @@
+"""The plan of a call that a rule decides, or several, where what is in no key tells which: gradients and numbers."""
+
+from __future__ import annotations
+
+from cmath import isfinite
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fspmd.global_view.outcomes import Place, at
+from fspmd.global_view.propagate import OpPlan, Question, ask, is_float, plan_of
+from fspmd.global_view.refusals import refuse_write
+from fspmd.global_view.strategies import Strategy
+from fspmd.spec import TensorSpec
+
+
+def propagate(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> OpPlan | None:
+    """Plan a call; ``operands`` are the places of its tensors, and their layouts. None: there is no rule for it.
+
+    Raises:
+        ArgumentError: the call fails on the global tensors.
+    """
+    question = ask(func, args, kwargs, operands)
+    if question is None:
+        return None
+    if numbers := _scales(question, (*args, *kwargs.values())):
+        by_numbers = _ByNumbers(func, len(args), question, numbers)
+        return _chosen(by_numbers.of_terms, by_numbers.plan)
+    return _propagate(func, len(args), question)
+
+
+def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
+    known: list[Any] = []
+    best = question.best(known)
+    if best is None:
+        refuse_write(func, [spec for _, spec in question.operands])
+    plan = plan_of(func, positional, question, best)
+    empty = True in [0 in spec.shape for _, spec in question.operands]
+    if not (plan.needs_redistribute or best.by_body or empty or (plan.casts and question.weighs)):
+        return plan
+    floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
+    if not floating:
+        return plan
+    if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):
+        return plan  # else it is asked when a gradient is wanted
+    return _chosen(plan, _ByGradients(func, positional, question, plan).plan)
+
+
+def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
+    return OpPlan(plan.results, True, plan.moves, plan.casts, plan.local, choose=choose)
+
+
+def _same(one: Strategy, other: Strategy | None) -> bool:
+    return other is not None and (one.operands, one.results, one.by_body) == (
+        other.operands,
+        other.results,
+        other.by_body,
+    )
+
+
+class _ByGradients:
+    """The plans of a call of which the cheapest way depends on which operands will have a gradient."""
+
+    def __init__(self, func: Any, positional: int, question: Question, plan: OpPlan) -> None:
+        self.func, self.positional, self.question = func, positional, question
+        self.plans = {frozenset[int](): plan}
+
+    def plan(self, blocks: list[Any]) -> OpPlan:
+        """Of a call on these blocks."""
+        transformed, follows = torch._C._are_functorch_transforms_active(), torch.is_grad_enabled()
+        followed = frozenset(
+            [
+                i
+                for i, (place, spec) in enumerate(self.question.operands)
+                if is_float(spec.dtype) and (transformed or (follows and at(blocks, place).requires_grad))
+            ]
+        )
+        plan = self.plans.get(followed)
+        if plan is None:
+            question = self.question._replace(gradients=followed)
+            best = question.best()
+            if best is None:
+                refuse_write(self.func, [spec for _, spec in question.operands])
+            plan = self.plans[followed] = plan_of(self.func, self.positional, question, best)
+        return plan
+
+
+# --- numbers that a pending sum is multiplied with: of infinite ones the terms are no terms of the result -------------
+
+
+def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
+    """Where numbers stand that would multiply each term of a pending sum, or divide it."""
+    pends = any(spec.partition.unreduced for _, spec in question.operands) or question.factors.summed
+    if not question.linear or not pends:
+        return []
+    kinds = (int, float, complex) if question.row.divides else (float, complex)
+    return [i for i, one in enumerate(arguments) if isinstance(one, kinds) and not isinstance(one, bool)]
+
+
+class _ByNumbers:
+    """Two plans: terms are multiplied and then added up; or, by what is not finite, their sum is multiplied."""
+
+    def __init__(self, func: Any, positional: int, question: Question, numbers: Sequence[int]) -> None:
+        self.func, self.positional, self.question, self.numbers = func, positional, question, numbers
+        self.of_terms = _propagate(func, positional, question)
+        self.of_sum: OpPlan | None = None
+
+    def plan(self, blocks: list[Any]) -> OpPlan:
+        """Of a call on these blocks and numbers."""
+        plan = self.of_terms
+        for i in self.numbers:
+            if not isfinite(blocks[i]) or (self.question.row.divides and blocks[i] == 0):
+                plan = self.of_sum = self.of_sum or self._of_sum()
+        return plan if plan.choose is None else plan.choose(blocks)
+
+    def _of_sum(self) -> OpPlan:
+        question, factors = self.question, self.question.factors
+        whole = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, others=())
+        ended = question._replace(linear="", factors=whole).at([spec for _, spec in question.operands])
+        return _propagate(self.func, self.positional, ended)
