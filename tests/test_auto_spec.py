@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fspmd import (
     ArgumentError,
+    Link,
     Mesh,
     P,
     RecordError,
@@ -39,13 +40,14 @@ from fspmd import (
     with_spec,
 )
 from fspmd.auto import eliminate
+from fspmd.auto.apply import _moved
 from fspmd.auto.axes import alike, renamed
 from fspmd.auto.model import Builder
 from fspmd.auto.record import record
 from fspmd.auto.repeats import ties
 from fspmd.auto.solve import Solver
 from fspmd.auto.ways import layouts, ways
-from fspmd.redistribution.moves import later, moves
+from fspmd.redistribution.moves import goes_directly, later, moves, there_and_back
 from fspmd.sharded import is_sharded
 
 LINE = make_mesh((4,), ("x",))
@@ -532,6 +534,30 @@ def test_what_checkpoint_computes_again_lies_as_it_did(mesh: Mesh) -> None:
     for out in (found.apply(f)(*placed), jit(found.apply(f))(*placed)):
         for got, want in zip(optree.tree_leaves(out, is_leaf=is_sharded), optree.tree_leaves(f(*values)), strict=True):
             torch.testing.assert_close(device_get(got), want)
+
+
+def test_moves_that_gradients_follow_are_quick_there_and_back() -> None:
+    """What is quickest forward may not be; the log tells what both take."""
+    mesh, before = make_mesh((2, 2, 2), ("x", "y", "z")), topology()
+    figures = Topology(axes=(("x", Link(30.0, 12.5e3)),))
+    every = layouts(TensorSpec(mesh, P(), (64, 64), torch.float64))
+    pairs = [(a, b) for a in every for b in every if a is not b and goes_directly(a, b, (), figures)]
+    assert pairs
+    whole = torch.randn(64, 64, dtype=torch.float64)
+    set_topology(figures)
+    try:
+        for source, need in pairs[:: len(pairs) // 4]:
+            x = device_put(whole, source.partition, mesh=mesh).requires_grad_()
+            with communication_log() as log:
+                moved = _moved(x, need, ())
+                (moved * moved).sum().backward()
+            assert x.grad is not None
+            torch.testing.assert_close(device_get(x.grad), 2 * whole)
+            taken = sum(one.price.time for one in log)
+            assert taken == pytest.approx(there_and_back(source, need, (), figures, True))
+            assert taken < there_and_back(source, need, (), figures)
+    finally:
+        set_topology(before)
 
 
 def test_specs_stand_in_for_tensors() -> None:

@@ -18,8 +18,10 @@ from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.instead import Dispatch, instead_of_dispatch
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.refusals import shown
-from fspmd.global_view.strategies import cast_where_gathered
 from fspmd.meshes.mesh import Mesh
+from fspmd.pairs import apply
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import goes_directly, moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -140,12 +142,18 @@ class _Guide:
 
 
 def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
+    """Where it must lie; of a gather that is then cast the gradient is scattered."""
     target = x.spec.with_partition(need.partition)
     if target is x.spec:
         return x
-    if x.requires_grad and torch.is_grad_enabled():
-        target = cast_where_gathered(x.spec, target, axes)
-    return Sharded(redistribute(x.local, x.spec, target), target)
+    followed = x.requires_grad and torch.is_grad_enabled()
+    asked = x.spec, target, axes if followed else (), topology()
+    way, local = moves(*asked, followed and goes_directly(*asked)), x.local
+    for one in way.calls:
+        local = apply(local, one)
+    partition = target.partition
+    reduced = partition.reduced.union(*(one.axes for one in way.calls if one.pair.name == "all_gather_reduced"))
+    return Sharded(local, target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced)))
 
 
 def _replaced(

@@ -18,9 +18,9 @@ from fspmd.auto.axes import alike, renamed
 from fspmd.auto.prices import Cost, Laid, Prices, least_prices, size
 from fspmd.auto.record import Op, Program
 from fspmd.auto.repeats import Ties
-from fspmd.auto.ways import Way, layouts, ways
+from fspmd.auto.ways import Need, Way, layouts, ways
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.moves import later, moves
+from fspmd.redistribution.moves import goes_directly, later, moves, there_and_back
 from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
 
@@ -61,8 +61,9 @@ class Builder:
         fixed: Mapping[int, P],
         tied: Ties = Ties(),  # noqa: B008 (it is immutable)
         tables: dict[Any, Any] | None = None,
+        directly: bool = False,
     ) -> None:
-        self.program, self.topology, self.fixed = program, topology, fixed
+        self.program, self.topology, self.fixed, self.directly = program, topology, fixed, directly
         self.tables = {} if tables is None else tables  # what was reckoned, for other models of the program
         self.model = Model()
         self.of_op: dict[int, int] = {}
@@ -78,6 +79,11 @@ class Builder:
             for n in op.operands:
                 self._read.setdefault(self._root(n), []).append(i)
         self._build()
+
+    def rough(self) -> Builder:
+        """The same model with moves by direct routes, which are quickly found and no quicker."""
+        tables = {key: one.copied() if isinstance(one, Prices) else one for key, one in self.tables.items()}
+        return Builder(self.program, self.topology, self.fixed, self._tied, tables, True)
 
     def _root(self, number: int) -> int:
         """The value that a gradient is of, or that was written into."""
@@ -267,7 +273,7 @@ class Builder:
                 for k in part.columns.get(after, ()):
                     need = part.needs[k]
                     casts = source.mesh.ordered({own[axis] for axis in need.casts})
-                    time = self._time(source, target, casts, need.followed)
+                    time = self._time(source, target, casts, need)
                     for i in part.rows[before]:
                         if not part.exact[i, k]:
                             part.cost.time[i, k], part.exact[i, k] = time, True
@@ -291,11 +297,15 @@ class Builder:
         found: Prices = self.tables[key]
         return found
 
-    def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], followed: bool) -> float:
-        key = source, target, casts, followed
+    def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], need: Need) -> float:
+        key = source, target, casts, need.followed, need.guided
         if key not in self.tables:
             asked = source, target, casts, self.topology
-            self.tables[key] = moves(*asked).forward + (sum(later(*asked)) if followed else 0.0)
+            if need.followed:
+                directly = self.directly or (need.guided and goes_directly(*asked))
+                self.tables[key] = there_and_back(*asked, directly)
+            else:
+                self.tables[key] = moves(*asked, self.directly).forward
         found: float = self.tables[key]
         return found
 

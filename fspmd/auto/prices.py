@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
@@ -74,6 +74,10 @@ class Prices:
     exact: Tensor
     rows: dict[TensorSpec, list[int]]
     columns: dict[TensorSpec, list[int]]
+
+    def copied(self) -> Prices:
+        """As it is, to be made exact by itself."""
+        return replace(self, cost=Cost(self.cost.time.clone(), self.cost.memory), exact=self.exact.clone())
 
     def table(self) -> Cost:
         """For each layout and way."""

@@ -56,6 +56,7 @@ class Solver:
         self.price = _TIE
         self.every = [torch.arange(len(own)) for own in builder.model.choices]
         self.order: list[int] = []
+        self._axes = [axis for axis, n in builder.program.mesh.shape.items() if n > 1]
         self.integer = solver == "milp"
         if not self.integer:
             try:
@@ -159,18 +160,25 @@ class Solver:
     def _cheapest(self, price: float, most: float = inf) -> tuple[Found, Solved]:
         """The least time, with µs for each byte; ``most``: what is known to be possible.
 
-        To know something a plan is made better over one mesh axis at a time, then over two, which is quickly done.
+        To know something a plan is found by direct routes first.
         """
-        axes = [axis for axis, n in self.builder.program.mesh.shape.items() if n > 1]
-        if most == inf and len(axes) > 1:
-            found = self._least(price, self.every, rounds=1)[0]
-            for count in range(1, min(len(axes), 3)):
-                for group in 2 * list(itertools.combinations(axes, count)):
-                    known = found.time + price * found.memory
-                    better, _ = self._least(price, self._over(group, found.chosen), known)
-                    found = better if better.time + price * better.memory < known else found
-            most = found.time + price * found.memory
+        if most == inf and len(self._axes) > 1:
+            rough = Solver(self.builder.rough())
+            chosen = rough._by_axes(price).chosen
+            self.builder.price(chosen)
+            time, memory = self.model.cost(chosen)
+            most = time + price * memory
         return self._least(price, self.every, most)
+
+    def _by_axes(self, price: float) -> Found:
+        """The same; a plan is made better over one mesh axis at a time, then over two, which is quickly done."""
+        found = self._least(price, self.every, rounds=1)[0]
+        for count in range(1, min(len(self._axes), 3)):
+            for group in 2 * list(itertools.combinations(self._axes, count)):
+                known = found.time + price * found.memory
+                better, _ = self._least(price, self._over(group, found.chosen), known)
+                found = better if better.time + price * better.memory < known else found
+        return self._least(price, self.every, found.time + price * found.memory)[0]
 
     def _least(
         self, price: float, kept: Sequence[Tensor], most: float = inf, rounds: int | None = None

@@ -38,14 +38,17 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     levels = _levels(mesh, topology)
     latency, scale = min((level.latency for level in levels), default=0.0), target.dtype.itemsize
     lacked_by = [(_lacked_by(target, level.island), _received_by(target, level.island)) for level in levels]
+    whole = frozenset(mesh.axis_names) - target.partition.axes
 
     @functools.cache
     def least(spec: TensorSpec) -> float:
         lacked = [max(count(spec) for count in counts) for counts in lacked_by]
         if not any(lacked):
             return 0.0
-        heard = _heard(spec, target)
-        begun = _begun(heard, latency, topology, 2)
+        added = spec.partition.unreduced - target.partition.unreduced
+        rounds, ending = _ending(mesh, topology, added, added & whole)
+        heard = max(_heard(spec, target), rounds + 1)
+        begun = max(_begun(heard, latency, topology, 2), ending)
         time: float = _time(levels, lacked, heard, begun, topology.launch, scale, _ONE)
         return time
 
@@ -104,9 +107,11 @@ def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], to
     latency, scale = min(level.latency for level in levels), targets[0].dtype.itemsize
     lacked_by = [[f(sources, targets, level.island) for f in (_lacks, _receives)] for level in levels]
     lacked = [torch.maximum(*counts) for counts in lacked_by]
+    rounds, ending = _endings(sources, targets, topology)
     heard = _hears(sources, targets)
     counts, of = heard.unique(return_inverse=True)
     begun = torch.tensor([_begun(n, latency, topology, 2) for n in counts.tolist()], dtype=torch.float64)[of]
+    heard, begun = torch.maximum(heard, rounds + 1), torch.maximum(begun, ending)
     least = _time(levels, lacked, heard, begun, topology.launch, scale, _MANY)
     written = torch.tensor([prod(spec.block_shape) for spec in targets], dtype=torch.float64)
     anything = functools.reduce(torch.maximum, lacked) > 0
@@ -205,6 +210,37 @@ def _sums(
     every = len(ranks) - 1
     now, then = (ranks[every & ~own & ~also] for own, also in zip(pending, cut, strict=True))
     return ranks[pending[0][:, None] & pending[1]], ranks[pending[0][:, None] & ~pending[1]], now[:, None], then
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _ending(mesh: Mesh, topology: Topology, added: frozenset[str], whole: frozenset[str]) -> tuple[int, float]:
+    """Of sums over axes, over some of which ranks then have ``whole`` ones: the rounds of one collective, and µs.
+
+    Each axis is gone through once, and where ranks then have whole sums once more, or their parts are put together by
+    another collective. That is in one collective or in several, which move no bytes.
+    """
+    axes = [axis for axis in mesh.ordered(added) if mesh.shape[axis] > 1]
+    if not axes:
+        return 0, 0.0
+    latency = {axis: topology.link(mesh, (axis,)).latency for axis in axes}
+    once = {axis: (mesh.shape[axis] - 1) * latency[axis] for axis in axes}
+    again = [axis for axis in axes if axis in whole]
+    joined = topology.launch + min((latency[axis] for axis in again), default=0.0)
+    time = topology.launch + sum(once.values()) + (min(sum(once[axis] for axis in again), joined) if again else 0.0)
+    return (2 if again else 1) * (prod(mesh.shape[axis] for axis in axes) - 1), time
+
+
+def _endings(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> tuple[Tensor, Tensor]:
+    """The same for many layouts."""
+    mesh = targets[0].mesh
+    before = [spec.partition.unreduced for spec in sources]
+    after = [(spec.partition.unreduced, spec.partition.axes) for spec in targets]
+    rows, columns = list(dict.fromkeys(before)), list(dict.fromkeys(after))
+    added = [[(own - pending, own - pending - cut) for pending, cut in columns] for own in rows]
+    table = torch.tensor([[_ending(mesh, topology, *one) for one in row] for row in added], dtype=torch.float64)
+    of = torch.tensor([rows.index(one) for one in before]), torch.tensor([columns.index(one) for one in after])
+    found = table[of[0]][:, of[1]]
+    return found[..., 0].long(), found[..., 1]
 
 
 def _bits(count: int) -> list[list[int]]:

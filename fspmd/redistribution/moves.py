@@ -29,21 +29,25 @@ class Later(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def moves(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology) -> Moves:
-    """From one layout to another, then cast to varying over axes."""
+def moves(
+    spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology, directly: bool = False
+) -> Moves:
+    """From one layout to another, then cast to varying over axes; ``directly`` as of `route`."""
     if spec is need and not axes:
         return _STILL
-    steps = route(spec, need, topology).steps
+    steps = route(spec, need, topology, directly).steps
     calls, gathered = _scattering_backward([step.call for step in steps], axes)
     return Moves(calls, casts(need, axes, gathered) if axes else (), sum([step.price.time for step in steps]))
 
 
 @functools.lru_cache(maxsize=8192)
-def later(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology) -> Later:
+def later(
+    spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology, directly: bool = False
+) -> Later:
     """What `moves` take in backward."""
-    way, before = moves(spec, need, axes, topology), spec
+    way, before = moves(spec, need, axes, topology, directly), spec
     backward = casting = 0.0
-    for step, one in zip(route(spec, need, topology).steps, way.calls, strict=True):
+    for step, one in zip(route(spec, need, topology, directly).steps, way.calls, strict=True):
         time = back(Step(one, step.spec, step.price), before, topology).time
         if one is step.call:
             backward += time
@@ -54,6 +58,21 @@ def later(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: T
     after = [one.transposed for one in way.casts]
     casting += sum(price(one.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in after)
     return Later(backward, casting)
+
+
+def there_and_back(
+    spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology, directly: bool = False
+) -> float:
+    """µs of both."""
+    asked = spec, need, axes, topology, directly
+    return moves(*asked).forward + sum(later(*asked))
+
+
+@functools.lru_cache(maxsize=8192)
+def goes_directly(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology) -> bool:
+    """Whether the direct way is the quicker one of what gradients follow: what is quickest forward may not be."""
+    direct, searched = (there_and_back(spec, need, axes, topology, one) for one in (True, False))
+    return direct < searched * (1 - 1e-9)
 
 
 _STILL: Final = Moves((), (), 0.0)

@@ -82,17 +82,21 @@ def _bytes(spec: TensorSpec) -> int:
 
 
 @functools.lru_cache(maxsize=8192)
-def route(source: TensorSpec, target: TensorSpec, topology: Topology) -> Route:
-    """The cheapest way; of equally quick ones that which holds less, then that of fewer steps."""
+def route(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
+    """The cheapest way; of equally quick ones that which holds less, then that of fewer steps.
+
+    ``directly``: of those that lead towards the target, which are found far sooner.
+    """
     if source is target:
         return Route(source, target, ())
     if source.flat or target.flat:
-        return Route(source, target, _by_views(source, target, topology))
-    steps = _across(source, target, topology) if source.mesh != target.mesh else _within(source, target, topology)
-    return Route(source, target, steps)
+        return Route(source, target, _by_views(source, target, topology, directly))
+    if source.mesh != target.mesh:
+        return Route(source, target, _across(source, target, topology))
+    return Route(source, target, _within(source, target, topology, directly))
 
 
-def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool) -> tuple[Step, ...]:
     """Where dims are `Flat`: between views of both that have the same dims, in which each is in blocks of its own.
 
     A dim that has no such views is whole on the way.
@@ -102,14 +106,14 @@ def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology) -> tup
         entries = [None if view is None else entry for view, entry in zip(views, target.partition, strict=True)]
         after = target.partition
         middle = target.with_partition(P(*entries, unreduced=after.unreduced, reduced=after.reduced))
-        return (*route(source, middle, topology).steps, *route(middle, target, topology).steps)
+        return (*route(source, middle, topology, directly).steps, *route(middle, target, topology, directly).steps)
     known = [view for view in views if view is not None]
     sizes = [found for found, _, _ in known]
     first, last = (
         source.viewed(sizes, [axes for _, axes, _ in known]),
         target.viewed(sizes, [axes for *_, axes in known]),
     )
-    steps = list(route(first, last, topology).steps)
+    steps = list(route(first, last, topology, directly).steps)
     if first is not source:
         steps.insert(0, _viewing(source, first, topology))
     return (*steps, _viewing(last, target, topology)) if last is not target else tuple(steps)
@@ -139,7 +143,7 @@ def _viewing(before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
     return _step(call("view", before.mesh, (), Options(dims=Regroup(before, after))), before, after, topology)
 
 
-def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> tuple[Step, ...]:
     """By Dijkstra's algorithm over edges that lead towards the target; then, where ways round may pay, over all."""
     if (one := _direct(source, target, topology)) is not None:
         return (one,)
@@ -158,7 +162,9 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
                 step = _step(move, spec, after, topology)
                 label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
                 heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
-    return _round(source, target, topology, steps) if _round_pays(source, target, topology) else steps
+    if directly or not _round_pays(source, target, topology):
+        return steps
+    return _round(source, target, topology, steps)
 
 
 def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
