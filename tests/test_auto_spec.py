@@ -207,31 +207,38 @@ def test_a_graph_that_is_too_wide_needs_the_other_solver(monkeypatch: pytest.Mon
         auto_spec(f, LINE, *args)
 
 
-def test_an_mlp_is_split_as_megatron_splits_it() -> None:
+#: with the entry of a dim that all axes cut
+MESHES = [(LINE, "x"), (GRID, ("x", "y"))]
+
+
+@pytest.mark.parametrize(("mesh", "cut"), MESHES)
+def test_an_mlp_is_split_as_megatron_splits_it(mesh: Mesh, cut: Any) -> None:
     w = {"up": meta(4096, 16384), "down": meta(16384, 4096)}
-    found = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(64, 4096))
-    assert found.specs[0] == {"up": P(None, "x"), "down": P("x", None)}
-    by_hand = {"w.up": P(None, "x"), "w.down": P("x"), "x": P()}
-    assert auto_spec(value_and_grad(mlp_loss), LINE, w, meta(64, 4096), fixed=by_hand).time == found.time
-    whole = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(64, 4096), fixed={"w.*": P()})
+    found = auto_spec(value_and_grad(mlp_loss), mesh, w, meta(64, 4096))
+    assert found.specs[0] == {"up": P(None, cut), "down": P(cut, None)}
+    by_hand = {"w.up": P(None, cut), "w.down": P(cut), "x": P()}
+    assert auto_spec(value_and_grad(mlp_loss), mesh, w, meta(64, 4096), fixed=by_hand).time == found.time
+    whole = auto_spec(value_and_grad(mlp_loss), mesh, w, meta(64, 4096), fixed={"w.*": P()})
     assert whole.time > 2 * found.time
 
 
-def test_small_weights_stay_whole_where_the_batch_is_large() -> None:
+@pytest.mark.parametrize(("mesh", "cut"), MESHES)
+def test_small_weights_stay_whole_where_the_batch_is_large(mesh: Mesh, cut: Any) -> None:
     w = {"up": meta(64, 64), "down": meta(64, 16)}
-    found = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(1 << 20, 64), fixed={"x": P("x")})
+    found = auto_spec(value_and_grad(mlp_loss), mesh, w, meta(1 << 20, 64), fixed={"x": P(cut)})
     assert found.specs[0] == {"up": P(None, None), "down": P(None, None)}
-    free = auto_spec(value_and_grad(mlp_loss), LINE, w, meta(1 << 20, 64))
+    free = auto_spec(value_and_grad(mlp_loss), mesh, w, meta(1 << 20, 64))
     assert (free.time, free.specs) == (found.time, found.specs)  # of equals that which holds less
 
 
-def test_a_large_vocabulary_is_split() -> None:
+@pytest.mark.parametrize(("mesh", "cut"), MESHES)
+def test_a_large_vocabulary_is_split(mesh: Mesh, cut: Any) -> None:
     def loss(w: Any, x: Any, target: Any) -> Any:
         return F.cross_entropy(x @ w, target)
 
     args = (meta(1024, 128_000), meta(512, 1024), meta(512, dtype=torch.long))
-    found = auto_spec(value_and_grad(loss), LINE, *args)
-    assert found.specs == (P(None, "x"), P(None, None), P(None))
+    found = auto_spec(value_and_grad(loss), mesh, *args)
+    assert found.specs == (P(None, cut), P(None, None), P(None))
     assert not any(str(step) for step in found.steps if step.name == "_log_softmax()")  # its body sums over ranks
 
 
@@ -253,15 +260,16 @@ def _block_loss(p: Any, x: Any) -> Any:
     return _block(p, x).sum()
 
 
-def test_a_transformer_block_is_no_dearer_than_megatrons() -> None:
+@pytest.mark.parametrize(("mesh", "cut"), MESHES)
+def test_a_transformer_block_is_no_dearer_than_megatrons(mesh: Mesh, cut: Any) -> None:
     args = (_weights(2048), meta(2, 512, 2048))
     f = value_and_grad(_block_loss, argnums=(0, 1))
-    found = auto_spec(f, LINE, *args)
-    columns = {f"p.{name}": P(None, "x") for name in ("q", "k", "v", "up")}
-    hand = auto_spec(f, LINE, *args, fixed={**columns, "p.o": P("x"), "p.down": P("x"), "p.norm": P(), "x": P()})
+    found = auto_spec(f, mesh, *args)
+    columns = {f"p.{name}": P(None, cut) for name in ("q", "k", "v", "up")}
+    hand = auto_spec(f, mesh, *args, fixed={**columns, "p.o": P(cut), "p.down": P(cut), "p.norm": P(), "x": P()})
     assert found.time <= hand.time
-    assert found.specs[0]["up"] == P(None, "x")
-    assert found.specs[0]["down"] == P("x", None)
+    assert all(found.specs[0][name] == P(None, cut) for name in ("q", "k", "v", "up"))
+    assert all(found.specs[0][name] == P(cut, None) for name in ("o", "down"))
 
 
 LM = {"emb": meta(48, 32), "head": meta(32, 48), "layer": _weights(32)}
