@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,9 +33,17 @@ def values(shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
 
 def placements(mesh: Mesh, shapes: tuple[tuple[int, ...], ...], most: int) -> list[tuple[P, ...]]:
     """Layouts of all operands, evenly taken from all there are."""
-    every = list(itertools.product(*(layouts(mesh, len(shape)) for shape in shapes)))
-    step = max(1, len(every) // (most * 20 if FULL and mesh.transport == "simulation" else most))
-    return every[len(every) // 7 % step :: step]
+    ways = [layouts(mesh, len(shape)) for shape in shapes]
+    count = math.prod(map(len, ways))
+    step = max(1, count // (most * 20 if FULL and mesh.transport == "simulation" else most))
+    found = []
+    for place in range(count // 7 % step, count, step):
+        specs, left = [], place
+        for own in reversed(ways):
+            left, at = divmod(left, len(own))
+            specs.append(own[at])
+        found.append(tuple(reversed(specs)))
+    return found
 
 
 def check_case(name: str, case: Case, mesh: Mesh, most: int) -> None:

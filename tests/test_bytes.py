@@ -61,6 +61,7 @@ CASES: dict[str, Case] = {
     "a mask is gathered": (torch.where, [(COUNTED > 0, ROWS), ((8, 8), WHOLE), ((8, 8), WHOLE)], 6 * 8),
     "the variance of a batch": (lambda x: x.var(0), [((64, 8), ROWS)], 2 * 12 * 8),
     "a norm over the batch": (_batch_norm, [((64, 2), ROWS), ((2,), WHOLE), ((2,), WHOLE)], 4 * 12 * 2),
+    "groups that are cut": (lambda x: F.group_norm(x, 2), [((2, 8, 9), COLUMNS)], 4 * 12 * 4),
     "the first of the greatest": (lambda x: x * 1 + x.argmax(), [((8, 8), ROWS)], 12 + 3),
     "the greatest": (torch.max, [((8, 8), ROWS)], 24),
     "the greatest of columns": (lambda x: x.amax(0), [((8, 8), ROWS)], 24 * 8),

@@ -10,10 +10,13 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
+from fspmd.entries import entry_axes
+from fspmd.redistribution.redistribute import to_blocks
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
 from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
 
 
 def _take(x: Any, index: Any) -> Any:
@@ -153,13 +156,39 @@ def _torch_batch_norm(
 def _group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
-    """A layer norm of each group: channels that no block boundary cuts stay where they are."""
+    """A layer norm of each group; of groups that block boundaries cut by two all-reduces of a number per group."""
     if x.dim() < 2 or x.size(1) % num_groups:
         raise RuntimeError(f"Expected channels that divide into {num_groups} groups, but got {tuple(x.shape)}")
     F._verify_batch_size([x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]])  # type: ignore[attr-defined]
-    grouped = x.unflatten(1, (num_groups, x.size(1) // num_groups))
-    out = F.layer_norm(grouped, tuple(grouped.shape[2:]), eps=eps).flatten(1, 2)
+    if _cuts_groups(x, num_groups):
+        out = _normed_groups(x, num_groups, eps)
+    else:
+        grouped = x.unflatten(1, (num_groups, x.size(1) // num_groups))
+        out = F.layer_norm(grouped, tuple(grouped.shape[2:]), eps=eps).flatten(1, 2)
     return _per_channel(out, weight, bias)
+
+
+def _cuts_groups(x: Any, groups: int) -> bool:
+    if not isinstance(x, Sharded) or x.spec.flat:
+        return False
+    return groups % math.prod(x.spec.mesh.shape[axis] for axis in entry_axes(x.spec.partition[1])) > 0
+
+
+def _normed_groups(x: Any, groups: int, eps: float) -> Any:
+    """Channels stay where they are: what those of a group add up to is a product with which of them it has."""
+    size, space = x.size(1) // groups, tuple(range(2, x.dim()))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    of = torch.arange(x.size(1), device=x.device)[:, None] // size == torch.arange(groups, device=x.device)
+    lies = TensorSpec(x.spec.mesh, P(x.spec.partition[1], None), of.shape, wide.dtype)
+    has: Any = Sharded(to_blocks(of.to(wide.dtype), lies), lies)
+    count = size * math.prod(x.shape[2:])
+
+    def mean(values: Any) -> Any:
+        own = values.sum(space) if space else values
+        return (own @ has / count @ has.mT).view(*own.shape, *(1,) * len(space))
+
+    wide = wide - mean(wide)
+    return (wide * torch.rsqrt(mean(wide * wide) + eps)).to(x.dtype)
 
 
 def _per_channel(x: Any, weight: Any, bias: Any) -> Any:
