@@ -91,7 +91,7 @@ def main() -> None:
         )
     print("\n| pass | µs a step |\n|---|---|")
     given, named, mode = without_values(args, {})
-    program = imagined(step, given, named, (), mode).program
+    program = imagined(step, given, named, mode).program
     for name, one in PASSES.items():
         steps, start = len(program.steps), time.perf_counter()
         one(program)

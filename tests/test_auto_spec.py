@@ -415,6 +415,18 @@ def test_programs_hold_what_they_may(f: Any, args: tuple[Any, ...], sizes: tuple
 
 
 @pytest.mark.usefixtures("slow")
+def test_what_holds_more_by_the_model_may_fit() -> None:
+    """Beside a plan of brute force that fits: the arguments cut over all axes."""
+    f, args = value_and_grad(_shared, argnums=(0, 1)), ({"a": meta(4, 8), "b": meta(4, 8)}, meta(2, 4))
+    fixed = {"w.a": P("y", "x"), "w.b": P("x", "y"), "x": P(None, "y")}
+    known = auto_spec(f, GRID, *args, fixed=fixed, memory_limit=234, alternatives=0)
+    found = auto_spec(f, GRID, *args, memory_limit=234, alternatives=0)
+    assert found.peak is not None
+    assert found.peak <= 234
+    assert found.bound <= known.time
+
+
+@pytest.mark.usefixtures("slow")
 def test_dims_that_are_flattened_and_then_gathered() -> None:
     def loss(w: Any, x: Any, y: Any) -> Any:
         return F.cross_entropy((x @ w).flatten(0, 1), y.flatten())

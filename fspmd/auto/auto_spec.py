@@ -27,6 +27,7 @@ from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import parameter_names
 
 _ROUNDING = 1e-9
+_SMALLEST = 6  # plans that are recorded where none of the quick ones fits
 
 
 @dataclass(frozen=True)
@@ -171,12 +172,15 @@ def auto_spec(
     def peak(solved: Solver, found: Found) -> int | None:
         return peak_of(f, args, mesh, laid(solved, found))
 
+    def holding_least(solved: Solver) -> list[Found]:
+        return solved.smallest(_variables(solved), _SMALLEST)
+
     held, allowed = None, memory_limit
     try:
         if memory_limit is None:
             solved, best = solve(None)
         else:
-            solved, best, held, allowed = fitting(memory_limit, solve, peak)
+            solved, best, held, allowed = fitting(memory_limit, solve, peak, holding_least)
     except DoesNotFit as error:
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that was found is "
@@ -188,8 +192,7 @@ def auto_spec(
             "it out"
         ) from None
 
-    variables = list(dict.fromkeys(solved.builder.of_value[number] for number in program.leaves))
-    others = [laid(solved, one) for one in solved.runners_up(best, variables, alternatives, allowed)]
+    others = [laid(solved, one) for one in solved.runners_up(best, _variables(solved), alternatives, allowed)]
     if memory_limit is not None and held is not None:
         peaks = [peak_of(f, args, mesh, plan) for plan in others]
         others = [replace(plan, peak=n) for plan, n in zip(others, peaks, strict=True) if n and n <= memory_limit]
@@ -211,6 +214,12 @@ def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -
     if alike is None or found is None or other.time < found.time * (1 - _ROUNDING):
         return apart, other
     return alike, replace(found, bound=other.bound)
+
+
+def _variables(solved: Solver) -> list[int]:
+    """Those of the arguments."""
+    builder = solved.builder
+    return list(dict.fromkeys(builder.of_value[number] for number in builder.program.leaves))
 
 
 def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:

@@ -70,8 +70,12 @@ def fitting(
     limit: float,
     solve: Callable[[float | None], tuple[Solver, Found]],
     peak: Callable[[Solver, Found], int | None],
+    holding_least: Callable[[Solver], Sequence[Found]],
 ) -> Fitting:
-    """The quickest of a few plans that hold at most so many bytes.
+    """The quickest of a few plans that hold at most so many bytes; where none does, one of those ``holding_least``.
+
+    Where the model has counted too much of one, others may fit though they hold too much by it; then no plan beats the
+    best one without a limit, and that is all that is known.
 
     Raises:
         DoesNotFit: there is none among them.
@@ -84,7 +88,8 @@ def fitting(
         return Fitting(solver, found, held, None)
     best: Fitting | None = None
     allowed, over = found.memory * limit / held * (1 + _TIE), found.memory  # too many bytes by the model
-    bound, least = inf, held
+    free, bound, least = found.bound, inf, held
+    over_counts = held < found.memory
     tried = {found.chosen}
     for _ in range(_ROUNDS):
         smallest = False
@@ -98,6 +103,7 @@ def fitting(
         tried.add(found.chosen)
         held = peak(solver, found) or 0
         bound, least = min(bound, found.bound), min(least, held)
+        over_counts |= held < found.memory
         guess = found.memory * limit / held * (1 + _TIE) if held else inf
         if held <= limit:
             if best is None or found.time < best.found.time:
@@ -110,6 +116,12 @@ def fitting(
         else:
             over = min(over, found.memory)
             allowed = guess if best is None else max(guess, (found.memory + best.found.memory) / 2)
+    for found in holding_least(solver) if best is None else ():
+        held = peak(solver, found) or 0
+        least = min(least, held)
+        if held <= limit and (best is None or found.time < best.found.time):
+            best = Fitting(solver, found, held, found.memory * (1 + _TIE))
     if best is None:
         raise DoesNotFit(least)
-    return best._replace(found=replace(best.found, bound=min(bound, best.found.bound)))
+    bound = free if over_counts or bound == inf else bound
+    return best._replace(found=replace(best.found, bound=min(bound, best.found.time)))

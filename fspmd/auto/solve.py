@@ -116,6 +116,14 @@ class Solver:
                 fixed[v] = mine & same
         return sorted(found, key=lambda one: one.time)
 
+    def smallest(self, variables: Sequence[int], count: int) -> list[Found]:
+        """The plans of least memory, each with some of these values otherwise than in those before."""
+        before, self.price = self.price, _BYTES
+        least = self._by_integers(None, _BYTES) if self.integer else self._smallest()
+        found = [least, *self.runners_up(least, variables, count - 1, None)]
+        self.price = before
+        return sorted(found, key=lambda one: one.memory)
+
     def _cost(self, found: Found) -> float:
         return found.time + self.price * found.memory
 
