@@ -165,11 +165,18 @@ class Sharded:
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Sharded], None]) -> Any:
         """Call ``hook`` with self whenever backward has added to `grad`; self is a leaf."""
-        return self.local.register_post_accumulate_grad_hook(lambda _: hook(self))
+        return self.of_local("register_post_accumulate_grad_hook", lambda _: hook(self))
 
     def retain_grad(self) -> None:
         """Keep in `grad` the gradient of a value that is no leaf, too."""
-        self.local.retain_grad()
+        self.of_local("retain_grad")
+
+    def of_local(self, name: str, *args: Any) -> Any:
+        """What a method of the local tensor gives; of what torch refuses there the error names self."""
+        try:
+            return getattr(self.local, name)(*args)
+        except RuntimeError as error:
+            raise ArgumentError(f"{name}() of {self!r} fails: {error}") from error
 
     @property
     def data(self) -> Sharded:

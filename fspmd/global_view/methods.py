@@ -56,7 +56,7 @@ def _of_local(name: str) -> Any:
 
 def _asked_of_local(name: str) -> Any:
     def method(self: Sharded, *args: Any) -> Any:
-        return getattr(self.local, name)(*args)
+        return self.of_local(name, *args)
 
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"As of this rank's block: ``torch.Tensor.{name}``."

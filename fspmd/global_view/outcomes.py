@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,14 +42,34 @@ def on_one_element(
     if shape is None or torch._C._is_any_autocast_enabled():
         return None
     try:
-        out = _on(
-            lambda spec: torch.ones((1,) * spec.ndim, dtype=spec.dtype, device="cpu"), func, args, kwargs, operands
-        )
+        out = _on(functools.partial(_ones, 1), func, args, kwargs, operands)
     except Exception:  # which the meta device tells better
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view():
         return None
     return Outcome([(shape, out.dtype)])
+
+
+def _ones(size: int, spec: TensorSpec) -> Tensor:
+    return torch.ones((size,) * spec.ndim, dtype=spec.dtype, device="cpu")
+
+
+def kernel_complaint(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Exception | None:
+    """What the kernel of a function of elements says of these dtypes and numbers, for which the meta device has none.
+
+    It says so of one element, which is one, and if it is not for that one, of none.
+    """
+    found: list[Exception] = []
+    for size in (1, 0):
+        try:
+            _on(functools.partial(_ones, size), func, args, kwargs, operands)
+        except Exception as error:
+            found.append(error)
+    if len(found) == 2 or (found and isinstance(found[0], NotImplementedError)):
+        return found[0]
+    return None
 
 
 def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:

@@ -130,7 +130,9 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """What runs in place of a function; of arguments that it cannot take, torch's own words are better."""
     try:
         return instead(*args, **kwargs)
-    except (TypeError, AttributeError, IndexError) as error:
+    except FspmdError:
+        raise
+    except Exception as error:
         tree: Any = (args, kwargs)
         whole: Any = optree.tree_map(_without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
         try:
@@ -198,7 +200,10 @@ def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if name not in ("to", "cpu", "cuda") or not is_sharded(args[0]) or not args[0].spec.partition.mentioned:
         return
     given = [name] if name != "to" else [kwargs.get("device"), *args[1:2]]
-    asked = next((torch.device(one) for one in given if isinstance(one, (str, torch.device))), None)
+    try:
+        asked = next((torch.device(one) for one in given if isinstance(one, (str, torch.device))), None)
+    except RuntimeError as error:
+        raise ArgumentError(f"{shown(func)} of {args[0]!r} got {given}: {error}") from error
     home = args[0].spec.mesh.device
     if asked is None:
         return

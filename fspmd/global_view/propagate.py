@@ -21,7 +21,7 @@ from fspmd.global_view.on_blocks import (
     rank_by_rank,
     view_or_copy,
 )
-from fspmd.global_view.outcomes import Place, Shape, by_factors, like_first, on_meta, on_one_element
+from fspmd.global_view.outcomes import Place, Shape, by_factors, kernel_complaint, like_first, on_meta, on_one_element
 from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.signatures import by_signature, stand_in_order
@@ -153,6 +153,10 @@ def ask(
             outcome = on_meta(func, args, kwargs, ordered)
         except Exception as error:
             refuse_global(func, specs, error)
+        if row.rule is elementwise and specs[0].mesh.device_type == "cpu":
+            complaint = kernel_complaint(func, args, kwargs, ordered)
+            if complaint is not None:
+                refuse_global(func, specs, complaint)
     check_dtypes(func, specs)
     if outcome is None:
         return None

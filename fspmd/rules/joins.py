@@ -24,6 +24,7 @@ from fspmd.rules.windows import (
     passing,
     per_rank,
     picked,
+    refilling,
     still,
     taken,
 )
@@ -221,7 +222,7 @@ def pad_with(rows: Callable[[int, int, int, Tensor], Tensor]) -> Bodied:
                 x = taken(site, "pad", x, d, size, after, functools.partial(rows, before, behind, size))
         return x
 
-    return passing(body)
+    return refilling(body)
 
 
 reflect, replicate, wrap = pad_with(_mirrored), pad_with(_nearest), pad_with(_wrapped)

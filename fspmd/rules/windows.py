@@ -225,6 +225,22 @@ def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[
     return lambda body: Bodied(body, time)
 
 
+def refilling(body: Body) -> Bodied:
+    """A body that receives at most a block of its result, which may be longer than the operand's."""
+
+    def time(layout: BodyLayout) -> float:
+        x, found = layout.operands[0], 0.0
+        for d in layout.whole:
+            if over := entry_axes(x.partition[d]):
+                parts = tuple(x.mesh.shape[axis] for axis in over)
+                rows = max(length for _, length in blocks(layout.results[0].shape[d], parts))
+                row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
+                found += _fetching(x, over, rows * row, layout.topology)
+        return found
+
+    return Bodied(body, time)
+
+
 def in_pieces(body: Body) -> Bodied:
     """A body that gives a dim in pieces, one after another: the rows that all their blocks lack, as one exchange."""
 
