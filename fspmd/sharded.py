@@ -285,7 +285,7 @@ class Sharded:
 
     def item(self) -> Any:
         """The number of a tensor of one element, on every rank: gathered, or its pending sum settled, where need be."""
-        return above.dispatch(Tensor.item, (), (self,)) if self.spec.partition.mentioned else self.local.item()
+        return above.dispatch(Tensor.item, (), (self,)) if self.spec.partition.mentioned else self.of_local("item")
 
 
 class _Dispatch(Protocol):
