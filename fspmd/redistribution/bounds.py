@@ -47,9 +47,9 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
             return 0.0
         added = spec.partition.unreduced - target.partition.unreduced
         rounds, ending = _ending(mesh, topology, added, added & whole)
-        heard = max(_heard(spec, target), rounds + 1)
+        heard = _heard(spec, target)
         begun = max(_begun(heard, latency, topology, 2), ending)
-        time: float = _time(levels, lacked, heard, begun, topology.launch, scale, _ONE)
+        time: float = _time(levels, lacked, max(heard, rounds + 1), begun, topology.launch, scale, _ONE)
         return time
 
     return least
