@@ -306,11 +306,18 @@ def constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None =
     return torch.constant_pad_nd(x, pad, 0 if value is None else value)
 
 
+def _method(name: str) -> Callable[..., Any]:
+    """A method, of a `Sharded` or a tensor."""
+    return lambda x, other: getattr(x, name)(other)
+
+
 def set_number(x: Any, index: Any, value: complex) -> None:
     """``x[i] = 0.5``: as a tensor, so that the plan is that of any number."""
     x[index] = torch.full((), value, dtype=x.dtype, device=x.device)
 
 
+#: writes that torch has other names for
+_COMPARED: Final = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 #: by torch function, or by the name of all that have it
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **LOSSES,
@@ -332,4 +339,5 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     "linear_cross_entropy": _unchunked,
+    **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},
 }

@@ -404,7 +404,7 @@ def writes(func: Any) -> bool:
 
 
 #: written as new values: of an uneven simulated block torch's own write, or its backward, wants the sizes as numbers
-_REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_"))
+_REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_ copysign_ nextafter_"))
 _WRITES: Final = {
     "zero_": Row(elementwise, "first"),
     "fill_": Row(elementwise, free=NUMBERS),

@@ -140,7 +140,7 @@ def run_op(
         report.status, given = "no samples", []
         report.notes.append(f"{error!r}"[:300])
     for sample in given:
-        _run_sample(op, sample, on, most_placements, report)
+        run_sample(op, sample, on, most_placements, report)
     report.seconds = round(time.perf_counter() - start, 2)
     return report
 
@@ -154,7 +154,7 @@ def _note(report: Report, status: str, text: str) -> None:
         report.notes.append(f"{status}: {text}")
 
 
-def _run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> None:
+def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> None:
     given = (sample.input, tuple(sample.args), dict(sample.kwargs))
     leaves, treedef = optree.tree_flatten(given, none_is_leaf=True)
     places = [i for i, x in enumerate(leaves) if is_tensor(x)]
