@@ -72,8 +72,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
         _names(
             "absolute absolute_ adjoint arccos arccos_ arcsin arcsin_ arcsinh arcsinh_ arctan arctan_ arctanh "
             "arctanh_ fix fix_ negative negative_ relu relu_ hardshrink cpu detach dim ndimension nelement numel "
-            "element_size size tolist numpy is_complex is_conj is_floating_point is_neg is_signed is_inference is_shared "
-            "is_pinned"
+            "element_size size tolist numpy is_complex is_conj is_floating_point is_neg is_signed is_inference "
+            "is_shared is_pinned"
         ),
         (_X,),
     ),
