@@ -912,6 +912,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "seeded alike": (_seeded_alike, r"^jit cannot record what sets the state of a generator"),
     "set alike": (_set_alike, r"^jit cannot record what sets the state of a generator"),
     "seed read": (lambda x: x * torch.initial_seed(), r"^jit cannot record the seed or the state of a generator"),
+    "seed in arithmetic": (lambda x: x * (torch.initial_seed() % 7), r"^jit cannot record the seed or the .*jit.py:"),
     "seed in a tensor": (lambda x: x + torch.tensor([1, OTHER.initial_seed()])[1], r"^jit cannot record the seed"),
     "state read": (lambda x: x + torch.get_rng_state()[8:11], r"^jit cannot record the seed or the state"),
     "forked": (_forked, r"^jit cannot record what sets the state of a generator"),

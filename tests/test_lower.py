@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import global_programs as programs
 import pytest
 import test_global_programs as chains
 import test_random_programs as bodies
@@ -32,6 +33,7 @@ from fspmd import (
     RecordError,
     Sharded,
     TensorSpec,
+    VarianceError,
     communication_log,
     device_get,
     device_put,
@@ -190,22 +192,62 @@ def _mlp(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize("mesh", [make_mesh((4, 2), ("x", "y"), transport="abstract"), GRID], ids=["abstract", "x2y3"])
 @pytest.mark.parametrize("around", [lambda f: f, fspmd.checkpoint], ids=["kept", "checkpoint"])
 @pytest.mark.parametrize("passes", [(), None, ("recompute",)], ids=["", "default", "recompute"])
-def test_flops_of_the_model(mesh: Mesh, around: Any, passes: Any) -> None:
+@pytest.mark.parametrize(
+    "shapes", [[(12, 24), (24, 36), (48, 12)], [(11, 23), (23, 31), (13, 11)]], ids=["even", "uneven"]
+)
+def test_flops_of_the_model(mesh: Mesh, around: Any, passes: Any, shapes: list[tuple[int, ...]]) -> None:
     """Those of whole tensors, as torch counts them, however ranks share the work, or repeat it."""
     step = value_and_grad(around(_mlp))
-    shapes = [(12, 24), (24, 36), (48, 12)]
     a, b, x = (torch.randn(shape) for shape in shapes)
     with FlopCounterMode(display=False) as counted:
         torch.func.grad(_mlp)((a, b), x)
     every = []
-    for specs in itertools.product(
-        (P(), P("x"), P(None, "y")), (P(), P("y"), P("x", "y")), (P(), P("x"), P(("x", "y")))
-    ):
+    layouts = [(P(), P("x"), P(None, "y")), (P(), P("y"), P("x", "y")), (P(), P("x"), P(("x", "y")))]
+    for specs in list(itertools.product(*layouts))[:: 1 if FULL else 4]:
         a, b, x = (TensorSpec(mesh, *one, torch.float32) for one in zip(specs, shapes, strict=True))
         every.append(jit(step, passes=passes).lower((a, b), x).cost())
         assert every[-1].model_flops == counted.get_total_flops()
     assert every[0].flops >= counted.get_total_flops()  # nothing is cut
     assert every[0].utilisation() * mesh.size <= every[0].hardware_utilisation * (1 + 1e-9)
+
+
+def _told(written: programs.Program, transport: str) -> Any:
+    mesh = make_mesh(written.axes, ("x", "y")[: len(written.axes)], transport=transport)
+    leaves = [TensorSpec(mesh, spec, shape, torch.float64) for shape, spec in written.leaves]
+
+    def loss(*leaves: Any) -> Any:
+        return sum(x.double().sin().sum() for x in programs.run(written, list(leaves)))
+
+    try:
+        program = jit(value_and_grad(loss, argnums=(0, 1, 2))).lower(*leaves)
+    except VarianceError as error:  # writes into what had to be moved
+        return [str(error)]
+    told = [(one.kind, one.axes, one.shape, one.price, one.backward, one.cause.what) for one in program.collectives()]
+    return told, program.cost(), program.memory().peak, program.memory().given
+
+
+@pytest.mark.parametrize("seed", range(0, 1000 if FULL else 16, 8))
+def test_a_simulation_is_lowered_as_its_first_rank(seed: int) -> None:
+    """As on a mesh without ranks, where blocks are uneven, too. Processes pack some collectives into one."""
+    for one in range(seed, seed + 8):
+        written = programs.program(one)
+        simulated, alone = (_told(written, transport) for transport in ("simulation", "abstract"))
+        if len(simulated) == 1 or len(simulated[0]) == len(alone[0]):
+            assert simulated == alone, f"seed {one}"
+        else:
+            assert [x.flops for x in (simulated[1], alone[1])] == [alone[1].flops] * 2
+            assert simulated[1].moved == alone[1].moved
+
+
+def test_compiled_programs_of_uneven_simulations() -> None:
+    """What is told is told of one rank, and what runs are all."""
+    program = jit(grad(lambda w, x: (x @ w).relu().square().sum()))
+    w, x = torch.randn(5, 7, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    mine = device_put(w, P(None, "x"), mesh=MESH), device_put(x, P("x"), mesh=MESH)
+    lowered = program.lower(*mine)
+    assert not any(str(step.target) in ("shard_of", "LocalTensor") for step in lowered.program.steps)
+    expected = torch.func.grad(lambda w: (x @ w).relu().square().sum())(w)
+    torch.testing.assert_close(device_get(lowered.compile()(*mine)), expected)
 
 
 def test_what_one_rank_alone_begins_a_sum_with_is_another_value() -> None:

@@ -126,10 +126,10 @@ def on_meta(
     mesh = operands[0][1].mesh
     try:
         try:
-            return _outcome(_on(_empty_on("meta"), func, args, kwargs, operands))
+            return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             with FakeTensorMode():
-                return _outcome(_on(_empty_on(mesh.device_type), func, args, kwargs, operands))
+                return _outcome(mesh.device_type, func, args, kwargs, operands)
     except (
         NotImplementedError,
         DataDependentOutputException,
@@ -161,16 +161,22 @@ def differentiated(
     return frozenset(place for (place, _), x in zip(operands, made, strict=True) if id(x) not in unused)
 
 
-def _outcome(out: Any) -> Outcome | None:
+def _outcome(
+    device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Outcome | None:
+    made: list[Tensor] = []
+
+    def make(spec: TensorSpec) -> Tensor:
+        made.append(torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        return made[-1]
+
+    out = _on(make, func, args, kwargs, operands)
     found = (out,) if isinstance(out, Tensor) else out
     if not isinstance(found, (tuple, list)) or not found or not all(isinstance(one, Tensor) for one in found):
         return None
     results = [(tuple(one.shape), one.dtype) for one in found]
-    return Outcome(results, isinstance(out, Tensor), bool(found[0]._is_view()))
-
-
-def _empty_on(device: str) -> Callable[[TensorSpec], Tensor]:
-    return lambda spec: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    base = found[0]._base  # einsum and linear give views of what they have made
+    return Outcome(results, isinstance(out, Tensor), any(base is x for x in made))
 
 
 def _on(

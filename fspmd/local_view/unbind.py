@@ -15,6 +15,8 @@ from fspmd.errors import ShapeError
 from fspmd.transport.frame import Frame, frame, groups, union
 from fspmd.transport.local_tensor import LocalTensor, common_frame, frame_of, resolved, shards_of
 
+_alias = torch.ops.aten.alias.default
+
 
 def unbind(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
     """The block of each coordinate of ``held``."""
@@ -36,7 +38,7 @@ class _Unbind(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
         whole = union(frame_of(x, held.mesh), held)
-        shards = [shard.view_as(shard) for shard in shards_of(x, whole)]
+        shards = list(map(_alias, shards_of(x, whole)))
         if whole is held:
             return tuple(shards)
         rest = frame(whole.mesh, set(whole.axes) - set(held.axes))

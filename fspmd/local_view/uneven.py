@@ -103,7 +103,8 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     if held is None:
         return func(*args, **kwargs)
     operands = _tensors((*args, *kwargs.values()))
-    if pure and torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands):
+    followed = torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands)
+    if pure and (followed or _name_of(func) in _OF_SIZE_ONE):
         out = _rank_by_rank(func, args, kwargs)
         if out is not NotImplemented:
             return out
@@ -120,6 +121,8 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         return out
 
 
+#: functions that torch computes otherwise where a dim has the size 1
+_OF_SIZE_ONE: Final = ("einsum", "tensordot", "bilinear")
 _PARTS: Final = {"unbind": 1, "hsplit": None, "vsplit": None, "dsplit": None} | dict.fromkeys(
     ("split", "chunk", "tensor_split", "split_with_sizes"), 2
 )  # functions whose results are parts of a value along a dim, and which argument that is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,8 @@ from fspmd.transport.frame import UNEVEN
 from fspmd.transport.rows import Routes
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: kernels that give what they are given, where each process has a block of its own
+NAMES_ALONE: Final = frozenset({"alias", "apart", "pick"})
 #: what a step is told by the step in whose place, or for whose sake, it is made
 _INHERITED = ("cause", "backward", "deferred", "repeats")
 

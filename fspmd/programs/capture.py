@@ -72,9 +72,11 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     recorder = Recorder(known, imagines)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
+    for one in optree.tree_leaves((given, named), is_sharded, none_is_leaf=True):
+        recorder.lies(one)
     with recorder.recording():
         out = _run(recorder, function, given, named)
-        for one in optree.tree_leaves((given, named, out), is_sharded, none_is_leaf=True):
+        for one in optree.tree_leaves(out, is_sharded, none_is_leaf=True):
             recorder.lies(one)
         _check_arguments(leaves, filled(tensors), (given, named))
         results = _tensors(out)

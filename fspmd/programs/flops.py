@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 from math import prod
 from typing import Any, Final
 
@@ -31,8 +32,12 @@ _ON_VECTORS: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch'
 }
 #: kernels after which a value is the same on all ranks of their axes
 _EQUALS: Final = ("reduce", "reduce_once", "gather", "gather_once", "broadcast", "broadcast_once", "mean")
-#: others after which it is not, besides those that move it
-_DIFFERS: Final = ("slice", "at_root")
+#: others that cut it over their axes
+_CUTS: Final = ("slice", "reduce_scatter", "exchange")
+#: others after which it is not the same, besides those that move it
+_DIFFERS: Final = ("at_root",)
+#: for each axis along which ranks may have different values, how many blocks like the first rank's make the whole
+Blocks = dict[str, Fraction]
 
 
 def flops_of(node: fx.Node) -> int:
@@ -56,55 +61,74 @@ def model_flops(program: Program) -> int:
     """Those of the whole model, over all ranks: of each function of torch once, and not again where it is repeated.
 
     What ranks compute alike counts once, what `checkpoint` and `Recompute` repeat not at all, nor the scores that the
-    gradient of an attention computes again (Chowdhery et al., "PaLM", 2022, appendix B). Of blocks that are uneven the
-    first, which is the largest, stands for all.
+    gradient of an attention computes again (Chowdhery et al., "PaLM", 2022, appendix B). Where blocks are uneven those
+    of the first rank count as often as they make the whole: 3.5 times where 7 rows lie on 4 ranks, the first of which
+    has 2. So they are those of whole tensors, unless a step has blocks of two dims that are cut by the same axis.
     """
-    sizes: dict[str, int] = {}
-    varies = {node: _of_spec(node, sizes) for node in (*program.inputs, *program.constants)}
-    total = 0
+    varies = {
+        node: _of_spec(node.meta["spec"]) for node in (*program.inputs, *program.constants) if "spec" in node.meta
+    }
+    total = Fraction(0)
     for node in program.steps:
-        total += _add(node, varies, sizes)
-    ends = frozenset[str]().union(*(varies[node] for node in program.results))
+        total += _add(node, varies)
+    ends = _together(varies[node] for node in program.results if node in varies)
     varies.update(dict.fromkeys(program.cotangents, ends))
     for node in program.deferred:
-        total += _add(node, varies, sizes)
-    return total
+        total += _add(node, varies)
+    return int(total)
 
 
-def _add(node: fx.Node, varies: dict[fx.Node, frozenset[str]], sizes: dict[str, int]) -> int:
+def _add(node: fx.Node, varies: dict[fx.Node, Blocks]) -> Fraction | int:
     """Follow a step: along which axes ranks may have different values of it; its FLOPs on all of them."""
-    varies[node] = found = _after(node, frozenset[str]().union(*(varies[x] for x in node.all_input_nodes)), sizes)
+    found = _after(node, _together(varies[x] for x in node.all_input_nodes if x in varies))
+    varies[node] = _of_spec(node.meta["spec"]) if "spec" in node.meta else found
     flops = 0 if node.meta.get("repeats") else flops_of(node)
-    return flops and _needed(node, flops) * prod(sizes[axis] for axis in found)
+    return flops and _needed(node, flops) * prod(found.values(), start=Fraction(1))
 
 
-def _of_spec(node: fx.Node, sizes: dict[str, int]) -> frozenset[str]:
-    """Of a value that was there before; plain tensors are the same on all ranks."""
-    spec: TensorSpec | None = node.meta.get("spec")
-    if spec is None:
-        return frozenset()
-    _note(spec.mesh, sizes)
-    return spec.partition.axes | spec.partition.unreduced
+def _of_spec(spec: TensorSpec) -> Blocks:
+    found = {axis: Fraction(spec.mesh.shape[axis]) for axis in spec.partition.unreduced}
+    whole = spec.unflattened
+    for dim, axes, _ in whole.cuts:
+        found |= _cut(whole.shape[dim], axes, spec.mesh)
+    return found
 
 
-def _after(node: fx.Node, before: frozenset[str], sizes: dict[str, int]) -> frozenset[str]:
+def _cut(length: int, axes: tuple[str, ...], mesh: Mesh) -> Blocks:
+    """Of a dim that is cut over axes, the first of them major."""
+    found = {}
+    for axis in axes:
+        block = -(-length // mesh.shape[axis])
+        found[axis] = Fraction(length, block) if block else Fraction(mesh.shape[axis])
+        length = block
+    return found
+
+
+def _together(values: Iterable[Blocks]) -> Blocks:
+    """Of what is made of several values."""
+    found: Blocks = {}
+    for value in values:
+        for axis, n in value.items():
+            found[axis] = min(n, found.get(axis, n))
+    return found
+
+
+def _after(node: fx.Node, before: Blocks) -> Blocks:
     call: Call | None = node.meta.get("call")
     if call is None:
         return before
-    _note(call.mesh, sizes)
-    kernel, move = call.pair.kernel, call.options.move
+    kernel, o = call.pair.kernel, call.options
     axes = call.axes or call.mesh.axis_names
-    if move is not None:
-        _note(move.target.mesh, sizes)
-        return move.target.partition.axes | move.target.partition.unreduced
-    if kernel in _EQUALS and call.options.index_groups is None:
-        return before.difference(axes)
-    return before.union(axes) if kernel in _DIFFERS or moves(kernel) else before
-
-
-def _note(mesh: Mesh, sizes: dict[str, int]) -> None:
-    for axis, size in mesh.shape.items():
-        sizes[axis] = max(size, sizes.get(axis, 1))
+    if o.move is not None:
+        return _of_spec(o.move.target)
+    if kernel in _EQUALS and o.index_groups is None:
+        return {axis: n for axis, n in before.items() if axis not in axes}
+    if kernel in _CUTS and o.sizes is not None:
+        return before | _cut(sum(o.sizes), axes, call.mesh)
+    every = {axis: Fraction(call.mesh.shape[axis]) for axis in axes}
+    if kernel in _CUTS:
+        return before | every
+    return every | before if kernel in _DIFFERS or moves(kernel) else before
 
 
 def _needed(node: fx.Node, flops: int) -> int:

@@ -6,8 +6,9 @@ import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +52,21 @@ class Generators:
         """Whatever was set since, they are left alone again."""
         for key, one in self.known.items():
             one.set_state(self.left[key])
+
+    @contextmanager
+    def unread(self, check: Callable[[RecordError], None]) -> Iterator[None]:
+        """Within, ``torch.initial_seed()`` asks ``check``, of a refusal, whether to give the seed."""
+        key, of_torch = _number(torch.default_generator), cast(Any, torch.random)
+
+        def seed() -> int:
+            check(_read())
+            return self.seeds[key]
+
+        of_torch.default_generator = _Unread(seed)
+        try:
+            yield
+        finally:
+            of_torch.default_generator = torch.default_generator
 
     def begin_step(self) -> None:
         """A step may draw."""
@@ -98,13 +114,30 @@ class Generators:
         else:
             read = value == _SECRET
         if read:
-            raise constant_of("the seed or the state of a generator, which another run has otherwise")
+            raise _read()
 
     def check_python(self) -> None:
         """Raises where Python's own generator, or NumPy's, was used."""
         for name, state in _python_states().items():
             if state != self.python.get(name, state):
                 raise constant_of(f"numbers of {name}, which torch does not know")
+
+
+class _Unread:
+    """Stands for the default generator in `torch.random`, so that ``torch.initial_seed()`` gives no secret away.
+
+    Who records is refused the true seed, before anything can be made of it; other threads are given it.
+    """
+
+    def __init__(self, seed: Callable[[], int]) -> None:
+        self.initial_seed = seed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+
+def _read() -> RecordError:
+    return constant_of("the seed or the state of a generator, which another run has otherwise")
 
 
 def _number(generator: Any) -> int:

@@ -36,8 +36,9 @@ class Cost:
     of which ``exposed`` is the part that computation does not hide. ``nbytes`` are read and written in the rank's own
     memory, ``moved`` are sent to other ranks. ``ranks``: as many run it.
 
-    ``flops`` are those that a rank does, ``model_flops`` those that the whole model needs: what ranks compute alike
-    counts once there, and what is computed again, as by `checkpoint`, not at all.
+    ``flops`` are those that a rank does, of uneven blocks the first, which does the most; ``model_flops`` those that
+    the whole model needs, of whole tensors: what ranks compute alike counts once there, and what is computed again, as
+    by `checkpoint`, not at all.
     """
 
     time: float
@@ -87,7 +88,11 @@ class Cost:
 
 
 class Lowered:
-    """One program, as it will run on each rank; of ranks that hold unlike blocks, as on this one, or the first."""
+    """One program, as it will run on each rank; of ranks that hold unlike blocks, as on this one.
+
+    On a simulated or abstract mesh that is the first, whose blocks are the largest, so no rank takes longer or holds
+    more. A simulation begins each collective alone, where processes pack some of those that stand in a row into one.
+    """
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from fspmd.watching.causes import trace
 Facts = dict[str, dict[str, Any]]
 _log: Final = logging.getLogger("fspmd.jit")
 _SHOWN: Final = 80
+_HELD: Final = "axes that it varies over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def facts_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _parts(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, Sharded):
-        return {**_parts(leaf.local), "shape": tuple(leaf.shape), "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
+        known = {"type": "Sharded", "shape": tuple(leaf.shape), "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
+        return {part: what for part, what in _parts(leaf.local).items() if part != _HELD} | known
     if isinstance(leaf, Tensor):
         parts = {
             "type": "Tensor" if isinstance(leaf, (torch.nn.Parameter, FakeTensor)) else type(leaf).__name__,
@@ -122,7 +124,7 @@ def _parts(leaf: Any) -> dict[str, Any]:
             "layout": (leaf.layout, leaf.is_conj(), leaf.is_neg()),
         }
         if type(leaf) is LocalTensor:
-            parts |= {"axes that it varies over": leaf.frame.axes, "shape": tuple(tuple(x.shape) for x in leaf.shards)}
+            parts |= {_HELD: leaf.frame.axes, "shape": tuple(tuple(x.shape) for x in leaf.shards)}
         return parts
     if type(leaf) is Static:
         return {"static type": type(leaf.value).__name__, "static value": leaf}
@@ -140,10 +142,11 @@ def differences(now: Facts, before: Facts) -> tuple[str, ...]:
     missing = [f"{path}: the record had it" for path in before if path not in now]
     more = [f"{path}: the record had none" for path in now if path not in before]
     changed = [
-        f"{path + ': ' if path else ''}{part} {_shown(was)} -> {_shown(parts.get(part))}"
+        f"{path + ': ' if path else ''}{part} {_shown(before[path].get(part))} -> {_shown(parts.get(part))}"
         for path, parts in now.items()
-        for part, was in before.get(path, {}).items()
-        if not _same(was, parts.get(part))
+        if path in before
+        for part in dict.fromkeys((*before[path], *parts))
+        if not _same(before[path].get(part), parts.get(part))
     ]
     return (*missing, *more, *changed)
 

@@ -7,7 +7,7 @@ function is recorded on arguments without values, and what all of them run is th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch._subclasses import fake_tensor
@@ -17,6 +17,7 @@ from fspmd.meshes.world import world_size
 from fspmd.programs.ahead import Compiled
 from fspmd.programs.arguments import Chosen, mark_static, with_static
 from fspmd.programs.donation import NOTHING, Donation, donation
+from fspmd.programs.first_rank import of_first_rank
 from fspmd.programs.lower import Lowered, imagined, without_values
 from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Pass, transform
@@ -84,11 +85,14 @@ class Recordable:
         given, named, mode = without_values(*self.marked(args, kwargs))
         donated = self.donated(given, named)
         captured = imagined(self.plain, given, named, mode)
-        transform(captured.program, self.passes)
-        donated = settled(captured, donated, self.make)
+        program = of_first_rank(captured.program)
+        shown = captured if program is captured.program else replace(captured, program=program)
+        for one in (captured,) if shown is captured else (shown, captured):
+            transform(one.program, self.passes)
+            written = settled(one, donated, self.make)
 
         def compiled() -> Compiled:
-            record = record_of(captured, facts_of(self.function, given, named), donated, self.make)
+            record = record_of(captured, facts_of(self.function, given, named), written, self.make)
             return Compiled(self.function, record, self.marked)
 
-        return Lowered(self.function, captured, (given, named), donated.places, compiled)
+        return Lowered(self.function, shown, (given, named), donated.places, compiled)

@@ -21,7 +21,7 @@ from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.instead import Dispatch, instead_of_dispatch
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
-from fspmd.programs.calls import Routed, runner, way_back
+from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.escapes import Escapes
 from fspmd.programs.facts import aten, draws, functorch, is_pure
 from fspmd.programs.generators import Generators, generators_of
@@ -33,8 +33,6 @@ from fspmd.transport.abstract import imagined
 from fspmd.transport.randomness import kept
 from fspmd.watching.causes import trace
 
-#: kernels that give what they are given, where each process has a block of its own
-_NAMES_ALONE: Final = frozenset({"alias", "apart", "pick"})
 #: what torch does without being asked, and replays need not
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
@@ -133,7 +131,8 @@ class Recorder(Values):
                 out = out.wait() if waits else out
             else:
                 out = runner(call, waits)(x)
-        if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in _NAMES_ALONE:
+        if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in NAMES_ALONE:
+            self._cause()  # of its transpose
             self._know(out, placed)
             return out
         if (routes := self._routes(call)) is not None:
@@ -209,13 +208,17 @@ class Recorder(Values):
         modules = register_module_forward_pre_hook(self._module)
         self.generators.hide()
         try:
-            with self, Escapes(self), instead_of_dispatch(self._typed):
+            with self, Escapes(self), instead_of_dispatch(self._typed), self.generators.unread(self._check_unread):
                 yield
         finally:
             self.generators.end()
             modules.remove()
             record_with(None)
             tracing.end()
+
+    def _check_unread(self, refusal: RecordError) -> None:
+        if tracing.recorder() is self:
+            raise self.refusal(refusal)
 
     def _typed(self, dispatch: Dispatch) -> Dispatch:
         """What operators of `Sharded` values call, which are no torch functions to a mode."""

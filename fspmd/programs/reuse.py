@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from operator import le
 from typing import Any, Final
 
 import torch
@@ -108,8 +109,16 @@ _HELD: Final = 3  # by the list, the loop, and the call
 
 
 def _is_alone(x: Tensor) -> bool:
-    storage = x.untyped_storage()
-    if sys.getrefcount(storage) > _HELD - 1 or not storage.resizable():  # that of numpy, or of other processes, is not
+    if not x.untyped_storage().resizable():  # that of numpy, or of other processes
         return False
-    uses = torch._C._storage_Use_Count(storage._cdata)
-    return uses <= 2 and x._use_count() == 1  # type: ignore[attr-defined]
+    return all(map(le, _holders(x), _NOBODY))
+
+
+def _holders(x: Tensor) -> tuple[int, int, int]:
+    """How many hold the memory of a tensor, as Python's object, as torch's, and as the tensor."""
+    storage = x.untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
+
+
+_NOBODY: Final = _holders(torch.empty(1, device="cpu"))  # besides the tensor: versions of torch differ

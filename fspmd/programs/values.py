@@ -115,7 +115,10 @@ class Values(RecordingMode):
     def lies(self, out: Any) -> None:
         """Say of results in the global view how they lie."""
         if type(out) is Sharded:
-            if (known := _entry(self._nodes, out.local)) is not None:
+            known = _entry(self._nodes, out.local)
+            if known is None and type(out.local) is LocalTensor:  # which ours put together, and nothing has used
+                known = _entry(self._nodes, out.local.shards[0])
+            if known is not None:
                 known[1].meta.setdefault("spec", out.spec)
         elif isinstance(out, (tuple, list)):
             for one in out:
@@ -142,8 +145,9 @@ class Values(RecordingMode):
         self._nodes[id(x)] = TensorWeakRef(x), node
         if "value" not in node.meta:
             _describe(node, x, self._memory(x))
-        for i, shard in enumerate(x.shards) if type(x) is LocalTensor else ():
-            self._shards[id(shard)] = TensorWeakRef(shard), node, i
+        shards = x.shards if type(x) is LocalTensor else ()
+        for i in reversed(range(len(shards))):  # of ranks that have one tensor it is the first one's
+            self._shards[id(shards[i])] = TensorWeakRef(shards[i]), node, i
 
     def _placed(self, value: Any) -> Any:
         """An argument as the graph has it."""

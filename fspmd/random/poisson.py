@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.random.counter import Block, draw
 from fspmd.random.distributions import uniform
+from fspmd.tracing import step
 
 _FEW = 10.0  # below it counts are found by adding up probabilities, from it on by rejection
 
@@ -28,8 +30,14 @@ def _few(rates: Tensor, uniforms: Tensor) -> Tensor:
     return found
 
 
+@step
 def _many(block: Block, rates: Tensor, seed: int) -> Tensor:
-    """Transformed rejection with squeeze: W. Hörmann, Insurance: Mathematics and Economics 12 (1993), PTRS."""
+    """Transformed rejection with squeeze: W. Hörmann, Insurance: Mathematics and Economics 12 (1993), PTRS.
+
+    It draws until all are accepted, so it is one step of a record; of tensors without values it gives the shape.
+    """
+    if isinstance(rates, FakeTensor):
+        return torch.empty_like(rates)
     law = uniform(torch.float64)
     b = 0.931 + 2.53 * rates.sqrt()
     a = -0.059 + 0.02483 * b

@@ -1,0 +1,88 @@
+"""The program of the first rank, of one that runs for all simulated ranks.
+
+What a simulation does to blocks that differ in shape is put down for each rank apart: `shard_of` gives a rank's block,
+`LocalTensor` puts blocks together. A process does it to its own block alone, which is what a lowered program tells of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from fspmd.programs.calls import NAMES_ALONE
+from fspmd.programs.facts import shard_of
+from fspmd.programs.program import Program, owner
+from fspmd.transport.local_int import SYMBOLS, LocalInt
+from fspmd.transport.local_tensor import LocalTensor
+
+
+def of_first_rank(program: Program) -> Program:
+    """The same program without the steps of other ranks, as a process would record it; itself where it is one's."""
+    if not any(map(_is_simulated, program.graph.nodes)):
+        return program
+    others = _of_others(program)
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node in others or node.op == "output":
+            continue
+        if (block := _block(node)) is not None:
+            made = known[node] = known[block]
+            if "spec" in node.meta:
+                made.meta.setdefault("spec", node.meta["spec"])
+            continue
+        made = known[node] = graph.node_copy(node, known.__getitem__)
+        made.args, made.kwargs = _numbers(made.args), _numbers(made.kwargs)
+        if "memory" in made.meta:
+            made.meta["memory"] = known[owner(node)]
+    constants = {known[node]: x for node, x in program.constants.items()}
+    inputs, results, cotangents = (
+        [known[node] for node in many] for many in (program.inputs, program.results, program.cotangents)
+    )
+    gradients = [one if one is None else known[one] for one in program.gradients]
+    return Program.of(graph, inputs, results, constants, cotangents, gradients)
+
+
+def _is_simulated(node: fx.Node) -> bool:
+    call = node.meta.get("call")
+    return bool(node.meta.get("held")) or (call is not None and call.mesh.transport == "simulation")
+
+
+def _block(node: fx.Node) -> Any:
+    """What the first rank has in the place of a step that takes blocks apart, puts them together, or names them."""
+    call = node.meta.get("call")
+    if node.target is LocalTensor:
+        return node.args[0][0]  # type: ignore[index]
+    return node.args[0] if node.target is shard_of or (call and call.pair.kernel in NAMES_ALONE) else None
+
+
+def _numbers(args: Any) -> Any:
+    """Arguments with what the first rank has in the place of numbers that differ from rank to rank."""
+
+    def one(arg: Any) -> Any:
+        local = arg.node if type(arg) in SYMBOLS else None
+        return local.values[0] if type(local) is LocalInt else arg
+
+    return map_aggregate(args, one)
+
+
+def _of_others(program: Program) -> set[fx.Node]:
+    """Steps that use what other ranks alone have, and those whose results they alone use."""
+    steps = [*program.steps, *program.deferred]
+    found: set[fx.Node] = set()
+    apart: set[fx.Node] = set()  # put down for each rank
+    for node in steps:
+        used = [_block(node)] if node.target is LocalTensor else node.all_input_nodes
+        if not found.isdisjoint(used) or (node.target is shard_of and node.args[1] != 0):
+            found.add(node)
+        if node.target is shard_of or (node.target is not LocalTensor and not apart.isdisjoint(used)):
+            apart.add(node)
+    for node in reversed(steps):
+        idle = bool(node.users) or (
+            node in apart and "repeats" in node.meta
+        )  # or done while others still repeat theirs
+        if idle and all(user in found or _block(user) not in (None, node) for user in node.users):
+            found.add(node)
+    return found
