@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from types import MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Final
 
 import optree
@@ -139,7 +140,10 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         torch.no_grad(),
         instead_of_dispatch(lambda _: told),
     ):
-        func(*given, **named)
+        if isinstance(func, (MethodDescriptorType, WrapperDescriptorType)):  # which take tensors alone
+            told(func, (), given, named)
+        else:
+            func(*given, **named)
         return list(found)
     return []
 

@@ -335,7 +335,7 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is F.embedding:
         return renormed_embedding if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None else None
     if func is F.pad:
-        return constant_pad if kwargs["mode"] == "constant" else None
+        return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
     if func is Tensor.__setitem__:
         return set_number if isinstance(args[2], Number) else None
     if func is F.cross_entropy:
