@@ -5,12 +5,14 @@ Every move is a row of the pair table, so backward communicates what the table s
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply, call
 from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import goes_directly
 from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
@@ -18,12 +20,17 @@ from fspmd.transport.windows import Regroup
 
 
 def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
-    """The blocks of ``target`` from those of ``source``, by the cheapest route; on one mesh or from one to another."""
+    """The blocks of ``target`` from those of ``source``, by the cheapest route; on one mesh or from one to another.
+
+    Where gradients follow, that is the one that is cheaper there and back.
+    """
     if source is target:
         return x
     if source.mesh != target.mesh:
         return _to_mesh(x, source, target)
-    for step in route(source, target, topology()).steps:
+    followed = x.requires_grad and torch.is_grad_enabled()
+    directly = followed and goes_directly(source, target, (), topology())
+    for step in route(source, target, topology(), directly).steps:
         x = apply(x, step.call)
     return x
 

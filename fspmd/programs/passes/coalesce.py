@@ -54,7 +54,7 @@ class Coalesce:
         for place, node in enumerate(list(program.graph.nodes)):
             key = _key(node)
             for kind, bucket in list(open_.items()):
-                if before[node].isdisjoint(bucket.after):
+                if not any(one in bucket.after for one in before[node]):
                     continue
                 bucket.after[node] = None
                 if _stays(node):  # those that come later would have to wait for this one, or it for them
