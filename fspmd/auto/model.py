@@ -298,12 +298,11 @@ class Builder:
         return found
 
     def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], need: Need) -> float:
-        key = source, target, casts, need.followed, need.guided
+        key = source, target, casts, need.followed
         if key not in self.tables:
             asked = source, target, casts, self.topology
             if need.followed:
-                directly = self.directly or (need.guided and goes_directly(*asked))
-                self.tables[key] = there_and_back(*asked, directly)
+                self.tables[key] = there_and_back(*asked, self.directly or goes_directly(*asked))
             else:
                 self.tables[key] = moves(*asked, self.directly).forward
         found: float = self.tables[key]

@@ -35,7 +35,6 @@ class Need:
     followed: bool = False
     saved: bool = False  # backward needs it
     stays: bool = False  # it may not be moved: it is written into
-    guided: bool = False  # it is moved as a plan says, and not as the function does
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def _regrouped(question: Question, followed: frozenset[int]) -> Iterator[Way]:
         products = products_of(question.row, question.factors, [spec], question.results)
         if products is not None and products.regrouped is not None and not products.regrouped.flat:
             result = question.results[0].with_partition(products.regrouped)
-            yield Way((Need(spec, (), 0 in followed, guided=True),), (result,), 0.0, 0.0)
+            yield Way((Need(spec, (), 0 in followed),), (result,), 0.0, 0.0)
 
 
 def _chosen(question: Question, followed: frozenset[int], topology: Topology) -> Iterator[Way]:
@@ -139,7 +138,6 @@ def _chosen(question: Question, followed: frozenset[int], topology: Topology) ->
                     i in followed,
                     bool(followed) and saves,
                     question.fixed and not i,
-                    True,
                 )
                 for i, (spec, cast) in rows
             )
