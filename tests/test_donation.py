@@ -124,6 +124,42 @@ def test_peak(name: str) -> None:
         assert donated <= whole < plain / 4
 
 
+@pytest.mark.parametrize("lay", [lambda x: x, _sharded], ids=["plain", "sharded"])
+def test_peak_of_gradients_that_are_asked_for_outside(lay: Function) -> None:
+    """What backward needs is let go of after its last use there, unless the graph is retained."""
+
+    def loss(x: Any, *weights: Any) -> Any:
+        for w in weights:
+            x = torch.tanh(x @ w)
+        return (x * x).sum()
+
+    def made(lay: Function) -> Any:
+        return [lay(w).requires_grad_() for w in (*_made(torch.clone).values(), torch.eye(N))]
+
+    def gradients(f: Function, again: bool) -> Function:
+        def run(*leaves: Any) -> Any:
+            out = f(*leaves)
+            found = torch.autograd.grad(out, leaves, retain_graph=again)
+            return torch.autograd.grad(out, leaves) if again else found
+
+        return run
+
+    recorded = jit(loss)
+    _run(gradients(recorded, False), made, lay)
+    for again in (False, True, False):
+        expected, eager = _run(gradients(loss, again), made, lay)
+        found, peak = _run(gradients(recorded, again), made, lay)
+        assert peak <= eager
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(device_get(x), device_get(y))
+    assert recorded.cache_info() == (3, 1, 1)
+    leaves = made(lay)
+    out = recorded(*leaves)
+    torch.autograd.grad(out, leaves)
+    with pytest.raises((RuntimeError, ArgumentError)):  # a second time, of a graph that is gone
+        torch.autograd.grad(out, leaves)
+
+
 USES: dict[str, Function] = {
     "operator": lambda x: x + 1,
     "function": lambda x: torch.stack([x, x]),

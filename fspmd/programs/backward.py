@@ -39,7 +39,7 @@ class Halves(Followed):
     """Both parts. Forward gives the results, then what backward needs; backward takes that, and the cotangents."""
 
     forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    backward: Callable[..., Any]  # takes what was kept out of lists, and lets go of it
     again: Callable[..., list[Tensor]]  # the recorded function itself, of the tensors among its leaves
     draws: bool
     moved: tuple[Communication, ...]  # what backward communicates
@@ -106,7 +106,7 @@ def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tenso
         facts.zeros,
         facts.reach,
         make(Part(program.steps, program.inputs, [*program.results, *kept], program.constants)),
-        make(Part(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants)),
+        make(Part(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants, kept)),
         again,
         any(has_randomness(node) for node in program.steps),
         told_before(program.deferred),
@@ -210,15 +210,21 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         halves: Halves = ctx.halves
-        inputs, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         given = _given(halves, cotangents)
         if torch.is_grad_enabled():
-            found = _by_autograd(halves, inputs, given, ctx.drawn)
+            found = _by_autograd(halves, ctx.saved_tensors[: ctx.count], given, ctx.drawn)
         else:
             _tell(halves)
-            tensors, others = iter(kept), iter(ctx.others)
-            found = halves.backward(*(next(tensors if kind else others) for kind in ctx.kinds), *given)
+            found = halves.backward(*_kept(ctx), *given)
         return _placed(ctx, cotangents, found, 1)
+
+
+def _kept(ctx: Any) -> list[list[Any]]:
+    """What backward needs, each in a list, which alone has it unless the graph is retained."""
+    tensors, others = iter(ctx.saved_tensors[ctx.count :]), iter(ctx.others)
+    found = [[next(tensors if kind else others)] for kind in ctx.kinds]
+    ctx.maybe_clear_saved_tensors()
+    return found
 
 
 def _tell(halves: Halves) -> None:
