@@ -17,6 +17,7 @@ from pathlib import Path
 import optree
 import pytest
 import torch
+from processes import Processes
 
 import fspmd
 
@@ -44,6 +45,21 @@ def simulated(script: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
     return printed.getvalue()
+
+
+def _printed(name: str, arguments: list[str]) -> str:
+    """What an example prints, run by this process."""
+    sys.path.insert(0, str(EXAMPLES))
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        importlib.import_module(name).main(arguments)
+    return printed.getvalue()
+
+
+def on_processes(name: str, arguments: list[str]) -> str:
+    """What an example prints on 4 processes with Gloo, launched as by torchrun."""
+    with Processes(4) as pool:
+        return "".join(pool.run(_printed, name, arguments, seconds=120))
 
 
 def torchrun(cwd: Path, script: Path, *arguments: str) -> str:
@@ -93,7 +109,7 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
         if processes == 1:
             train_lm.main(arguments)
         else:
-            printed = torchrun(tmp_path, EXAMPLES / "train_lm.py", *arguments)
+            printed = on_processes("train_lm", arguments)
             assert printed.count("step 20/20") == 1  # one process prints
         reports.append(json.loads(file.read_text()))
     alone = reports[0]
@@ -119,9 +135,7 @@ def test_global_view_has_the_losses_of_train_lm(
     capsys.readouterr()
     global_view.main([*arguments, "--mesh=2x4", f"--losses={files['simulated']}"])
     here = capsys.readouterr().out
-    there = torchrun(
-        tmp_path, EXAMPLES / "global_view.py", *arguments, "--mesh=2x2", f"--losses={files['gloo']}", "--jit"
-    )
+    there = on_processes("global_view", [*arguments, "--mesh=2x2", f"--losses={files['gloo']}", "--jit"])
     alone, *others = (json.loads(file.read_text()) for file in files.values())
     assert alone["losses"][-1] < alone["losses"][0]
     for other in others:
