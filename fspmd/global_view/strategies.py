@@ -228,7 +228,7 @@ class _Pricing:
         settling = sum(
             route(spec, spec.with_partition(P(*spec.partition)), self.topology).price.time for spec in pending
         )
-        if self.terms:  # at least they are scattered, and their gradients gathered
+        if any(moved[i][0] for i in self.terms):  # at least they are scattered, and their gradients gathered
             time += settling / (1 if self.gradients else 2)
         outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
         return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
