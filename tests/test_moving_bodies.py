@@ -260,7 +260,7 @@ def _bytes() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("mesh", "most"), [(LINE, 40), (GRID, 25), (WIDE, 12)])
+@pytest.mark.parametrize(("mesh", "most"), [(LINE, 24), (GRID, 12), (WIDE, 8)])
 def test_values_and_gradients(mesh: Mesh, most: int, name: str) -> None:
     check_case(name, CASES[name], mesh, most)
 
