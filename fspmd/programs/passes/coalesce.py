@@ -39,7 +39,13 @@ class Coalesce:
     bucket: int = 25 << 20
 
     def __call__(self, program: Program) -> int:
-        """How many collectives there are less."""
+        """How many collectives there are less; where some have become one, others may be next to each other."""
+        gone = 0
+        while packed := self._pack_all(program):
+            gone += packed
+        return gone
+
+    def _pack_all(self, program: Program) -> int:
         gone = 0
         for bucket in sorted(self._buckets(program), key=lambda bucket: bucket.places[-1]):
             if len(bucket.members) > 1:
