@@ -59,17 +59,18 @@ def kernel_complaint(
 ) -> Exception | None:
     """What the kernel of a function of elements says of these dtypes and numbers, for which the meta device has none.
 
-    It says so of one element, which is one, and if it is not for that one, of none.
+    It says so of one element, and if not for its value of none, too.
     """
     found: list[Exception] = []
     for size in (1, 0):
         try:
             _on(functools.partial(_ones, size), func, args, kwargs, operands)
+            return None
+        except NotImplementedError as error:
+            return error
         except Exception as error:
             found.append(error)
-    if len(found) == 2 or (found and isinstance(found[0], NotImplementedError)):
-        return found[0]
-    return None
+    return found[0]
 
 
 def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
