@@ -238,6 +238,21 @@ def test_surroundings() -> None:
     assert misses[1].reasons == ("grad mode True -> False",)
 
 
+def test_arguments_that_lie_on_a_mesh_and_others() -> None:
+    """What they are to the user, and not how a simulation holds them."""
+    step = jit(lambda x: x * 2)
+    with explain_cache_misses() as misses:
+        step(W)
+        for spec in P("x"), P():
+            step(device_put(W, spec, mesh=MESH))
+    assert misses[1].reasons == (
+        "x: type Tensor -> Sharded",
+        "x: spec None -> P('x', None)",
+        "x: mesh None -> mesh(x=4)",
+    )
+    assert misses[2].reasons == ("x: spec P('x', None) -> P(None, None)",)
+
+
 def test_records_of_no_more_use(caplog: pytest.LogCaptureFixture) -> None:
     model, w = torch.nn.Dropout(0.5), torch.ones(8)
     recorded = jit(lambda x: model(x) * w)

@@ -39,6 +39,7 @@ _LEAVING: Final[dict[Any, str]] = {
     _T.tolist: "x.tolist()",
     _T.__array__: "numpy.asarray(x)",
     _T.__dlpack__: "x.__dlpack__()",
+    _T.__reduce_ex__: "pickling a tensor",
     _T.untyped_storage: "pickling a tensor or x.untyped_storage()",
     _T.__deepcopy__: "copy.deepcopy(x); write x.clone(). It",
     _T.__repr__: "print(x) or repr(x); write fspmd.debug_print('{}', x). It",
