@@ -136,6 +136,8 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):
             raise self._in_body(state.body.name)
+        if func is torch.ops.aten._local_scalar_dense.default and _memory(args[0]) in self._numbers:
+            raise RecordError(f"auto_spec cannot record {self.name}: on values without data it asks what one is")
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
             of = self._numbers[_memory(args[0])]
