@@ -610,3 +610,11 @@ def test_arguments_that_a_function_cannot_take_are_refused_in_torchs_words(f: Ca
 def test_new_takes_a_device() -> None:
     x = device_put(values(((4, 6),))[0], P("x"), mesh=LINE)
     assert (x.new(2, 3, device="cpu").shape, x.new(2, 3, device="cpu").dtype) == ((2, 3), F64)
+
+
+@pytest.mark.parametrize("f", [F.linear, lambda x, w, b: torch.einsum("bij,kj->bik", x, w)])
+def test_views_of_what_a_function_has_made_may_be_written_into(f: Callable[..., Any]) -> None:
+    """Though an operand moves: they are views of no operand."""
+    given = values(((8, 3, 4), (8, 4), (8,)))
+    x, w, b = (device_put(one, P("x"), mesh=LINE) for one in given)
+    torch.testing.assert_close(device_get(f(x, w, b).mul_(2)), f(*given) * 2)
