@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.errors import ArgumentError, FspmdError, RecordError
+from fspmd.errors import FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.instead import instead_of_dispatch
@@ -246,9 +246,10 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
     try:
         with by, instead_of_dispatch(lambda _: by.dispatch), telling(by.told):
             out = f(*treedef.unflatten(given))
-    except FspmdError:
-        raise
     except Exception as error:
+        reads = "on meta tensors" in str(error)  # a value, of which there is none
+        if isinstance(error, FspmdError) and not reads:
+            raise
         raise RecordError(
             f"auto_spec cannot record {name}: on values without data it raised {type(error).__name__}: {error}"
         ) from error
