@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
-from fspmd.errors import FspmdError, RecordError
+from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.instead import instead_of_dispatch
