@@ -22,6 +22,7 @@ from fspmd.global_view.choices import Way, ways
 from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
 from fspmd.redistribution.cost import Topology
+from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.moves import later, moves
 from fspmd.redistribution.routes import is_searched, route
 from fspmd.rules.bodies import Bodied
@@ -228,8 +229,8 @@ class _Pricing:
         settling = sum(
             route(spec, spec.with_partition(P(*spec.partition)), self.topology).price.time for spec in pending
         )
-        if any(moved[i][0] for i in self.terms):  # at least they are scattered, and their gradients gathered
-            time += settling / (1 if self.gradients else 2)
+        if self.terms:  # at least they are scattered; and gradients gathered, of sums that others were moved for
+            time += settling / (1 if self.gradients and any(map(self._is_moved, self.terms)) else 2)
         outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
         return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
 
@@ -240,6 +241,10 @@ class _Pricing:
             return forward, 0.0
         backward, casting = later(*asked)
         return forward + backward + self.weighs * casting, casting
+
+    def _is_moved(self, i: int) -> bool:
+        calls = moves(self.operands[i], self.needs[i], self.casts[i], self.topology).calls
+        return any(is_moving(call.pair.kernel) for call in calls)
 
     def _least(self, i: int, bound: Callable[[TensorSpec, TensorSpec, Topology], float]) -> float:
         """There, and back where a gradient goes: unless a cast is what brings it."""
