@@ -23,7 +23,7 @@ from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.cost import moves as is_moving
-from fspmd.redistribution.moves import later, moves
+from fspmd.redistribution.moves import goes_directly, later, moves
 from fspmd.redistribution.routes import is_searched, route
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Factors
@@ -236,11 +236,11 @@ class _Pricing:
 
     def _exact(self, i: int) -> tuple[float, float]:
         asked = self.operands[i], self.needs[i], self.casts[i], self.topology
-        forward = moves(*asked).forward
         if i not in self.gradients:
-            return forward, 0.0
-        backward, casting = later(*asked)
-        return forward + backward + self.weighs * casting, casting
+            return moves(*asked).forward, 0.0
+        directly = goes_directly(*asked)
+        backward, casting = later(*asked, directly)
+        return moves(*asked, directly).forward + backward + self.weighs * casting, casting
 
     def _is_moved(self, i: int) -> bool:
         calls = moves(self.operands[i], self.needs[i], self.casts[i], self.topology).calls
