@@ -10,7 +10,7 @@ from simulated import layouts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fspmd import (
+from fspmd import ArgumentError, (
     ColwiseParallel,
     Flat,
     P,
@@ -135,9 +135,9 @@ def test_a_packed_projection_of_which_each_part_is_cut_moves_nothing() -> None:
 
 def test_what_torch_refuses_is_refused() -> None:
     x = device_put(waves(L, B, E), P("x"), mesh=LINE)
-    with pytest.raises(RuntimeError, match="hint about attn_mask"):
+    with pytest.raises(ArgumentError, match="fails on the global tensors: Need attn_mask"):
         called(x, x, WEIGHTS, is_causal=True)
-    with pytest.raises(RuntimeError, match="go together"):
+    with pytest.raises(ArgumentError, match="bias_k is set but bias_v is None"):
         called(x, x, WEIGHTS, bias_k=waves(1, 1, E))
-    with pytest.raises(RuntimeError, match="expected queries of width 6"):
+    with pytest.raises(ArgumentError, match="was expecting embedding dimension of 6"):
         F.multi_head_attention_forward(x, x, x, 6, 2, WEIGHTS[0], None, None, None, False, 0.0, WEIGHTS[2], None)
