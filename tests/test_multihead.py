@@ -10,7 +10,8 @@ from simulated import layouts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fspmd import ArgumentError, (
+from fspmd import (
+    ArgumentError,
     ColwiseParallel,
     Flat,
     P,
