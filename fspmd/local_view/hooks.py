@@ -213,6 +213,8 @@ def _check_frozen(method: Any, operands: Any) -> None:
 def _hand_on_weight() -> None:
     """The function keeps its identity, by which it is known, and its source, which TorchScript reads."""
     names, code = vars(F), F.l1_loss.__code__
+    if "_l1_loss_of_torch" in names:  # done, by a module that was loaded before this one
+        return
     names["_l1_loss_of_torch"] = FunctionType(code, names, "l1_loss", F.l1_loss.__defaults__)
     F.l1_loss.__code__ = _l1_loss.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
 
