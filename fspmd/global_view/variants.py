@@ -26,7 +26,7 @@ def propagate(
     question = ask(func, args, kwargs, operands)
     if question is None:
         return None
-    if numbers := _scales(question, (*args, *kwargs.values())):
+    if question.linear and (numbers := _scales(question, (*args, *kwargs.values()))):
         by_numbers = _ByNumbers(func, len(args), question, numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
     return _propagate(func, len(args), question)
@@ -93,8 +93,8 @@ class _ByGradients:
 
 def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
     """Where numbers stand that would multiply each term of a pending sum, or divide it."""
-    pends = any(spec.partition.unreduced for _, spec in question.operands) or question.factors.summed
-    if not question.linear or not pends:
+    pends = question.factors.summed or True in [bool(spec.partition.unreduced) for _, spec in question.operands]
+    if not pends:
         return []
     kinds = (int, float, complex) if question.row.divides else (float, complex)
     return [i for i, one in enumerate(arguments) if isinstance(one, kinds) and not isinstance(one, bool)]
