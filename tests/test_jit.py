@@ -32,6 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
 from torch import Tensor, func
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
@@ -466,6 +467,29 @@ def test_threads_that_draw_while_a_function_is_recorded() -> None:
     torch.testing.assert_close([*found, torch.rand(3)], [torch.rand(3, generator=alone) for _ in range(3)])
 
 
+def test_states_that_are_set_to_what_they_are() -> None:
+    """By what draws nothing, and by torch's own `checkpoint`, which sets them back in the end."""
+
+    def f(x: Tensor) -> Tensor:
+        state = OTHER.get_state()
+        with torch.random.fork_rng():
+            y = x * 2 + torch.rand(3, generator=a)
+        OTHER.set_state(state)
+        x = x.detach().requires_grad_()
+        z = checkpoint.checkpoint(lambda x: F.dropout(x, 0.5) * x, x, use_reentrant=False)
+        return y + torch.autograd.grad(F.dropout(z, 0.5).sum(), x)[0] + torch.rand(3) + torch.rand(3, generator=OTHER)
+
+    a, recorded, found = torch.Generator(), jit(f), []
+    for run in (f, recorded):
+        for one in (torch.default_generator, OTHER, a):
+            one.manual_seed(5)
+        found.append([run(torch.ones(3)) for _ in range(3)] + [torch.rand(3, generator=one) for one in (OTHER, a)])
+    torch.testing.assert_close(found[1], found[0])
+    states = [one.get_state() for one in (torch.default_generator, OTHER, a)]
+    recorded.lower(torch.ones(3))
+    assert all(map(torch.equal, states, [one.get_state() for one in (torch.default_generator, OTHER, a)]))
+
+
 def test_threads_that_draw_all_the_time_draw_no_number_twice() -> None:
     found: list[float] = []
     ended = threading.Event()
@@ -832,6 +856,13 @@ def _forked(x: Tensor) -> Tensor:
         return x + torch.rand(3)
 
 
+def _set_back(x: Tensor) -> Tensor:
+    state = OTHER.get_state()
+    y = torch.rand(3, generator=OTHER)
+    OTHER.set_state(state)
+    return x + y
+
+
 def _caught(x: Tensor) -> Tensor:
     try:
         return x * x.max().item()
@@ -916,6 +947,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "seed in a tensor": (lambda x: x + torch.tensor([1, OTHER.initial_seed()])[1], r"^jit cannot record the seed"),
     "state read": (lambda x: x + torch.get_rng_state()[8:11], r"^jit cannot record the seed or the state"),
     "forked": (_forked, r"^jit cannot record what sets the state of a generator"),
+    "set back": (_set_back, r"^jit cannot record what sets the state of a generator"),
     "generator": (
         lambda x: x + torch.rand(3, generator=torch.Generator().manual_seed(0)),
         r"^jit cannot record random numbers of a torch.Generator that is made within the function",
@@ -946,9 +978,8 @@ def test_what_cannot_be_recorded(name: str) -> None:
         torch.manual_seed(seed)
         with pytest.raises(RecordError, match=message):
             recorded(torch.ones(3))
-        if name != "forked":  # without values nothing is drawn, and the state is what it was
-            with pytest.raises(RecordError):
-                recorded.lower(torch.ones(3))
+        with pytest.raises(RecordError):
+            recorded.lower(torch.ones(3))
     assert V.grad is None
     assert Y.tolist() == [1, 1, 1]
     assert jit(lambda x: x + 1)(torch.ones(1)).item() == 2  # nothing is left behind

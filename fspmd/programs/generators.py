@@ -18,35 +18,59 @@ from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
 from fspmd.programs.reach import reached
 from fspmd.tracing import outside_transforms
+from fspmd.transport.randomness import go_on, kept_states
 
 _SECRET: Final = int.from_bytes(b"secrets", "big")
 _FEW: Final = 16  # numbers of a tensor that are looked at for seeds
+_NEAR: Final = 256  # bytes of a generator, of which it has some thousand
 
 
 class Generators:
     """Whether generators are left alone between the steps that draw from them.
 
-    Meanwhile each says that it was seeded by a number that nobody knows, so that whoever seeds one, or sets it to a
-    state from elsewhere, is found out, though it be to the state that it had: the same call would set it in a replay,
-    too, when it has another. It draws the numbers that it would draw, so other threads may draw from it.
+    Meanwhile each says that it was seeded by a number that nobody knows: a name of the place in its numbers to which
+    steps have brought it. So whoever seeds one, or sets it to another state, is found out, though it be to the state
+    that it had: the same call would set it in a replay, too, when it has another. Where a program is recorded without
+    values, and nothing is drawn, it goes from name to name alike. It draws the numbers that it would draw, so other
+    threads may draw from it.
     """
 
     def __init__(self, given: Iterable[torch.Generator]) -> None:
         # by number, since torch gives dispatch another object
         self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
         self.python = _python_states()
-        self.seeds: dict[int, int] = {}  # the true ones
+        self.names: dict[int, int] = {}
+        self.count = 0  # of names
+        self.seeds: dict[tuple[int, int], int] = {}  # the true ones, by generator and name
         self.left: dict[int, Tensor] = {}  # the states in which a step left them
-        self.earlier: dict[int, set[bytes]] = {key: set() for key in self.known}  # that steps left them in
 
-    def hide(self) -> None:
-        """The record begins, or a step has ended."""
+    def hide(self, used: Iterable[torch.Generator] = ()) -> None:
+        """The record begins, or a step has ended, which would have drawn from those ``used``."""
+        drawn = set(map(_number, used))
         for key, one in self.known.items():
-            if (seed := one.initial_seed()) != _SECRET:
-                self.seeds[key] = seed
-                _name_seed(one, _SECRET)
-            self.left[key] = _state(one)
-            self.earlier[key].add(_bytes(self.left[key]))
+            state = _state(one)
+            name = _seed(state)
+            is_secret = (key, name) in self.seeds
+            if not is_secret or key in drawn or (name == self.names[key] and _bytes(state) != _bytes(self.left[key])):
+                self.count += 1
+                self.seeds[key, _SECRET + self.count] = self.seeds[key, name] if is_secret else name
+                name = _SECRET + self.count
+                _name_seed(one, name)
+            self.names[key], self.left[key] = name, _state(one)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """What a step draws inside is drawn again after it, and the states that it sets are not; but it has ended."""
+        every, before = kept_states(), {key: _state(one) for key, one in self.known.items()}
+        try:
+            yield
+        finally:
+            self.hide()
+            go_on(every)
+            for key, one in self.known.items():
+                one.set_state(before[key])
+                _name_seed(one, self.names[key])
+                self.left[key] = _state(one)
 
     def restore(self) -> None:
         """Whatever was set since, they are left alone again."""
@@ -60,29 +84,29 @@ class Generators:
 
         def seed() -> int:
             check(_read())
-            return self.seeds[key]
+            return self.seeds[key, self.names[key]]
 
-        of_torch.default_generator = _Unread(seed)
+        before, of_torch.default_generator = of_torch.default_generator, _Unread(seed)
         try:
             yield
         finally:
-            of_torch.default_generator = torch.default_generator
+            of_torch.default_generator = before
 
     def begin_step(self) -> None:
         """A step may draw."""
         for key, one in self.known.items():
             if one.device.type != "cpu":  # of others the seed is a part of what the numbers follow from
-                _name_seed(one, self.seeds[key])
+                _name_seed(one, self.seeds[key, self.names[key]])
 
     def end(self) -> None:
         """The record has ended."""
         for key, one in self.known.items():
-            if one.initial_seed() == _SECRET:
-                _name_seed(one, self.seeds[key])
+            if (seed := self.seeds.get((key, one.initial_seed()))) is not None:
+                _name_seed(one, seed)
 
     def check(self, used: Iterable[Any] = ()) -> None:
         """Raises where somebody has set one between steps, or where a step draws from one that is not known."""
-        if not all(map(self._is_left_alone, self.known)):
+        if any(one.initial_seed() != self.names[key] for key, one in self.known.items()):
             raise RecordError(
                 "jit cannot record what sets the state of a generator, as torch.manual_seed, set_rng_state and "
                 f"fork_rng do; do it outside of the jitted function{line()}"
@@ -95,26 +119,23 @@ class Generators:
                     f"seeded anew each time; pass it as an argument, or close over it{line()}"
                 )
 
-    def _is_left_alone(self, key: int) -> bool:
-        """Whether nobody has seeded one, or set it back; it may have gone on, if another thread draws from it."""
-        one = self.known[key]
-        state = _bytes(_state(one))
-        return one.initial_seed() == _SECRET and (state == _bytes(self.left[key]) or state not in self.earlier[key])
-
     def check_unread(self, value: Any) -> None:
         """Raises for a seed or a state that somebody has read between steps."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 if value.dtype is torch.uint8 and value.numel() == torch.default_generator.get_state().numel():
-                    read = _seed_of(value) == _SECRET
+                    read = self._is_name(_seed_of(value))
                 elif value.dtype is torch.int64 and 0 < value.numel() <= _FEW:
-                    read = bool((value == _SECRET).any())
+                    read = any(map(self._is_name, value.flatten().tolist()))
                 else:
                     return
         else:
-            read = value == _SECRET
+            read = self._is_name(value)
         if read:
             raise _read()
+
+    def _is_name(self, value: float) -> bool:
+        return _SECRET < value <= _SECRET + self.count
 
     def check_python(self) -> None:
         """Raises where Python's own generator, or NumPy's, was used."""
@@ -149,16 +170,35 @@ def _state(generator: torch.Generator) -> Tensor:
         return generator.get_state()
 
 
+def _seed(state: Tensor) -> int:
+    """What the state of a generator begins with."""
+    return ctypes.c_uint64.from_address(state.data_ptr()).value
+
+
 def _bytes(state: Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _name_seed(generator: torch.Generator, seed: int) -> None:
-    """Have it say that it was seeded by ``seed``, which is what its state begins with, and let all else be."""
-    with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
-        state = generator.get_state()  # from here on nothing lets another thread run, which may draw from it
-        ctypes.c_uint64.from_address(state.data_ptr()).value = seed
-        generator.set_state(state)
+    """Have it say that it was seeded by ``seed``, and let all else be."""
+    if generator.device.type == "cpu" and _SEED_AT is not None:  # its state, set anew, would undo what others draw
+        ctypes.c_uint64.from_address(_number(generator) + _SEED_AT).value = seed
+        return
+    state = _state(generator)
+    ctypes.c_uint64.from_address(state.data_ptr()).value = seed
+    generator.set_state(state)
+
+
+def _seed_at() -> int | None:
+    """Where in the memory of a generator its seed lies; None where it is not found."""
+    one, found = torch.Generator(), set(range(0, _NEAR, 8))
+    for seed in (_SECRET, ~_SECRET & 0xFFFFFFFFFFFFFFFF):
+        one.manual_seed(seed)
+        found = {at for at in found if ctypes.c_uint64.from_address(_number(one) + at).value == seed}
+    return found.pop() if len(found) == 1 else None
+
+
+_SEED_AT: Final = _seed_at()
 
 
 def _python_states() -> dict[str, Any]:

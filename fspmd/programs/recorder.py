@@ -30,7 +30,6 @@ from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.values import Values
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
-from fspmd.transport.randomness import kept
 from fspmd.watching.causes import trace
 
 #: what torch does without being asked, and replays need not
@@ -89,8 +88,9 @@ class Recorder(Values):
                     return func(*map(self.values_of, args), **kwargs)
             out = func(*args, **kwargs)
         if random:
+            used = generators_of((*args, kwargs)) or [torch.default_generator]
             with self.real():
-                self.generators.hide()
+                self.generators.hide(used if self.imagines else ())
         if func in _ALIASES:
             self._know(out, placed[0])
             return out
@@ -107,7 +107,8 @@ class Recorder(Values):
         out: Any = None
         if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
             try:
-                with self.real() if real else self.pause(), apart, kept() if self.imagines and real else nullcontext():
+                undone = self.generators.undone() if self.imagines and real else nullcontext()
+                with self.real() if real else self.pause(), apart, undone:
                     out = function(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise self.refusal(
