@@ -238,6 +238,11 @@ def test_memory_of_others_stays_what_it_is() -> None:
     storage = x.untyped_storage()
     recorded(x)
     assert not any(storage)
+    x = torch.zeros(3)
+    file, size = x.untyped_storage()._share_fd_cpu_()[:2]
+    elsewhere = torch.UntypedStorage._new_shared_fd_cpu(os.dup(file), size)  # as another process has it
+    recorded(x)
+    assert not any(elsewhere)
 
 
 def test_views_of_blocks_stay_what_they_are() -> None:

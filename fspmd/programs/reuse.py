@@ -109,9 +109,13 @@ _HELD: Final = 3  # by the list, the loop, and the call
 
 
 def _is_alone(x: Tensor) -> bool:
-    if not x.untyped_storage().resizable():  # that of numpy, or of other processes
+    if not x.untyped_storage().resizable() or _is_shared(x):  # that of numpy, or of other processes
         return False
     return all(map(le, _holders(x), _NOBODY))
+
+
+def _is_shared(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.is_shared()  # torch says so of all others
 
 
 def _holders(x: Tensor) -> tuple[int, int, int]:
