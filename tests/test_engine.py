@@ -9,7 +9,7 @@ import torch
 from dispatch_cases import values
 from torch import Tensor
 
-from fspmd import ArgumentError, P, device_get, device_put, make_mesh
+from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh
 
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 SPECS = [P("x", "y"), P(("y", "x")), P(None, "x"), P(), P(reduced={"x"})]
@@ -89,3 +89,16 @@ def test_mistakes() -> None:
         torch.autograd.backward([x])
     with pytest.raises(ArgumentError, match=r"torch.autograd.backward\(\) got 1 gradient for 2 outputs"):
         torch.autograd.backward([x, x], [x])
+
+
+@pytest.mark.parametrize("f", [lambda w: (w * w).sum(), jit(lambda w: (w * w).sum())])
+def test_what_torch_says_of_a_graph(f: Any) -> None:
+    """One that is gone; and one that does not go through what gradients are asked for."""
+    w = device_put(torch.ones(4), P("x"), mesh=GRID).requires_grad_()
+    for ask in (lambda y: torch.autograd.grad(y, w), lambda y: y.backward(), torch.autograd.backward):
+        y = f(w)
+        ask(y)
+        with pytest.raises(RuntimeError, match=r"a second time .* Specify retain_graph=True"):
+            ask(y)
+    with pytest.raises(RuntimeError, match=r"to not have been used in the graph. Set allow_unused=True"):
+        torch.autograd.grad(f(w), w.detach().requires_grad_())

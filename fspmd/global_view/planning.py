@@ -29,7 +29,7 @@ from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import composite_of, handler_of, is_ragged, is_registered, may_be_composite
+from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -133,6 +133,8 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     except FspmdError:
         raise
     except Exception as error:
+        if func in ENGINE and isinstance(error, RuntimeError):  # of the graph, which what has no data has not
+            raise
         tree: Any = (args, kwargs)
         whole: Any = optree.tree_map(_without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
         try:

@@ -35,7 +35,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "_linalg_check_errors": _check_errors,
 }
 #: set on `above` later than this
-_ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
+ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.grad: lambda: above.gradients,
     torch.autograd.backward: lambda: above.backward,
 }
@@ -56,8 +56,8 @@ def handler_of(func: Any) -> Handler | None:
         return functools.partial(_as_written, func)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         return functools.partial(_refuse_collective, func)
-    if func in _ENGINE:
-        return _ENGINE[func]()
+    if func in ENGINE:
+        return ENGINE[func]()
     name = name_of(func)
     if name.startswith("_foreach_"):
         return functools.partial(each_of, name)
