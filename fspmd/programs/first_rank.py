@@ -33,8 +33,9 @@ def of_first_rank(program: Program) -> Program:
             if "spec" in node.meta:
                 made.meta.setdefault("spec", node.meta["spec"])
             continue
-        made = known[node] = graph.node_copy(node, known.__getitem__)
-        made.args, made.kwargs = _numbers(made.args), _numbers(made.kwargs)
+        args, kwargs = (_numbers(fx.map_arg(given, known.__getitem__)) for given in (node.args, node.kwargs))
+        made = known[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta = dict(node.meta)
         if "memory" in made.meta:
             made.meta["memory"] = known[owner(node)]
     constants = {known[node]: x for node, x in program.constants.items()}
