@@ -97,6 +97,21 @@ def test_what_is_picked_of_other_dtypes(dtype: torch.dtype) -> None:
         assert torch.equal(*(one.contiguous().view(torch.uint8) for one in as_bytes)), (found, expected)
 
 
+def test_one_row_of_a_dtype_that_has_no_sign() -> None:
+    for mesh, dtype in itertools.product(MESHES, (torch.uint8, torch.uint16, torch.uint32, torch.uint64)):
+        x = torch.arange(15).reshape(5, 3).to(dtype)
+        assert device_get(device_put(x, P("x"), mesh=mesh)[3]).tolist() == x[3].tolist()
+
+
+def test_a_group_that_is_not_finite_leaves_others_alone() -> None:
+    x = torch.linspace(-1, 2, 36, dtype=F64).reshape(2, 6, 3).sin()
+    x[0, 1, 2], x[1, 4, 0] = INF, NAN
+    expected = F.group_norm(x, 3)
+    for mesh, spec in itertools.product(MESHES, (P(None, "x"), P("x"), P(None, None, "x"))):
+        found = device_get(F.group_norm(device_put(x, spec, mesh=mesh), 3))
+        torch.testing.assert_close(found, expected, equal_nan=True, msg=f"{spec}: {found}")
+
+
 #: linear functions of a sum of rows, and of matrices along whose rows they sum
 SCALED: dict[str, Callable[[Any, Any, float], Any]] = {
     "mul": lambda x, y, v: x.sum(0) * v,

@@ -15,7 +15,7 @@ from fspmd.redistribution.redistribute import to_blocks
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, above
 from fspmd.spec import P, TensorSpec
 
 
@@ -175,20 +175,25 @@ def _cuts_groups(x: Any, groups: int) -> bool:
 
 
 def _normed_groups(x: Any, groups: int, eps: float) -> Any:
-    """Channels stay where they are: what those of a group add up to is a product with which of them it has."""
+    """Channels stay where they are: sums of those of each group are pending, and each channel looks its own up."""
     size, space = x.size(1) // groups, tuple(range(2, x.dim()))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    of = torch.arange(x.size(1), device=x.device)[:, None] // size == torch.arange(groups, device=x.device)
-    lies = TensorSpec(x.spec.mesh, P(x.spec.partition[1], None), of.shape, wide.dtype)
-    has: Any = Sharded(to_blocks(of.to(wide.dtype), lies), lies)
+    lies = TensorSpec(x.spec.mesh, P(x.spec.partition[1]), (x.size(1),), torch.int64)
+    of = Sharded(to_blocks(torch.arange(x.size(1), device=x.device) // size, lies), lies)
     count = size * math.prod(x.shape[2:])
 
     def mean(values: Any) -> Any:
         own = values.sum(space) if space else values
-        return (own @ has / count @ has.mT).view(*own.shape, *(1,) * len(space))
+        means = above.dispatch(sums_of_groups, (), (own, of, groups)) / count
+        return means.index_select(1, of).view(*own.shape, *(1,) * len(space))
 
     wide = wide - mean(wide)
     return (wide * torch.rsqrt(mean(wide * wide) + eps)).to(x.dtype)
+
+
+def sums_of_groups(x: Any, of: Any, groups: int) -> Any:
+    """Of x ``[n, c]``, whose channels c are of the groups ``[c]``: ``[n, groups]``."""
+    return x.new_zeros(x.size(0), groups).index_add(1, of, x)
 
 
 def _per_channel(x: Any, weight: Any, bias: Any) -> Any:

@@ -8,14 +8,16 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.op_kinds import name_of
+from fspmd.rules.composites import sums_of_groups
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
-from fspmd.rules.numbers import FLOATS, NUMBERS, Free, free
+from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, free
 from fspmd.rules.reductions import over
 from fspmd.rules.spectra import whole_along
 from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch
+from fspmd.rules.whole import notation
 
 #: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch
 #: dispatches them with both by name
@@ -24,6 +26,7 @@ _ROWS: Final[dict[Any, Row]] = {
     alike: Row(of_rows),
     gaussian: Row(elementwise),
     ctc: Row(of_samples, empty=False),
+    sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
     whole_along: Row(over(1, "dims", kept=True), "first"),
 }
 

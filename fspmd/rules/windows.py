@@ -176,7 +176,8 @@ def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
 def longer(x: Tensor, d: int, *, negative: bool = False) -> Tensor:
     """With one row of zeros at the end, or of `nothing`."""
     zeros = torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))
-    return torch.cat([x, -zeros if negative and x.dtype is not torch.bool else zeros], d)
+    signed = x.dtype.is_complex or (x.dtype.is_floating_point and x.dtype.itemsize > 1)  # torch negates no float8
+    return torch.cat([x, -zeros if negative and signed else zeros], d)
 
 
 def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Tensor:
