@@ -151,6 +151,20 @@ def test_uneven_dims_move_only_what_is_lacking(source: P, target: P, elements: i
     assert explain(TensorSpec(grid, source, (5, 6), F64), target).price.moved == elements * 8
 
 
+def test_what_gradients_follow_is_explained_as_it_goes() -> None:
+    """By way of other layouts forward, directly where that is quicker there and back."""
+    cube, source, target = mesh((2, 2, 2), "xyz"), P("z", None, unreduced={"x"}), P("y", ("x", "z"))
+    ran = []
+    for followed in (False, True):
+        x = device_put(value((64, 512)), source, mesh=cube).requires_grad_(followed)
+        ((_, way),) = explain(x, target).routes
+        with communication_log() as log:
+            reshard(x, target)
+        ran.append([(one.kind, one.axes) for one in log])
+        assert [(step.call.pair.name, step.call.axes) for step in way.steps if communicates(step.call)] == ran[-1]
+    assert ran[0] != ran[1]
+
+
 #: meshes on which and from which to which each layout goes to each other
 SITES = [*(((sizes, names), None) for sizes, names in (((4,), "x"), ((6,), "x"), ((2, 2), "xy"), ((2, 3), "xy")))]
 SITES += [*MESHES.values()]

@@ -18,9 +18,9 @@ from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import described
 from fspmd.placing.placement import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves
-from fspmd.redistribution.cost import FREE, Price, topology
-from fspmd.redistribution.redistribute import redistribute, to_blocks
-from fspmd.redistribution.routes import Route, route
+from fspmd.redistribution.cost import FREE, Price
+from fspmd.redistribution.redistribute import redistribute, taken, to_blocks
+from fspmd.redistribution.routes import Route
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import broadcast_prefix, leaf_paths
@@ -189,9 +189,10 @@ def explain(tree: Any, specs: Any, mesh: Mesh | None = None) -> Explanation:
         if leaf is not None and not isinstance(leaf, Sharded):
             raise ArgumentError(f"explain: {label} is {described(leaf)}; give it a Sharded, or a TensorSpec")
     partitions, meshes = _checked(tree, values, specs, mesh, "explain")
+    follows = torch.is_grad_enabled()
     return Explanation(
         tuple(
-            (label, route(x.spec, TensorSpec(on, partition, x.shape, x.dtype), topology()))
+            (label, taken(x.spec, TensorSpec(on, partition, x.shape, x.dtype), x.requires_grad and follows))
             for label, x, partition, on in zip(labels, values, partitions, meshes, strict=True)
             if x is not None and partition is not None
         )

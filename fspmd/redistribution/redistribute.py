@@ -13,7 +13,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply, call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import goes_directly
-from fspmd.redistribution.routes import route
+from fspmd.redistribution.routes import Route, route
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.windows import Regroup
@@ -28,11 +28,15 @@ def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
         return x
     if source.mesh != target.mesh:
         return _to_mesh(x, source, target)
-    followed = x.requires_grad and torch.is_grad_enabled()
-    directly = followed and goes_directly(source, target, (), topology())
-    for step in route(source, target, topology(), directly).steps:
+    for step in taken(source, target, x.requires_grad and torch.is_grad_enabled()).steps:
         x = apply(x, step.call)
     return x
+
+
+def taken(source: TensorSpec, target: TensorSpec, followed: bool) -> Route:
+    """The route that `redistribute` takes; ``followed``: the value will have a gradient."""
+    directly = followed and source.mesh == target.mesh and goes_directly(source, target, (), topology())
+    return route(source, target, topology(), directly)
 
 
 def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:

@@ -21,7 +21,8 @@ from fspmd.messages import micros
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
-from fspmd.redistribution.routes import route
+from fspmd.redistribution.redistribute import taken
+from fspmd.redistribution.routes import Route, route
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -134,7 +135,7 @@ def _solved(
         question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
     if question is None:
         needs = [(one, one.spec.with_partition(P())) for one in operands.values() if one.spec.partition.mentioned]
-        gathered = [f"{one.name}: {_route(one.spec, need)}" for one, need in needs]
+        gathered = [f"{one.name}: {_shown(taken(one.spec, need, one.followed))}" for one, need in needs]
         return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
     ordered = [operands[place] for place, _ in question.operands]
     question = question._replace(gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
@@ -218,7 +219,7 @@ def _needed(one: _Operand, way: Strategy, i: int) -> tuple[_Operand, TensorSpec]
 def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
     for i, (one, need, axes) in enumerate(zip(operands, way.operands, way.casts, strict=True)):
         if one.spec is not need:
-            yield f"{one.name}: {_route(one.spec, need, backward=one.followed)}"
+            yield f"{one.name}: {_shown(route(one.spec, need, topology()), backward=one.followed)}"
         for cast in _cast_calls(need, axes) if one.followed else ():
             target = _needed(one, way, i)[1]
             shape, dtype = need.block_shape, need.dtype
@@ -246,9 +247,8 @@ def _cost(price: Price) -> str:
     return f"{price.moved:,.0f} B, {micros(price.time)}"
 
 
-def _route(source: TensorSpec, target: TensorSpec, *, backward: bool = False) -> str:
+def _shown(way: Route, *, backward: bool = False) -> str:
     """``actual → needed [collectives, bytes, µs]``."""
-    way = route(source, target, topology())
     moving = [step for step in way.steps if communicates(step.call)]
     if moving:
         what = f"{', '.join(_over(step.call) for step in moving)}, {_cost(way.price)}"
@@ -256,7 +256,7 @@ def _route(source: TensorSpec, target: TensorSpec, *, backward: bool = False) ->
         back = [step for step in way.steps if communicates(step.call.transposed)] if backward else []
         parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in back]
         what = f"in backward {', '.join(parts)}" if parts else "moves nothing"
-    return f"{_short(source)} → {_short(target)} [{what}]"
+    return f"{_short(way.source)} → {_short(way.target)} [{what}]"
 
 
 # --- what else there is ---------------------------------------------------------------------------------------------
