@@ -239,6 +239,26 @@ def test_a_simulation_is_lowered_as_its_first_rank(seed: int) -> None:
             assert simulated[1].moved == alone[1].moved
 
 
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_handles_are_lowered_and_differentiated(order: int) -> None:
+    """The way back of a handle may move nothing, and is waited for all the same."""
+
+    def body(x: Tensor) -> Tensor:
+        first, second = (fspmd.psum(x * i, "x", wait=False) for i in (1, 2))
+        return first.wait() * second.wait()
+
+    told = []
+    for transport in ("simulation", "abstract"):
+        mesh = make_mesh((4,), ("x",), transport=transport)
+        f = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())
+        for _ in range(order):
+            f = grad(lambda x, f=f: f(x).square().sum())
+        program = jit(f).lower(TensorSpec(mesh, P("x"), (8, 3), torch.float64))
+        told.append((len(program.collectives()), program.cost(), program.memory().peak, program.as_text().count("\n")))
+    assert told[0] == told[1]
+    assert told[0][0] >= 2
+
+
 def test_compiled_programs_of_uneven_simulations() -> None:
     """What is told is told of one rank, and what runs are all."""
     program = jit(grad(lambda w, x: (x @ w).relu().square().sum()))

@@ -53,10 +53,11 @@ def _is_simulated(node: fx.Node) -> bool:
 
 def _block(node: fx.Node) -> Any:
     """What the first rank has in the place of a step that takes blocks apart, puts them together, or names them."""
-    call = node.meta.get("call")
     if node.target is LocalTensor:
         return node.args[0][0]  # type: ignore[index]
-    return node.args[0] if node.target is shard_of or (call and call.pair.kernel in NAMES_ALONE) else None
+    call = node.meta.get("call")
+    names = call and call.pair.kernel in NAMES_ALONE and node.meta["waits"]  # others have a step that waits for them
+    return node.args[0] if node.target is shard_of or names else None
 
 
 def _numbers(args: Any) -> Any:

@@ -42,7 +42,7 @@ def schedule(program: Program, links: Topology | None = None) -> list[Event]:
     events = []
     for node in (*program.steps, *program.deferred):
         if is_wait(node):
-            computes = max(computes, ends[node.args[0]])  # type: ignore[index]
+            computes = max(computes, ends.get(node.args[0], 0.0))  # type: ignore[arg-type]
         elif (price := price_of_step(node)) is not None:
             start = max(computes, communicates_until)
             communicates_until = ends[node] = start + price.time
