@@ -259,6 +259,21 @@ def test_handles_are_lowered_and_differentiated(order: int) -> None:
     assert told[0][0] >= 2
 
 
+def test_what_is_packed_of_uneven_simulations_is_told() -> None:
+    """Blocks of one size that were made of uneven ones."""
+
+    def body(x: Tensor) -> Tensor:
+        x = x.sum(0)
+        return fspmd.psum(x, "x") * fspmd.psum(x * 3, "x")
+
+    step = jit(shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P()), passes=["coalesce"])
+    x = device_put(torch.randn(7, 3), P("x"), mesh=MESH)
+    step(x)
+    with communication_log() as log:
+        step(x)
+    assert [one.shape for one in step.lower(x).collectives()] == [one.shape for one in log] == [(1, 6)]
+
+
 def test_compiled_programs_of_uneven_simulations() -> None:
     """What is told is told of one rank, and what runs are all."""
     program = jit(grad(lambda w, x: (x @ w).relu().square().sum()))

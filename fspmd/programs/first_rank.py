@@ -32,6 +32,7 @@ def of_first_rank(program: Program) -> Program:
             made = known[node] = known[block]
             if "spec" in node.meta:
                 made.meta.setdefault("spec", node.meta["spec"])
+            made.meta["held"] = made.meta.get("held") or node.meta.get("held")  # by which passes decide
             continue
         args, kwargs = (_numbers(fx.map_arg(given, known.__getitem__)) for given in (node.args, node.kwargs))
         made = known[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
