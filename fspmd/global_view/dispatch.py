@@ -131,7 +131,6 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             elif kind is list:
                 held: list[Any] = []
                 key.append(list)
-                key.append(len(arg))
                 for one in arg:
                     if type(one) is Sharded:
                         key.append(one.spec)
@@ -139,6 +138,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     else:
                         key.append(keyed(func, one))
                         held.append(one)
+                key.append(list)  # its end
                 blocks.append(held)
             elif (kind is int and func in COUNTING) or kind in CONSTANT:
                 key.append(arg)
@@ -196,7 +196,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         if casts:
             keep(casts, out)
     results = plan.results
-    if type(results) is tuple or out.dtype is not results.dtype:  # type: ignore[union-attr]
+    if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, results)
     value = _new()  # without the checks of its constructor
     value.local = out

@@ -135,7 +135,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tree: Any = (args, kwargs)
     given, named = optree.tree_map(without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
     with (
-        suppress(FspmdError, RuntimeError),
+        suppress(FspmdError, RuntimeError, ValueError),  # of what gives no tensors
         torch.random.fork_rng([]),
         torch.no_grad(),
         instead_of_dispatch(lambda _: told),

@@ -59,9 +59,11 @@ class OpPlan:
     in_parts: bool = False  # by calls of other functions alone
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
     at_once: bool = field(init=False)  # nothing is moved, cast or written
+    single: bool = field(init=False)  # the result is a tensor, not a tuple of them
 
     def __post_init__(self) -> None:
         self.at_once = not (self.needs_redistribute or self.casts or self.writes)
+        self.single = type(self.results) is not tuple
 
 
 class Question(NamedTuple):
