@@ -85,6 +85,7 @@ CASES: dict[str, Case] = {
     "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a loss of sequences": (_ctc, [((6, 8, 5), COLUMNS)], 0),
     "rows set by places": (_index_copy, [((8, 8), COLUMNS), ((8, 8), COLUMNS)], 12 * 64),
+    "a start that a tensor holds": (lambda x: x.narrow(1, torch.tensor(2), 3), [((8, 8), ROWS)], 0),
     "places in a whole table": (_gathered, [((8, 8), WHOLE)], 6 * 16),
     "a transform of two dims": (lambda x: torch.fft.fft2(x).abs(), [((8, 8), ROWS)], 6 * 16 * 2 * 2),
     "reflected": (Tensor.__rmatmul__, [((4, 16, 8), ROWS), ((8, 16), ROWS)], 12 * 128),
