@@ -246,10 +246,9 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
     try:
         with by, instead_of_dispatch(lambda _: by.dispatch), telling(by.told):
             out = f(*treedef.unflatten(given))
+    except FspmdError:
+        raise
     except Exception as error:
-        reads = "on meta tensors" in str(error)  # a value, of which there is none
-        if isinstance(error, FspmdError) and not reads:
-            raise
         raise RecordError(
             f"auto_spec cannot record {name}: on values without data it raised {type(error).__name__}: {error}"
         ) from error

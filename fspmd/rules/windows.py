@@ -10,7 +10,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -211,56 +211,53 @@ def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[
     ``rows`` is given the first and the last place, and the global sizes of the dim before and after.
     """
 
+    def lacked(size: int, places: Sequence[int], parts: Sequence[int]) -> int | None:
+        after = places[0]
+        if not (size and after):
+            return None
+        wanted = [rows(a, a + n, size, after) if n else (0, 0) for a, n in blocks(after, parts)]
+        return _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
+
+    return _fetching_rows(lacked)
+
+
+def _longest(_: int, after: Sequence[int], parts: Sequence[int]) -> int:
+    return max(length for _, length in blocks(after[0], parts))
+
+
+def _of_pieces(size: int, pieces: Sequence[int], parts: Sequence[int]) -> int:
+    starts = itertools.accumulate(pieces, initial=0)
+    wanted = [
+        [(start + a, start + a + n) for a, n in blocks(piece, parts)]
+        for start, piece in zip(starts, pieces, strict=False)
+    ]
+    return _busiest(blocks(size, parts), *wanted)
+
+
+def _fetching_rows(rows: Callable[[int, Sequence[int], Sequence[int]], int | None]) -> Callable[[Body], Bodied]:
+    """A body that fetches so many rows of each dim that is cut, None where it fetches nothing.
+
+    ``rows`` is given the size of the dim, that in each result, and into how many parts the axes cut it.
+    """
+
     def time(layout: BodyLayout) -> float:
         x, found = layout.operands[0], 0.0
         for d in layout.whole:
-            over, size, places = entry_axes(x.partition[d]), x.shape[d], layout.results[0].shape[d]
-            if over and size and places:
-                parts = tuple(x.mesh.shape[axis] for axis in over)
-                wanted = [rows(a, a + n, size, places) if n else (0, 0) for a, n in blocks(places, parts)]
-                moved = _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
-                moved = moved * x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
-                found += _fetching(x, over, moved, layout.topology)
+            over = entry_axes(x.partition[d])
+            parts = tuple(x.mesh.shape[axis] for axis in over)
+            count = rows(x.shape[d], [one.shape[d] for one in layout.results], parts) if over else None
+            if count is not None:
+                row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
+                found += _fetching(x, over, count * row, layout.topology)
         return found
 
     return lambda body: Bodied(body, time)
 
 
-def refilling(body: Body) -> Bodied:
-    """A body that receives at most a block of its result, which may be longer than the operand's."""
-
-    def time(layout: BodyLayout) -> float:
-        x, found = layout.operands[0], 0.0
-        for d in layout.whole:
-            if over := entry_axes(x.partition[d]):
-                parts = tuple(x.mesh.shape[axis] for axis in over)
-                rows = max(length for _, length in blocks(layout.results[0].shape[d], parts))
-                row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
-                found += _fetching(x, over, rows * row, layout.topology)
-        return found
-
-    return Bodied(body, time)
-
-
-def in_pieces(body: Body) -> Bodied:
-    """A body that gives a dim in pieces, one after another: the rows that all their blocks lack, as one exchange."""
-
-    def time(layout: BodyLayout) -> float:
-        x, found = layout.operands[0], 0.0
-        for d in layout.whole:
-            if over := entry_axes(x.partition[d]):
-                parts = tuple(x.mesh.shape[axis] for axis in over)
-                sizes = [piece.shape[d] for piece in layout.results]
-                starts = itertools.accumulate(sizes, initial=0)
-                wanted = [
-                    [(start + a, start + a + n) for a, n in blocks(size, parts)]
-                    for start, size in zip(starts, sizes, strict=False)
-                ]
-                row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
-                found += _fetching(x, over, row * _busiest(blocks(x.shape[d], parts), *wanted), layout.topology)
-        return found
-
-    return Bodied(body, time)
+#: a body that receives at most a block of its result, which may be longer than the operand's
+refilling: Final = _fetching_rows(_longest)
+#: a body that gives a dim in pieces, one after another: the rows that all their blocks lack, as one exchange
+in_pieces: Final = _fetching_rows(_of_pieces)
 
 
 def _fetching(spec: TensorSpec, axes: tuple[str, ...], size: int, topology: Topology) -> float:

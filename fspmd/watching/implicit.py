@@ -21,6 +21,7 @@ from fspmd.messages import micros
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
+from fspmd.redistribution.moves import goes_directly
 from fspmd.redistribution.redistribute import taken
 from fspmd.redistribution.routes import Route, route
 from fspmd.rules import composite_of, handler_of
@@ -219,7 +220,8 @@ def _needed(one: _Operand, way: Strategy, i: int) -> tuple[_Operand, TensorSpec]
 def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
     for i, (one, need, axes) in enumerate(zip(operands, way.operands, way.casts, strict=True)):
         if one.spec is not need:
-            yield f"{one.name}: {_shown(route(one.spec, need, topology()), backward=one.followed)}"
+            directly = one.followed and goes_directly(one.spec, need, axes, topology())
+            yield f"{one.name}: {_shown(route(one.spec, need, topology(), directly), backward=one.followed)}"
         for cast in _cast_calls(need, axes) if one.followed else ():
             target = _needed(one, way, i)[1]
             shape, dtype = need.block_shape, need.dtype
