@@ -47,7 +47,8 @@ from fspmd.auto.record import record
 from fspmd.auto.repeats import ties
 from fspmd.auto.solve import Solver
 from fspmd.auto.ways import layouts, ways
-from fspmd.redistribution.moves import goes_directly, later, moves, there_and_back
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.routes import back
 from fspmd.sharded import is_sharded
 
 LINE = make_mesh((4,), ("x",))
@@ -108,10 +109,10 @@ def brute(f: Any, mesh: Mesh, *args: Any) -> list[tuple[float, int]]:
             total, known, more = time + way.time, cast, copies
             for n, need in zip(program.ops[i].operands, way.needs, strict=True):
                 asked = lies[n], need.spec, need.casts, topology()
-                after = later(*asked)
-                total += moves(*asked).forward + (after.backward if need.followed else 0.0)
+                taken = moves(*asked, need.followed)
+                total += taken.forward + taken.backward
                 stays = lies[n] is need.spec
-                total += 0.0 if stays and (n, need.casts) in known else after.casting
+                total += 0.0 if stays and (n, need.casts) in known else taken.casting
                 known |= {(n, need.casts)} if stays else frozenset()
                 more += held(need.spec) if need.saved and not stays else 0
             more += sum(
@@ -561,7 +562,9 @@ def test_moves_that_gradients_follow_are_quick_there_and_back() -> None:
     mesh, before = make_mesh((2, 2, 2), ("x", "y", "z")), topology()
     figures = Topology(axes=(("x", Link(30.0, 12.5e3)),))
     every = layouts(TensorSpec(mesh, P(), (64, 64), torch.float64))
-    pairs = [(a, b) for a in every for b in every if a is not b and goes_directly(a, b, (), figures)]
+    pairs = [(a, b) for a in every for b in every if a is not b]
+    ways = {(a, b): [moves(a, b, (), figures, followed) for followed in (False, True)] for a, b in pairs}
+    pairs = [pair for pair, (searched, way) in ways.items() if way.calls != searched.calls]
     assert pairs
     whole = torch.randn(64, 64, dtype=torch.float64)
     set_topology(figures)
@@ -574,8 +577,11 @@ def test_moves_that_gradients_follow_are_quick_there_and_back() -> None:
             assert x.grad is not None
             torch.testing.assert_close(device_get(x.grad), 2 * whole)
             taken = sum(one.price.time for one in log)
-            assert taken == pytest.approx(there_and_back(source, need, (), figures, True))
-            assert taken < there_and_back(source, need, (), figures)
+            searched, way = ways[source, need]
+            assert taken == pytest.approx(way.time)
+            steps, before_each = searched.route.steps, [source, *(step.spec for step in searched.route.steps)]
+            backward = [back(step, spec, figures).time for step, spec in zip(steps, before_each, strict=False)]
+            assert taken < searched.forward + sum(backward)
     finally:
         set_topology(before)
 

@@ -40,6 +40,10 @@ def _index_copy(x: Any, y: Any) -> Any:
     return x.index_copy(1, torch.arange(7, -1, -1), y)
 
 
+def _index_reduce(x: Any, y: Any) -> Any:
+    return x.index_reduce(1, torch.arange(16) % 8, y, "amax")
+
+
 def _gathered(x: Any) -> Any:
     index = torch.arange(16).reshape(8, 2) % 8
     return x.gather(1, device_put(index, ROWS, mesh=MESH) if isinstance(x, Sharded) else index)
@@ -85,6 +89,7 @@ CASES: dict[str, Case] = {
     "a normal loss": (_gaussian, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a loss of sequences": (_ctc, [((6, 8, 5), COLUMNS)], 0),
     "rows set by places": (_index_copy, [((8, 8), COLUMNS), ((8, 8), COLUMNS)], 12 * 64),
+    "a whole source": (_index_reduce, [((8, 8), COLUMNS), ((8, 16), WHOLE)], 6 * 64),
     "a start that a tensor holds": (lambda x: x.narrow(1, torch.tensor(2), 3), [((8, 8), ROWS)], 0),
     "places in a whole table": (_gathered, [((8, 8), WHOLE)], 6 * 16),
     "a transform of two dims": (lambda x: torch.fft.fft2(x).abs(), [((8, 8), ROWS)], 6 * 16 * 2 * 2),

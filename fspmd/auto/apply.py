@@ -21,7 +21,7 @@ from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply
 from fspmd.redistribution.cost import topology
-from fspmd.redistribution.moves import goes_directly, moves
+from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -147,8 +147,7 @@ def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
     if target is x.spec:
         return x
     followed = x.requires_grad and torch.is_grad_enabled()
-    asked = x.spec, target, axes if followed else (), topology()
-    way, local = moves(*asked, followed and goes_directly(*asked)), x.local
+    way, local = moves(x.spec, target, axes if followed else (), topology(), followed), x.local
     for one in way.calls:
         local = apply(local, one)
     partition = target.partition

@@ -20,7 +20,7 @@ from fspmd.auto.record import Op, Program
 from fspmd.auto.repeats import Ties
 from fspmd.auto.ways import Need, Way, layouts, ways
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.moves import goes_directly, later, moves, there_and_back
+from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
 
@@ -214,7 +214,7 @@ class Builder:
     def _sum(self, laid: Laid) -> float:
         if not laid.summed:
             return 0.0
-        return later(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology).casting
+        return moves(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology, True).casting
 
     def _settled(self, spec: TensorSpec) -> float:
         """What ends its pending sums."""
@@ -300,11 +300,7 @@ class Builder:
     def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], need: Need) -> float:
         key = source, target, casts, need.followed
         if key not in self.tables:
-            asked = source, target, casts, self.topology
-            if need.followed:
-                self.tables[key] = there_and_back(*asked, self.directly or goes_directly(*asked))
-            else:
-                self.tables[key] = moves(*asked, self.directly).forward
+            self.tables[key] = moves(source, target, casts, self.topology, need.followed, self.directly).time
         found: float = self.tables[key]
         return found
 

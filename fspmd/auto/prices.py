@@ -14,7 +14,7 @@ from fspmd.auto.axes import over_axes
 from fspmd.auto.ways import Need
 from fspmd.redistribution.bounds import least_times
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.moves import later
+from fspmd.redistribution.moves import moves
 from fspmd.spec import P, TensorSpec
 
 
@@ -121,7 +121,7 @@ def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
 def _as_it_lies(laid: Laid, need: Need, topology: Topology) -> float:
     if laid.summed or not need.casts:  # summed once for all that read it
         return 0.0 if laid.summed.issuperset(need.casts) else inf
-    return later(laid.spec, need.spec, need.casts, topology).casting
+    return moves(laid.spec, need.spec, need.casts, topology, True).casting
 
 
 def _gradient(need: Need) -> TensorSpec:

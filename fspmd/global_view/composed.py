@@ -27,7 +27,7 @@ from fspmd.global_view.unruled import Run
 from fspmd.meshes.mesh import Mesh
 from fspmd.op_kinds import name_of
 from fspmd.redistribution.cost import topology
-from fspmd.redistribution.moves import goes_directly, later, moves, there_and_back
+from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, is_sharded
@@ -133,8 +133,7 @@ def _writes_if_gathered(
     gathering = by.alone
     for x, own in zip(leaves, followed, strict=True):
         if isinstance(x, Sharded):
-            way = x.spec, x.spec.with_partition(P()), (), topology()
-            gathering += there_and_back(*way, goes_directly(*way)) if own else moves(*way).forward
+            gathering += moves(x.spec, x.spec.with_partition(P()), (), topology(), own).time
     written = tuple([i for i, x in enumerate(given) if isinstance(x, Sharded) and id(x) in by.written])
     return None if by.time <= gathering + _ROUNDING or any(followed[i] for i in written) else written
 
@@ -204,11 +203,10 @@ class _Reckoner:
         followed, passes = question.gradients, PASSES if question.gradients else 1
         for i, (x, (_, spec)) in enumerate(zip(values, question.operands, strict=True)):
             need, axes = best.operands[i], best.casts[i]
-            way = spec, need, axes, topology()
-            directly = i in followed and goes_directly(*way)
-            self.time += moves(*way, directly).forward
-            if i in followed and (spec is not need or (id(x), axes) not in self._cast):
-                self.time += sum(later(*way, directly))
+            way = moves(spec, need, axes, topology(), i in followed)
+            self.time += way.forward
+            if spec is not need or (id(x), axes) not in self._cast:
+                self.time += way.backward + way.casting
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
         lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]

@@ -31,7 +31,6 @@ from fspmd.pairs import Call
 from fspmd.redistribution.cost import moves as kernel_moves
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import casts as casts_of
-from fspmd.redistribution.moves import goes_directly
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
@@ -199,9 +198,7 @@ def plan_of(func: Any, positional: int, question: Question, best: Strategy) -> O
         axes = wanted if i in question.gradients or not moving else ()
         if spec is need and not axes:
             continue
-        asked = spec, need, axes, topology()
-        followed = i in question.gradients
-        way = moves_of(*asked, followed and goes_directly(*asked)) if spec is not need else None
+        way = moves_of(spec, need, axes, topology(), i in question.gradients) if spec is not need else None
         if way is not None:
             moves.append((place, way.calls))
         if cast := casts_of(need, axes) if way is None else way.casts:

@@ -23,7 +23,7 @@ from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.cost import moves as is_moving
-from fspmd.redistribution.moves import goes_directly, later, moves
+from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import is_searched, route
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Factors
@@ -196,6 +196,9 @@ class _Pricing:
             self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
             self.casts = ((),) * len(self.casts)
         self.base = laid.body + (laid.back if gradients else 0.0)
+        if laid.by_body and weighs:
+            asked = [(self.needs[i], self.needs[i], laid.casts[i], topology, True) for i in gradients]
+            self.base += sum(moves(*one).casting for one in asked)
         if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
             self.base += working(factors, laid.operands, laid.results, topology) * (PASSES if gradients else 1)
         #: of each operand that moves: µs at least
@@ -235,12 +238,8 @@ class _Pricing:
         return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
 
     def _exact(self, i: int) -> tuple[float, float]:
-        asked = self.operands[i], self.needs[i], self.casts[i], self.topology
-        if i not in self.gradients:
-            return moves(*asked).forward, 0.0
-        directly = goes_directly(*asked)
-        backward, casting = later(*asked, directly)
-        return moves(*asked, directly).forward + backward + self.weighs * casting, casting
+        way = moves(self.operands[i], self.needs[i], self.casts[i], self.topology, i in self.gradients)
+        return way.forward + way.backward + self.weighs * way.casting, way.casting
 
     def _is_moved(self, i: int) -> bool:
         calls = moves(self.operands[i], self.needs[i], self.casts[i], self.topology).calls

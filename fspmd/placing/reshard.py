@@ -18,8 +18,9 @@ from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import described
 from fspmd.placing.placement import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves
-from fspmd.redistribution.cost import FREE, Price
-from fspmd.redistribution.redistribute import redistribute, taken, to_blocks
+from fspmd.redistribution.cost import FREE, Price, topology
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.redistribution.routes import Route
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
@@ -192,9 +193,10 @@ def explain(tree: Any, specs: Any, mesh: Mesh | None = None) -> Explanation:
     follows = torch.is_grad_enabled()
     return Explanation(
         tuple(
-            (label, taken(x.spec, TensorSpec(on, partition, x.shape, x.dtype), x.requires_grad and follows))
+            (label, moves(x.spec, target, (), topology(), x.requires_grad and follows).route)
             for label, x, partition, on in zip(labels, values, partitions, meshes, strict=True)
             if x is not None and partition is not None
+            for target in [TensorSpec(on, partition, x.shape, x.dtype)]
         )
     )
 

@@ -5,49 +5,60 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import prod
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Topology, price
-from fspmd.redistribution.routes import Step, back, route
+from fspmd.redistribution.routes import Route, Step, back, route
 from fspmd.spec import TensorSpec
 
 
 class Moves(NamedTuple):
-    """The collectives of one operand, and the casts after them where it will have a gradient; µs forward."""
+    """The collectives of one operand, and the casts after them; what they take in µs, in backward where one follows."""
 
+    route: Route
     calls: tuple[Call, ...]
     casts: tuple[Call, ...]
     forward: float
+    backward: float = 0.0  # of the transposed collectives
+    casting: float = 0.0  # of the sums of gradients that a cast brings
 
-
-class Later(NamedTuple):
-    """µs in backward."""
-
-    backward: float  # of the transposed collectives
-    casting: float  # of the sums of gradients that a cast brings
+    @property
+    def time(self) -> float:
+        """µs of all, there and back."""
+        return self.forward + self.backward + self.casting
 
 
 @functools.lru_cache(maxsize=8192)
 def moves(
-    spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology, directly: bool = False
+    spec: TensorSpec,
+    need: TensorSpec,
+    axes: tuple[str, ...],
+    topology: Topology,
+    followed: bool = False,
+    directly: bool = False,
 ) -> Moves:
-    """From one layout to another, then cast to varying over axes; ``directly`` as of `route`."""
-    if spec is need and not axes:
-        return _STILL
-    steps = route(spec, need, topology, directly).steps
+    """From one layout to another, then cast to varying over axes.
+
+    By the quickest route; ``followed`` by a gradient by that or the direct one (`route`), whichever is quicker there
+    and back; ``directly`` by that in any case.
+    """
+    found = _along(route(spec, need, topology, directly), axes, topology, followed)
+    if not followed or directly or spec is need or spec.mesh != need.mesh:
+        return found
+    direct = moves(spec, need, axes, topology, followed, True)
+    return direct if direct.time < found.time * (1 - 1e-9) else found
+
+
+def _along(way: Route, axes: tuple[str, ...], topology: Topology, followed: bool) -> Moves:
+    steps, need = way.steps, way.target
     calls, gathered = _scattering_backward([step.call for step in steps], axes)
-    return Moves(calls, casts(need, axes, gathered) if axes else (), sum([step.price.time for step in steps]))
-
-
-@functools.lru_cache(maxsize=8192)
-def later(
-    spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology, directly: bool = False
-) -> Later:
-    """What `moves` take in backward."""
-    way, before = moves(spec, need, axes, topology, directly), spec
-    backward = casting = 0.0
-    for step, one in zip(route(spec, need, topology, directly).steps, way.calls, strict=True):
+    cast = casts(need, axes, gathered) if axes else ()
+    forward = sum([step.price.time for step in steps])
+    if not followed:
+        return Moves(way, calls, cast, forward)
+    backward, casting, before = 0.0, 0.0, way.source
+    for step, one in zip(steps, calls, strict=True):
         time = back(Step(one, step.spec, step.price), before, topology).time
         if one is step.call:
             backward += time
@@ -55,27 +66,9 @@ def later(
             casting += time
         before = step.spec
     size = prod(need.block_shape) * need.dtype.itemsize
-    after = [one.transposed for one in way.casts]
+    after = [one.transposed for one in cast]
     casting += sum(price(one.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in after)
-    return Later(backward, casting)
-
-
-def there_and_back(
-    spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology, directly: bool = False
-) -> float:
-    """µs of both."""
-    asked = spec, need, axes, topology, directly
-    return moves(*asked).forward + sum(later(*asked))
-
-
-@functools.lru_cache(maxsize=8192)
-def goes_directly(spec: TensorSpec, need: TensorSpec, axes: tuple[str, ...], topology: Topology) -> bool:
-    """Whether the direct way is the quicker one of what gradients follow: what is quickest forward may not be."""
-    direct, searched = (there_and_back(spec, need, axes, topology, one) for one in (True, False))
-    return direct < searched * (1 - 1e-9)
-
-
-_STILL: Final = Moves((), (), 0.0)
+    return Moves(way, calls, cast, forward, backward, casting)
 
 
 def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple[tuple[Call, ...], frozenset[str]]:

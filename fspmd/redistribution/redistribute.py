@@ -12,8 +12,8 @@ from fspmd.entries import entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply, call
 from fspmd.redistribution.cost import topology
-from fspmd.redistribution.moves import goes_directly
-from fspmd.redistribution.routes import Route, route
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.windows import Regroup
@@ -28,15 +28,9 @@ def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
         return x
     if source.mesh != target.mesh:
         return _to_mesh(x, source, target)
-    for step in taken(source, target, x.requires_grad and torch.is_grad_enabled()).steps:
-        x = apply(x, step.call)
+    for one in moves(source, target, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls:
+        x = apply(x, one)
     return x
-
-
-def taken(source: TensorSpec, target: TensorSpec, followed: bool) -> Route:
-    """The route that `redistribute` takes; ``followed``: the value will have a gradient."""
-    directly = followed and source.mesh == target.mesh and goes_directly(source, target, (), topology())
-    return route(source, target, topology(), directly)
 
 
 def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:

@@ -280,7 +280,7 @@ ROWS: Final[dict[str, Row]] = {
     "gather": Row(lookups.gather, body=tables.gather, weighs=True),
     **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
     "index_select": Row(lookups.select, body=tables.index_select),
-    **{name: Row(lookups.put_slices, body=tables.setting(getattr(torch, name))) for name in _SLICE_WRITES},
+    **{name: Row(lookups.put_slices, body=tables.setting(getattr(torch, name)), weighs=True) for name in _SLICE_WRITES},
     "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True)),
     **{name: Row(lookups.index, body=tables.index) for name in _names("index _unsafe_index")},
     **{name: Row(lookups.index_put, body=tables.index_put) for name in _names("index_put _unsafe_index_put")},

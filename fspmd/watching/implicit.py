@@ -21,9 +21,8 @@ from fspmd.messages import micros
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
-from fspmd.redistribution.moves import goes_directly
-from fspmd.redistribution.redistribute import taken
-from fspmd.redistribution.routes import Route, route
+from fspmd.redistribution.moves import moves
+from fspmd.redistribution.routes import Route
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -136,7 +135,7 @@ def _solved(
         question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
     if question is None:
         needs = [(one, one.spec.with_partition(P())) for one in operands.values() if one.spec.partition.mentioned]
-        gathered = [f"{one.name}: {_shown(taken(one.spec, need, one.followed))}" for one, need in needs]
+        gathered = [f"{one.name}: {_shown(_way(one, need))}" for one, need in needs]
         return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
     ordered = [operands[place] for place, _ in question.operands]
     question = question._replace(gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
@@ -220,12 +219,16 @@ def _needed(one: _Operand, way: Strategy, i: int) -> tuple[_Operand, TensorSpec]
 def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
     for i, (one, need, axes) in enumerate(zip(operands, way.operands, way.casts, strict=True)):
         if one.spec is not need:
-            directly = one.followed and goes_directly(one.spec, need, axes, topology())
-            yield f"{one.name}: {_shown(route(one.spec, need, topology(), directly), backward=one.followed)}"
+            yield f"{one.name}: {_shown(_way(one, need, axes), backward=one.followed)}"
         for cast in _cast_calls(need, axes) if one.followed else ():
             target = _needed(one, way, i)[1]
             shape, dtype = need.block_shape, need.dtype
             yield f"{one.name}: {_short(need)} → {_short(target)} [in backward {_priced(cast, shape, dtype)}]"
+
+
+def _way(one: _Operand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
+    """The route that is taken; ``axes``: of the cast after it."""
+    return moves(one.spec, need, axes, topology(), one.followed).route
 
 
 def _short(spec: TensorSpec) -> str:
@@ -267,7 +270,7 @@ def _shown(way: Route, *, backward: bool = False) -> str:
 def _price(operands: Sequence[_Operand], way: Strategy) -> Price:
     total = FREE
     for one, need, axes in zip(operands, way.operands, way.casts, strict=True):
-        total += route(one.spec, need, topology()).price
+        total += _way(one, need, axes).price
         for cast in _cast_calls(need, axes) if one.followed else ():
             total += price_of(cast, need.block_shape, need.dtype)
     return total
