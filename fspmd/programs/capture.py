@@ -14,8 +14,8 @@ from torch import Tensor
 from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated
 from fspmd.programs.facts import state_of
-from fspmd.programs.generators import closed_over
 from fspmd.programs.program import Program
+from fspmd.programs.reach import reached
 from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.frame import Frame, frame
@@ -68,8 +68,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return _tensors(function(*given, **named))
 
     drawn = kept_states()
-    known = [*(leaf for leaf in leaves if isinstance(leaf, torch.Generator)), *closed_over(function)]
-    recorder = Recorder(known, imagines)
+    recorder = Recorder(reached(function, *leaves), imagines)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     for one in optree.tree_leaves((given, named), is_sharded, none_is_leaf=True):

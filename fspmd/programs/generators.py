@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
-import random
-import sys
+import gc
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,13 +15,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
-from fspmd.programs.reach import reached
 from fspmd.tracing import outside_transforms
 from fspmd.transport.randomness import go_on, kept_states
 
 _SECRET: Final = int.from_bytes(b"secrets", "big")
 _FEW: Final = 16  # numbers of a tensor that are looked at for seeds
 _NEAR: Final = 256  # bytes of a generator, of which it has some thousand
+_initial_seed: Final = torch.Generator.initial_seed
+#: what tells how a generator was seeded, or seeds it by chance; `get_state` gives a tensor, whose use tells on it
+_READERS: Final[dict[str, Any]] = {
+    name: getattr(torch.Generator, name) for name in ("initial_seed", "seed", "get_offset", "__reduce__")
+}
+_METHODS: Final[dict[str, Any]] = gc.get_referents(torch.Generator.__dict__)[0]
 
 
 class Generators:
@@ -35,10 +39,14 @@ class Generators:
     threads may draw from it.
     """
 
-    def __init__(self, given: Iterable[torch.Generator]) -> None:
+    def __init__(self, given: Iterable[Any]) -> None:
+        """Those among what is ``given``."""
+        given = list(given)
+        if any(map(_reads, given)):
+            raise _read()
+        found = [torch.default_generator, *(one for one in given if isinstance(one, torch.Generator))]
         # by number, since torch gives dispatch another object
-        self.known: dict[int, torch.Generator] = {_number(one): one for one in (torch.default_generator, *given)}
-        self.python = _python_states()
+        self.known: dict[int, torch.Generator] = {_number(one): one for one in found}
         self.names: dict[int, int] = {}
         self.count = 0  # of names
         self.seeds: dict[tuple[int, int], int] = {}  # the true ones, by generator and name
@@ -79,18 +87,25 @@ class Generators:
 
     @contextmanager
     def unread(self, check: Callable[[RecordError], None]) -> Iterator[None]:
-        """Within, ``torch.initial_seed()`` asks ``check``, of a refusal, whether to give the seed."""
-        key, of_torch = _number(torch.default_generator), cast(Any, torch.random)
+        """Within, what tells how a generator was seeded asks ``check``, of a refusal, whether to say it.
 
-        def seed() -> int:
-            check(_read())
-            return self.seeds[key, self.names[key]]
+        Who records is refused, before anything can be made of it; other threads are given the true seed.
+        """
 
-        before, of_torch.default_generator = of_torch.default_generator, _Unread(seed)
+        def asking(name: str) -> Callable[..., Any]:
+            def read(generator: torch.Generator) -> Any:
+                if name == "seed" or self._is_name(_initial_seed(generator)):  # of clones, too
+                    check(_read())
+                told = _READERS[name](generator)
+                return self._seed_of(told) if name == "initial_seed" else told
+
+            return read
+
+        _set_methods({name: asking(name) for name in _READERS})
         try:
             yield
         finally:
-            of_torch.default_generator = before
+            _set_methods(_READERS)
 
     def begin_step(self) -> None:
         """A step may draw."""
@@ -101,12 +116,12 @@ class Generators:
     def end(self) -> None:
         """The record has ended."""
         for key, one in self.known.items():
-            if (seed := self.seeds.get((key, one.initial_seed()))) is not None:
+            if (seed := self.seeds.get((key, _initial_seed(one)))) is not None:
                 _name_seed(one, seed)
 
     def check(self, used: Iterable[Any] = ()) -> None:
         """Raises where somebody has set one between steps, or where a step draws from one that is not known."""
-        if any(one.initial_seed() != self.names[key] for key, one in self.known.items()):
+        if any(_initial_seed(one) != self.names[key] for key, one in self.known.items()):
             raise RecordError(
                 "jit cannot record what sets the state of a generator, as torch.manual_seed, set_rng_state and "
                 f"fork_rng do; do it outside of the jitted function{line()}"
@@ -123,8 +138,8 @@ class Generators:
         """Raises for a seed or a state that somebody has read between steps."""
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
-                if value.dtype is torch.uint8 and value.numel() == torch.default_generator.get_state().numel():
-                    read = self._is_name(_seed_of(value))
+                if value.dtype is torch.uint8 and value.numel() in {len(state) for state in self.left.values()}:
+                    read = self._is_name(_seed(value.contiguous()))
                 elif value.dtype is torch.int64 and 0 < value.numel() <= _FEW:
                     read = any(map(self._is_name, value.flatten().tolist()))
                 else:
@@ -137,28 +152,26 @@ class Generators:
     def _is_name(self, value: float) -> bool:
         return _SECRET < value <= _SECRET + self.count
 
-    def check_python(self) -> None:
-        """Raises where Python's own generator, or NumPy's, was used."""
-        for name, state in _python_states().items():
-            if state != self.python.get(name, state):
-                raise constant_of(f"numbers of {name}, which torch does not know")
-
-
-class _Unread:
-    """Stands for the default generator in `torch.random`, so that ``torch.initial_seed()`` gives no secret away.
-
-    Who records is refused the true seed, before anything can be made of it; other threads are given it.
-    """
-
-    def __init__(self, seed: Callable[[], int]) -> None:
-        self.initial_seed = seed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.default_generator, name)
+    def _seed_of(self, name: int) -> int:
+        """The true seed of what says ``name``."""
+        return next((seed for (_, known), seed in self.seeds.items() if known == name), name)
 
 
 def _read() -> RecordError:
     return constant_of("the seed or the state of a generator, which another run has otherwise")
+
+
+def _reads(x: Any) -> bool:
+    """Whether it is one of the methods that tell of a seed, taken off before they are watched."""
+    if isinstance(x, types.BuiltinMethodType):
+        return isinstance(x.__self__, torch.Generator) and x.__name__ in _READERS
+    return isinstance(x, types.MethodDescriptorType) and x in _READERS.values()
+
+
+def _set_methods(methods: dict[str, Any]) -> None:
+    """Of generators, whose type C has made, so that torch's own code and references to methods find them, too."""
+    _METHODS.update(methods)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Generator))
 
 
 def _number(generator: Any) -> int:
@@ -201,21 +214,6 @@ def _seed_at() -> int | None:
 _SEED_AT: Final = _seed_at()
 
 
-def _python_states() -> dict[str, Any]:
-    """Of the generators that are not torch's and that everybody shares."""
-    found: dict[str, Any] = {"Python's module random": random.getstate()}
-    numpy: Any = sys.modules.get("numpy")
-    return found if numpy is None else found | {"numpy.random": pickle.dumps(numpy.random.get_state(legacy=False))}
-
-
-def _seed_of(state: Tensor) -> int:
-    """Of what may be the state of a generator; -1 where it is not."""
-    try:
-        return torch.Generator().set_state(state).initial_seed()
-    except RuntimeError:
-        return -1
-
-
 def generators_of(values: Iterable[Any]) -> list[torch.Generator]:
     """Those among arguments, and in containers of them."""
     found: list[torch.Generator] = []
@@ -227,8 +225,3 @@ def generators_of(values: Iterable[Any]) -> list[torch.Generator]:
         elif type(value) in (list, tuple):
             found += generators_of(value)
     return found
-
-
-def closed_over(f: Callable[..., Any]) -> list[torch.Generator]:
-    """Those that a function reaches."""
-    return [x for x in reached(f) if isinstance(x, torch.Generator)]

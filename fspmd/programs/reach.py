@@ -1,12 +1,11 @@
-"""What a function reaches: by its closure, globals, defaults, attributes of ``self``, and what these hold."""
+"""What a function reaches: by its closure, globals, modules, defaults, ``self`` and its class, and what these hold."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -18,10 +17,10 @@ _DEPTH: Final = 8
 _MOST: Final = 10_000  # things that are looked at
 
 
-def reached(f: Callable[..., Any]) -> Iterator[Any]:
-    """The things, each once, as far as eight steps from the function."""
+def reached(*given: Any) -> Iterator[Any]:
+    """The things, each once, as far as eight steps from a function and from its arguments."""
     seen: dict[int, Any] = {}
-    waiting: deque[tuple[Any, int]] = deque([(f, 0)])
+    waiting: deque[tuple[Any, int]] = deque((x, 0) for x in given)
     while waiting and len(seen) < _MOST:
         x, depth = waiting.popleft()
         if id(x) in seen:
@@ -39,20 +38,45 @@ def _held(x: Any) -> Iterator[Any]:
         yield from x.__defaults__ or ()
         yield from (x.__kwdefaults__ or {}).values()
         if not x.__code__.co_filename.startswith(LIBRARIES):  # they hold none that users gave
-            yield from (x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__)
-    elif isinstance(x, types.MethodType):
-        yield from (x.__func__, x.__self__)
+            yield from _named(x.__globals__, frozenset(_names(x.__code__)))
+    elif isinstance(x, types.MethodType | types.BuiltinMethodType):
+        yield from (getattr(x, "__func__", None), x.__self__)
     elif isinstance(x, functools.partial):
         yield from (x.func, *x.args, *x.keywords.values())
-    elif isinstance(x, (list, tuple, set, frozenset)):
+    elif isinstance(x, (list, tuple, set, frozenset, deque)):
         yield from x
     elif isinstance(x, dict):
         yield from x.values()
-    elif not isinstance(x, (Tensor, type, types.ModuleType)):
-        yield vars(type(x)).get("__call__")
-        if isinstance(x, torch.nn.Module):
-            yield inspect.getattr_static(type(x), "forward", None)  # that of TorchScript cannot be had of a type
+    elif isinstance(x, type):
+        yield from x.__bases__
+        yield from map(_function, vars(x).values())
+    elif not isinstance(x, (Tensor, types.ModuleType)):
+        yield type(x)
         yield from getattr(x, "__dict__", {}).values()
+        yield from (getattr(x, name, None) for kind in type(x).__mro__ for name in _slots(kind))
+
+
+def _function(x: Any) -> Any:
+    """Of an attribute of a class the function, of properties and static methods, too."""
+    return next((f for name in ("fget", "__func__") if isinstance(f := getattr(x, name, None), types.FunctionType)), x)
+
+
+def _named(values: dict[str, Any], names: frozenset[str], depth: int = 0) -> Iterator[Any]:
+    """What names mean among the globals of a function, and in modules that these name."""
+    for name in names & values.keys():
+        one = values[name]
+        yield one
+        if isinstance(one, types.ModuleType) and depth < _DEPTH and not _file(one).startswith(LIBRARIES):
+            yield from _named(vars(one), names, depth + 1)
+
+
+def _file(module: types.ModuleType) -> str:
+    return getattr(module, "__file__", None) or ""
+
+
+def _slots(kind: type) -> Iterator[str]:
+    slots: Any = vars(kind).get("__slots__", ())
+    yield from (slots,) if isinstance(slots, str) else slots
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -25,6 +25,7 @@ from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.escapes import Escapes
 from fspmd.programs.facts import aten, draws, functorch, is_pure
 from fspmd.programs.generators import Generators, generators_of
+from fspmd.programs.other_random import OtherRandom
 from fspmd.programs.python_steps import check_reached, given_alone
 from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.values import Values
@@ -39,10 +40,12 @@ _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 class Recorder(Values):
     """What becomes of each call."""
 
-    def __init__(self, generators: Iterable[torch.Generator] = (), imagines: bool = False) -> None:
+    def __init__(self, reached: Iterable[Any] = (), imagines: bool = False) -> None:
+        """``reached``: what the function is given and reaches, among it generators of random numbers."""
         super().__init__(imagines)
         self.refused: RecordError | None = None  # if somebody catches it, it is raised again
-        self.generators = Generators(generators)
+        reached = list(reached)
+        self.generators, self.other_random = Generators(reached), OtherRandom(reached)
         self.modules: dict[int, torch.nn.Module] = {}  # those that ran
 
     def refusal(self, error: RecordError) -> RecordError:
@@ -56,7 +59,7 @@ class Recorder(Values):
             raise self.refused
         with self.real():
             self.generators.check()
-            self.generators.check_python()
+            self.other_random.check()
             trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
             for node in trained:  # as if it had not happened
                 self.captured[node].grad = self._gradients[node]
