@@ -97,10 +97,27 @@ def test_what_is_picked_of_other_dtypes(dtype: torch.dtype) -> None:
         assert torch.equal(*(one.contiguous().view(torch.uint8) for one in as_bytes)), (found, expected)
 
 
-def test_one_row_of_a_dtype_that_has_no_sign() -> None:
+#: that only move or choose elements
+MOVED: dict[str, Callable[[Any], Any]] = {
+    "a row": lambda x: x[3],
+    "rows": lambda x: x[_ROWS],
+    "elements": lambda x: x[_ROWS, _ROWS % 3],
+    "index_select": lambda x: x.index_select(0, _ROWS[0]),
+    "embedding": lambda x: F.embedding(_ROWS, x),
+    "take": lambda x: x.flatten()[_ROWS],
+    "pad": lambda x: F.pad(x, (1, 0, 2, 1), value=7),
+    "diagonal": lambda x: x.diagonal(1),
+    "cat": lambda x: torch.cat([x, x[:2]], 0),
+    "unfold": lambda x: x.unfold(0, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_unsigned_integers(name: str) -> None:
     for mesh, dtype in itertools.product(MESHES, (torch.uint8, torch.uint16, torch.uint32, torch.uint64)):
-        x = torch.arange(15).reshape(5, 3).to(dtype)
-        assert device_get(device_put(x, P("x"), mesh=mesh)[3]).tolist() == x[3].tolist()
+        x = torch.arange(15).mul(17).reshape(5, 3).to(dtype)
+        for spec in (P("x"), P(None, "x")):
+            assert device_get(MOVED[name](device_put(x, spec, mesh=mesh))).tolist() == MOVED[name](x).tolist()
 
 
 def test_a_group_that_is_not_finite_leaves_others_alone() -> None:

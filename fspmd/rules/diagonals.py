@@ -18,6 +18,7 @@ from fspmd.rules.insets import check_source
 from fspmd.rules.whole import Whole
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
 from fspmd.spec import TensorSpec
+from fspmd.transport.carriers import as_words
 
 
 def diagonal(whole: Whole) -> Factors:
@@ -92,8 +93,9 @@ def _take(site: Site, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
         _, places, here = column(at)
         return torch.arange(len(places)).where(here, len(places))
 
-    found = matrices.flatten(-2).index_select(-1, per_rank(site, "elements", over, element))
+    found = as_words(matrices).flatten(-2).index_select(-1, per_rank(site, "elements", over, element))
     found = longer(found, -1).index_select(-1, per_rank(site, "kept", over, kept))
+    found = found if found.dtype is x.dtype else found.view(x.dtype)
     after = site.blocks(length, rows)
     if after == cut and not above:
         return found

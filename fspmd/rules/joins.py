@@ -193,7 +193,8 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
         if str(value) not in ("0", "0.0"):  # a negative zero is one to fill with, too
             outside = functools.partial(_outside, rows, site.blocks(after, d))
             empty = per_rank(site, ("empty", d), site.axes[d], outside)
-            x = x.masked_fill(empty.view(-1, *(1,) * (x.dim() - 1 - d)), value)
+            filling = torch.full((), value, dtype=x.dtype, device=x.device)
+            x = torch.where(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
     return torch.constant_pad_nd(x, own, value)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.windows import longer, per_rank, still
+from fspmd.transport.carriers import as_words
 from fspmd.transport.nothing import nothing
 
 
@@ -41,6 +42,13 @@ def _filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
     return longer(x, d) if any(n == 0 for _, n in site.blocks(site.operands[0].shape[d], key)) else x
 
 
+def _own(x: Tensor, mine: Tensor) -> Tensor:
+    """Nothing where it is not this rank's."""
+    bits = as_words(x)  # which torch fills
+    out = bits.masked_fill(~mine, nothing(bits))
+    return out if bits is x else out.view(x.dtype)
+
+
 # --- taken: results are pending sums ----------------------------------------------------------------------------------
 
 
@@ -50,7 +58,7 @@ def _looked_up(site: Site, places: Tensor, table: Tensor, size: int, padding: in
     out = F.embedding(local, table)
     if -size <= padding:  # no gradient for the padding
         out = torch.where((places == padding % size)[..., None], out.detach(), out)
-    return out.masked_fill(~mine[..., None], nothing(out))
+    return _own(out, mine[..., None])
 
 
 def _embedding(site: Site, places: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
@@ -66,14 +74,14 @@ def _torch_embedding(site: Site, weight: Tensor, indices: Tensor, padding_idx: i
 def _gather(site: Site, x: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
     d = dim % x.dim()
     local, mine = _here(site, index, d, site.operands[0].shape[d])
-    return _filled(site, x, d, d).gather(d, local).masked_fill(~mine, nothing(x))
+    return _own(_filled(site, x, d, d).gather(d, local), mine)
 
 
 def _index_select(site: Site, x: Tensor, dim: int, index: Tensor) -> Tensor:
     d = dim % x.dim()
     local, mine = _here(site, index, d, site.operands[0].shape[d])
     mine = mine.view(-1, *(1,) * (x.dim() - 1 - d))
-    return _filled(site, x, d, d).index_select(d, local).masked_fill(~mine, nothing(x))
+    return _own(_filled(site, x, d, d).index_select(d, local), mine)
 
 
 def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
@@ -86,7 +94,7 @@ def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     out: Tensor = torch.ops.aten.index.Tensor(x, here)
     given = [d for d, one in enumerate(indices) if one is not None]
     behind = x.dim() - 1 - given[-1] if given[-1] - given[0] == len(given) - 1 else x.dim() - len(given)
-    return out.masked_fill(~mine.view(*mine.shape, *(1,) * behind), nothing(out))
+    return _own(out, mine.view(*mine.shape, *(1,) * behind))
 
 
 # --- set: in a block that is one row longer, to which go those that belong elsewhere ----------------------------------
