@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from processes import Processes, free_port
 from fspmd.errors import MeshError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, make_mesh
+from fspmd.transport import Options
+from fspmd.transport.groups import group_of
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -276,6 +279,24 @@ def test_groups_are_not_split_from_a_bound_default_group(
         assert default.bound_device_id == torch.device("cuda", 0)
         default.bound_device_id = None
     assert seen == [None]
+
+
+def test_gpus_meet_before_some_of_them_transfer(no_launcher: pytest.MonkeyPatch) -> None:
+    """Once for all meshes that share a group: NCCL's first call of one is a call of all its ranks."""
+    watched, on_gpus = mock.MagicMock(), torch.device("meta")
+    with fake_world(rank=0, size=4):
+        groups = [group_of(make_mesh(sizes, names), ("x",), Options()) for sizes, names in _SHARING]
+        for group in groups:
+            group.pg = watched
+            group.meet(torch.device("cpu"))
+        assert watched.allreduce.call_count == 0
+        for group in groups * 2:
+            group.meet(on_gpus)
+    assert watched.allreduce.call_count == 1
+
+
+#: meshes whose "x" has the same ranks
+_SHARING: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((4,), ("x",)), ((1, 4), ("y", "x"))]
 
 
 # ----------------------------------------------------------------------------------------------- four processes of Gloo

@@ -7,6 +7,7 @@ this side, so that equal rank sets share one group.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from fspmd.errors import ShapeError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Sizes
+
+_met: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks have met
 
 
 class Group:
@@ -33,6 +36,15 @@ class Group:
         if ordered != list(ranks):
             self.order = [ordered.index(rank) for rank in ranks]
             self.back = [ranks.index(rank) for rank in ordered]
+
+    def meet(self, device: torch.device) -> None:
+        """Before ranks of a group send to each other.
+
+        NCCL's ranks meet at the first call of a group, all of them: one that leaves some out must not be the first.
+        """
+        if device.type != "cpu" and self.pg not in _met:
+            _met.add(self.pg)
+            self.pg.allreduce([torch.zeros(1, device=device)]).wait()
 
     def peer(self, position: int) -> int:
         """The c10d rank of a mesh position."""

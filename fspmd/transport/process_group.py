@@ -209,6 +209,7 @@ class ProcessGroupTransport(Transport):
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
+        group.meet(x.device)
         send, restore = _movable(x.contiguous())
         out = torch.zeros_like(send)
         transfers = []
@@ -308,6 +309,7 @@ class ProcessGroupTransport(Transport):
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mesh: Mesh
     ) -> Pending:
         group = group_of(mesh, mesh.axis_names, Options())
+        group.meet(mesh.device)
         operations = [
             dist.P2POp(operation, _movable(x)[0], group=group.pg, group_peer=group.peer(position))
             for operation, peers in ((dist.isend, sends), (dist.irecv, receives))
