@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from fspmd import (
     device_get,
     device_put,
     functional_call,
+    grad,
     jit,
     make_mesh,
     psum,
@@ -584,6 +586,86 @@ def test_moves_that_gradients_follow_are_quick_there_and_back() -> None:
             assert taken < searched.forward + sum(backward)
     finally:
         set_topology(before)
+
+
+def _of_kinds(kinds: tuple[str, ...]) -> Any:
+    """A scalar function of a matrix and a batch, of ops without collectives within."""
+
+    def loss(w: Any, x: Any) -> Any:
+        rows: dict[str, Any] = {
+            "mm": lambda h: h @ w,
+            "sin": torch.sin,
+            "relu": torch.relu,
+            "mul": lambda h: h * (h @ w),
+            "add": lambda h: h + h.sum(0),
+            "tanh": lambda h: torch.tanh(F.linear(h, w)),
+            "said": lambda h: with_spec(h @ w, P("x")),
+        }
+        for kind in kinds:
+            x = rows[kind](x)
+        return (x * x).sum().sqrt()
+
+    return loss
+
+
+def _penalty(loss: Any) -> Any:
+    def of_gradients(w: Any, x: Any) -> Any:
+        out, own = value_and_grad(loss, argnums=(0, 1))(w, x)
+        return out + sum((g * g).sum() for g in own)
+
+    return of_gradients
+
+
+def _after_a_step(loss: Any) -> Any:
+    return lambda w, x: loss(w - 0.1 * grad(loss)(w, x), x)
+
+
+NESTED: list[Any] = [
+    lambda loss: grad(_penalty(loss)),
+    lambda loss: value_and_grad(_after_a_step(loss)),
+    lambda loss: grad(lambda w, x: (grad(loss)(w, x) * torch.ones_like(w)).sum()),
+    lambda loss: grad(_penalty(_penalty(loss))),
+    lambda loss: value_and_grad(lambda w, x: (grad(loss, argnums=1)(w, x).square().sum(1) - 1).square().sum(), 1),
+]
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("mesh", [LINE, GRID, make_mesh((3, 2), ("x", "y"))])
+@pytest.mark.parametrize("nested", range(len(NESTED)))
+def test_gradients_of_gradients_communicate_what_was_predicted(nested: int, mesh: Mesh) -> None:
+    generator = random.Random(nested)
+    for shapes in (((4, 4), (8, 4)), ((5, 5), (7, 5))):
+        kinds = tuple(generator.choices(["mm", "sin", "relu", "mul", "add", "tanh", "said"], k=3))
+        torch.manual_seed(0)
+        f, values = NESTED[nested](_of_kinds(kinds)), tuple(torch.randn(n, dtype=torch.float64) for n in shapes)
+        found = auto_spec(f, mesh, *values, alternatives=0)
+        with communication_log() as log:
+            out = found.apply(f)(*device_put(values, found.specs, mesh=mesh))
+        for got, want in zip(optree.tree_leaves(out, is_leaf=is_sharded), optree.tree_leaves(f(*values)), strict=True):
+            torch.testing.assert_close(device_get(got), want)
+        assert sum(one.price.time for one in log) == pytest.approx(found.communication), kinds
+
+
+def test_gradients_of_gradients_through_what_writes_are_refused() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return ((x @ w).add_(1) ** 2).sum()
+
+    args = (meta(8, 8), meta(4, 8))
+    assert auto_spec(grad(loss), LINE, *args).time > 0
+    with pytest.raises(RecordError, match=r"gradients of gradients through add_\(\), which writes into its operand"):
+        auto_spec(grad(_penalty(loss)), LINE, *args)
+
+
+@pytest.mark.usefixtures("slow")
+def test_gradients_of_gradients_of_a_checkpoint_lie_as_was_found() -> None:
+    torch.manual_seed(0)
+    values = (torch.randn(6, 6, dtype=torch.float64), torch.randn(7, 6, dtype=torch.float64))
+    f = grad(_penalty(checkpoint(_of_kinds(("tanh", "mul")))))
+    plain = auto_spec(grad(_penalty(_of_kinds(("tanh", "mul")))), LINE, *values, alternatives=0)
+    found = auto_spec(f, LINE, *values, alternatives=0)
+    assert found.time == pytest.approx(plain.time)
+    got = found.apply(f)(*device_put(values, found.specs, mesh=LINE))
+    torch.testing.assert_close(device_get(got), f(*values))
 
 
 def test_specs_stand_in_for_tensors() -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import optree
 import torch
 
-from fspmd.global_view.calls import Calls, operands_of
+from fspmd.global_view.calls import Calls, operands_of, replaced
 from fspmd.global_view.instead import Dispatch, instead_of_dispatch
-from fspmd.global_view.outcomes import Place
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply
@@ -121,7 +120,7 @@ class _Guide:
             places = [place for place, _ in asked.question.operands]
             rows = zip(places, operands, step.needs, step.casts, strict=True)
             moved = {at: _moved(x, need, axes) for at, x, need, axes in rows if isinstance(x, Sharded)}
-            args, kwargs = _replaced(args, kwargs, moved)
+            args, kwargs = replaced(args, kwargs, moved)
         return self._run(func, types, args, kwargs)
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,18 +152,3 @@ def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
     partition = target.partition
     reduced = partition.reduced.union(*(one.axes for one in way.calls if one.pair.name == "all_gather_reduced"))
     return Sharded(local, target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced)))
-
-
-def _replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], moved: dict[Place, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with other values at some places."""
-    values: list[Any] = [*args, *kwargs.values()]
-    for place, x in moved.items():
-        if isinstance(place, int):
-            values[place] = x
-        else:
-            at, k = place
-            held = values[at]
-            values[at] = type(held)([*held[:k], x, *held[k + 1 :]])
-    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

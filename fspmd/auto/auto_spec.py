@@ -99,14 +99,16 @@ def auto_spec(
 ) -> Layouts:
     """Find the cheapest layout of the arguments of ``f``, and with it of all that it computes.
 
-    ``f`` runs once on values without data, and its ops are written down. For each there are all ways to lay it out:
-    each mesh axis shards a dim of the computation, or none, or leaves a sum pending. What a way computes, what must be
-    moved between ops, and back for gradients, has a price by the figures of `set_topology`; the cheapest of all
-    combinations is found exactly. Nothing is communicated.
+    ``f`` runs on values without data, once, or twice where gradients have gradients, and its ops are written down. For
+    each there are all ways to lay it out: each mesh axis shards a dim of the computation, or none, or leaves a sum
+    pending. What a way computes, what must be moved between ops, and back for gradients, has a price by the figures of
+    `set_topology`; the cheapest of all combinations is found exactly. Nothing is communicated.
 
     What counts is what ``f`` does: of ``value_and_grad(loss)`` or of a whole step forward and backward, of a loss only
     forward. A gradient lies as what it is of. `checkpoint` changes nothing of that: what it computes and moves again is
-    left out of the time, and what it does not keep is counted among the bytes.
+    left out of the time, and what it does not keep is counted among the bytes. Of gradients of gradients the moves are
+    counted as often as they run; for the collectives of functions that communicate within, such as a softmax along a
+    sharded dim, that is an estimate.
 
     Args:
         f: A function of global tensors, as `jit` takes; it is given `Sharded` values.

@@ -78,6 +78,8 @@ class Builder:
         for i, op in enumerate(program.ops):
             for n in op.operands:
                 self._read.setdefault(self._root(n), []).append(i)
+        self._summed_once = self._cast_by_several()
+        self._cast = set(map(self._root, self._summed_once))
         self._build()
 
     def rough(self) -> Builder:
@@ -111,7 +113,7 @@ class Builder:
     def _ways_of(self, op: Op) -> tuple[Way, ...]:
         values = self.program.values
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
-        key = id(op.question), op.followed, op.pinned, op.carried, given
+        key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
         if key not in self.tables:
             self.tables[key] = ways(op, values, self.topology)
         found: tuple[Way, ...] = self.tables[key]
@@ -134,7 +136,7 @@ class Builder:
             own = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
             self.model.own[variable] += Cost(own, torch.zeros_like(own))
             for k, number in enumerate(op.operands):
-                self._add(number, variable, self._reading(self.of_value[number], i, k))
+                self._add(number, variable, self._reading(number, i, k))
             for k, number in enumerate(op.results):
                 self._add(number, variable, self._making(self.of_value[number], i, k))
         for pair in self._parts:
@@ -158,16 +160,22 @@ class Builder:
             specs = tuple(dict.fromkeys(way.results[k] for way in self._ways[maker]))
         else:
             specs = layouts(spec)
-        readers = [
-            (i, k)
-            for i in dict.fromkeys(self._read.get(home, ()))
-            for k, n in enumerate(program.ops[i].operands)
-            if self._root(n) == home
-        ]
-        summing = sum(any(way.needs[k].casts for way in self._ways[i]) for i, k in readers)
-        found = tuple(self._summed(specs)) if summing > 1 else tuple(Laid(one) for one in specs)
+        found = tuple(self._summed(specs)) if home in self._cast else tuple(Laid(one) for one in specs)
         nothing = torch.zeros(len(found), dtype=torch.float64)
         return self.model.add(found, Cost(nothing, nothing))
+
+    def _cast_by_several(self) -> dict[int, list[int]]:
+        """Values of which several ops cast a copy, and which one; its gradients are summed once for all of them."""
+        found: dict[tuple[int, int], int] = {}
+        for op, own in zip(self.program.ops, self._ways, strict=True):
+            for k, n in enumerate(op.operands):
+                key = n, own[0].needs[k].trips.start
+                found[key] = found.get(key, 0) + any(way.needs[k].casts for way in own)
+        several: dict[int, list[int]] = {}
+        for (number, start), count in found.items():
+            if count > 1:
+                several.setdefault(number, []).append(start)
+        return several
 
     def _summed(self, specs: tuple[TensorSpec, ...]) -> list[Laid]:
         """Each layout with each set of axes over which it may be cast."""
@@ -189,8 +197,9 @@ class Builder:
             times = 0 if number in written or number in self.program.constants else self._held(number)
             memory = [float(times * size(one.spec)) for one in laid]
             time = [self._settled(one.spec) if number in ending else 0.0 for one in laid]
-            if number not in self._homes:
-                time = [t + self._sum(one) for t, one in zip(time, laid, strict=True)]
+            for start in self._summed_once.get(number, ()):
+                sums = self.program.sums.get((number, start), 1)
+                time = [t + sums * self._sum(one) for t, one in zip(time, laid, strict=True)]
             self.model.own[variable] += Cost(
                 torch.tensor(time, dtype=torch.float64), torch.tensor(memory, dtype=torch.float64)
             )
@@ -288,19 +297,21 @@ class Builder:
                     self._learn(part.laid[i].spec, part.needs[k].spec)
         self._joined_anew({id(part) for parts in self._parts.values() for part, _ in parts.values()})
 
-    def _reading(self, variable: int, op: int, operand: int) -> Prices:
+    def _reading(self, number: int, op: int, operand: int) -> Prices:
         """The moves of an operand."""
-        laid, own = self.model.choices[variable], self._ways[op]
-        key = laid, tuple(way.needs[operand] for way in own)
+        laid, own = self.model.choices[self.of_value[number]], self._ways[op]
+        needs = tuple(way.needs[operand] for way in own)
+        key = laid, needs, needs[0].trips.start not in self._summed_once.get(number, ())
         if key not in self.tables:
-            self.tables[key] = least_prices(laid, key[1], self.topology)
+            self.tables[key] = least_prices(*key, self.topology)
         found: Prices = self.tables[key]
         return found
 
     def _time(self, source: TensorSpec, target: TensorSpec, casts: tuple[str, ...], need: Need) -> float:
-        key = source, target, casts, need.followed
+        key = source, target, casts, need.followed, need.trips.there, need.trips.back
         if key not in self.tables:
-            self.tables[key] = moves(source, target, casts, self.topology, need.followed, self.directly).time
+            way = moves(source, target, casts, self.topology, need.followed, self.directly)
+            self.tables[key] = need.trips.there * way.forward + need.trips.back * (way.time - way.forward)
         found: float = self.tables[key]
         return found
 

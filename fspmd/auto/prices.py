@@ -89,15 +89,19 @@ def size(spec: TensorSpec) -> int:
     return prod(spec.block_shape) * spec.dtype.itemsize
 
 
-def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], topology: Topology) -> Prices:
-    """What moves take at least, the bytes of what backward keeps of them; exactly, where nothing moves."""
+def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], alone: bool, topology: Topology) -> Prices:
+    """What moves take at least, the bytes of what backward keeps of them; exactly, where nothing moves.
+
+    ``alone``: an op sums the gradients of what it reads by itself.
+    """
     needs = tuple(dict.fromkeys(needs_of_ways))
     places = torch.tensor([needs.index(need) for need in needs_of_ways])
     specs = [one.spec for one in laid]
-    time = least_times(specs, [need.spec for need in needs], topology)
+    trips = needs[0].trips
+    time = trips.there * least_times(specs, [need.spec for need in needs], topology)
     if needs[0].followed:
         gradients = [_gradient(need) for need in needs]
-        time += least_times(gradients, [spec.dual for spec in specs], topology).mT
+        time += trips.back * least_times(gradients, [spec.dual for spec in specs], topology).mT
     sizes = torch.tensor([float(size(need.spec)) if need.saved else 0.0 for need in needs], dtype=torch.float64)
     memory = sizes.expand_as(time).clone()
     exact = torch.zeros(time.shape, dtype=torch.bool)
@@ -106,7 +110,7 @@ def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], topolo
     rows, columns = _places(specs), _places([need.spec for need in needs])
     for i, one in enumerate(laid):
         for k in columns.get(one.spec, ()):
-            time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], topology), 0.0, True
+            time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], alone, topology), 0.0, True
     return Prices(laid, needs, places, Cost(time, memory), exact, rows, columns)
 
 
@@ -118,10 +122,10 @@ def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
     return found
 
 
-def _as_it_lies(laid: Laid, need: Need, topology: Topology) -> float:
-    if laid.summed or not need.casts:  # summed once for all that read it
+def _as_it_lies(laid: Laid, need: Need, alone: bool, topology: Topology) -> float:
+    if laid.summed and not alone:  # once for all that read it
         return 0.0 if laid.summed.issuperset(need.casts) else inf
-    return moves(laid.spec, need.spec, need.casts, topology, True).casting
+    return need.trips.back * moves(laid.spec, need.spec, need.casts, topology, True).casting
 
 
 def _gradient(need: Need) -> TensorSpec:

@@ -1,19 +1,23 @@
 """The op graph of a function of global tensors: it runs once, on values of global shape without data.
 
 A value is known by the memory of its stand-in, a meta tensor; so what autodiff detaches is the value itself, and
-zeros like it are a gradient, which lies as it does.
+zeros like it are a gradient, which lies as it does. Where gradients have gradients the function runs once more, with
+the graph that autograd makes of it (`trips.py`); gradients are then what comes back to a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from fspmd.auto.trips import Counting, Trips
+from fspmd.autodiff.leaves import DEPTH
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
@@ -31,7 +35,7 @@ from fspmd.rules import Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.tracing import DispatchMode
+from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -51,6 +55,7 @@ class Op:
     followed: frozenset[int]
     pinned: P | None = None
     carried: bool = False
+    trips: tuple[Trips, ...] = ()  # of each operand, where gradients have gradients
 
 
 @dataclass(slots=True)
@@ -67,13 +72,17 @@ class Program:
     gradients: list[tuple[int, int]] = field(default_factory=list)  # and of what; they lie as that does
     written: list[tuple[int, int]] = field(default_factory=list)  # results that are an operand, and which
     followed: set[int] = field(default_factory=set)  # leaves that will have a gradient
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)  # by value and copy how often gradients come
 
 
 class Recorder(DispatchMode):
     """Puts calls on stand-ins down in a `Program`; the dispatch mode sees what autodiff does below them."""
 
-    def __init__(self, mesh: Mesh, name: str) -> None:
+    def __init__(self, mesh: Mesh, name: str, counts: bool = False) -> None:
         super().__init__()
+        self.nested = False  # some gradients have gradients
+        self._counting = Counting(mesh, self._arrived) if counts else None
+        self._gradients: dict[int, int] = {}  # that nobody has read, by memory, and of what
         self.program = Program(mesh)
         self.name = name
         self._numbers: dict[int, int] = {}  # by memory
@@ -83,10 +92,13 @@ class Recorder(DispatchMode):
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def value(self, shape: Sequence[int], dtype: torch.dtype, followed: bool = False) -> Sharded:
+    def value(
+        self, shape: Sequence[int], dtype: torch.dtype, followed: bool = False, local: Tensor | None = None
+    ) -> Sharded:
         """A new value, whole as far as the function can see."""
         spec = TensorSpec(self.program.mesh, P(), shape, dtype)
-        local = torch.empty(spec.shape, dtype=dtype, device="meta").requires_grad_(followed)
+        if local is None:
+            local = torch.empty(spec.shape, dtype=dtype, device="meta").requires_grad_(followed)
         self._numbers[_memory(local)] = len(self.program.values)
         self._kept.append(local)
         self.program.values.append(spec)
@@ -96,6 +108,8 @@ class Recorder(DispatchMode):
         """Of a value; what nobody recorded is whole on every rank."""
         local = x.local if isinstance(x, Sharded) else x
         laid = isinstance(x, Sharded) and bool(x.spec.partition.mentioned)
+        if self._gradients and (of := self._gradients.pop(_memory(local), None)) is not None:
+            self._lies_as(local, of)
         found = self._numbers.get(_memory(local)) if type(local) is Tensor else None
         if found is not None and self.program.values[found].shape != tuple(x.shape):
             raise self._in_body("a function")
@@ -126,11 +140,13 @@ class Recorder(DispatchMode):
         """The function itself says how a value lies."""
         if target.mesh != self.program.mesh:
             raise RecordError(f"auto_spec cannot record a move of {x!r} to {target.mesh!r}; it solves for one mesh")
-        moved = self.value(x.shape, x.dtype, x.requires_grad and torch.is_grad_enabled())
-        followed = frozenset((0,) if moved.requires_grad else ())
-        self.program.ops.append(
-            Op("with_spec", None, (self.number(x),), (self.number(moved),), followed, target.partition)
-        )
+        if self._counting is not None and self._counting.again:
+            return x
+        number, follows = self.number(x), x.requires_grad and torch.is_grad_enabled()
+        local = None if self._counting is None else self._counting.read(x, number, len(self.program.ops), 0).clone()
+        moved = self.value(x.shape, x.dtype, follows, local)
+        followed = frozenset((0,) if follows else ())
+        self.program.ops.append(Op("with_spec", None, (number,), (self.number(moved),), followed, target.partition))
         return moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -140,12 +156,25 @@ class Recorder(DispatchMode):
             raise RecordError(f"auto_spec cannot record {self.name}: on values without data it asks what one is")
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
-            of = self._numbers[_memory(args[0])]
-            own = self._numbers[_memory(out)] = len(self.program.values)
-            self._kept.append(out)
-            self.program.values.append(self.program.values[of])
-            self.program.gradients.append((own, of))
+            self.nested |= DEPTH.value > 1
+            self._lies_as(out, self._numbers[_memory(args[0])])
+        elif self._gradients and func is torch.ops.aten.add.Tensor:
+            of = {self._gradients.get(_memory(x), -1) for x in args if isinstance(x, Tensor)}
+            if len(of) == 1 and -1 not in of:
+                self._arrived(out, *of)
         return out
+
+    def _lies_as(self, gradient: Tensor, of: int) -> None:
+        """A gradient is a value that lies as another."""
+        own = self._numbers[_memory(gradient)] = len(self.program.values)
+        self._kept.append(gradient)
+        self.program.values.append(self.program.values[of])
+        self.program.gradients.append((own, of))
+
+    def _arrived(self, gradient: Tensor, of: int) -> None:
+        """It is a value once somebody reads it."""
+        self._gradients[_memory(gradient)] = of
+        self._kept.append(gradient)
 
     def watched(self, x: Any, call: Call) -> Call:
         """A move of a stand-in moves nothing."""
@@ -154,6 +183,10 @@ class Recorder(DispatchMode):
         if state.body is not None:
             raise self._in_body(state.body.name)
         return _Still(call, self)
+
+    def recompute_context(self) -> RecomputeContext:
+        """What `checkpoint` computes again is no other op."""
+        return nullcontext if self._counting is None else self._counting.repeating
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -167,6 +200,8 @@ class Recorder(DispatchMode):
         asked = self._calls.ask(func, args, kwargs)
         if asked.run is not None:
             return asked.run(args, kwargs)
+        if self._counting is not None and self._counting.again:
+            return self._counting.repeated(func, args, kwargs)
         if asked.gathers:
             return self._gathered(func, args, kwargs)
         if asked.question is None:
@@ -179,7 +214,12 @@ class Recorder(DispatchMode):
         numbers = tuple(map(self.number, operands))
         following = torch.is_grad_enabled()
         followed = frozenset(i for i, x in enumerate(operands) if following and x.requires_grad)
-        made = [self.value(one.shape, one.dtype, bool(followed) and _is_float(one)) for one in question.results]
+        if self._counting is None or not followed:
+            made = [self.value(one.shape, one.dtype, bool(followed) and _is_float(one)) for one in question.results]
+        else:
+            locals_ = self._counting.results(func, question, args, kwargs, numbers, len(self.program.ops))
+            rows = zip(question.results, locals_, strict=True)
+            made = [self.value(one.shape, one.dtype, local=local) for one, local in rows]
         results = tuple(map(self.number, made))
         self.program.ops.append(Op(shown(func), question, numbers, results, followed))
         if question.fixed:
@@ -208,6 +248,14 @@ class Recorder(DispatchMode):
         )
         return self._row(func, question, args, kwargs)
 
+    def count(self) -> None:
+        """The trips that were made."""
+        if self._counting is not None:
+            for i, op in enumerate(self.program.ops):
+                trips = tuple([self._counting.of_operand(i, k) for k in range(len(op.operands))])
+                self.program.ops[i] = replace(op, trips=trips)
+            self.program.sums = self._counting.of_values()
+
     def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call on whole operands."""
         numbers = tuple(self.number(x) for x in tensors_of(args, kwargs))
@@ -234,8 +282,13 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
     Raises:
         RecordError: ``f`` does what cannot be done on values without data.
     """
+    by = _recorded(f, mesh, leaves, treedef, False)
+    return (_recorded(f, mesh, leaves, treedef, True) if by.nested else by).program
+
+
+def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any, counts: bool) -> Recorder:
     name = getattr(f, "__name__", type(f).__name__)
-    by = Recorder(mesh, name)
+    by = Recorder(mesh, name, counts)
     given = [by.value(x.shape, x.dtype, _is_followed(x)) if is_value(x) else x for x in leaves]
     by.program.leaves = [by.number(x) for x in given if isinstance(x, Sharded)]
     pairs = zip(by.program.leaves, filter(is_value, leaves), strict=True)
@@ -244,7 +297,7 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
         raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
     watch_with(by.watched)
     try:
-        with by, instead_of_dispatch(lambda _: by.dispatch), telling(by.told):
+        with by, instead_of_dispatch(lambda _: by.dispatch), telling(by.told), recomputed_in(by.recompute_context):
             out = f(*treedef.unflatten(given))
     except FspmdError:
         raise
@@ -258,7 +311,8 @@ def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: An
     by.program.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
     named = zip(paths, found, strict=True)
     by.program.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
-    return by.program
+    by.count()
+    return by
 
 
 def is_value(x: Any) -> bool:

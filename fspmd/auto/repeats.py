@@ -48,7 +48,7 @@ def _signs(program: Program, fixed: Mapping[int, P]) -> list[Any]:
                 rows.append((program.values[n], n in leaves, n in program.followed, fixed.get(n)))
             seen[n] = i, k
         seen |= {n: (i, -1 - k) for k, n in enumerate(op.results)}
-        found.append((op.name, id(op.question), op.followed, op.pinned, tuple(rows)))
+        found.append((op.name, id(op.question), op.followed, op.trips, op.pinned, tuple(rows)))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from fspmd.auto.axes import over_axes
 from fspmd.auto.record import Op
+from fspmd.auto.trips import ONCE, Trips
 from fspmd.entries import entry_of
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.products import products_of
@@ -22,8 +23,6 @@ from fspmd.redistribution.cost import Topology
 from fspmd.rules.factors import Factors
 from fspmd.rules.views import reshaped
 from fspmd.spec import P, TensorSpec
-
-_PASSES = 3  # forward, and in backward one for each of two operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,7 @@ class Need:
     followed: bool = False
     saved: bool = False  # backward needs it
     stays: bool = False  # it may not be moved: it is written into
+    trips: Trips = ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,21 @@ class Way:
 def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way, ...]:
     """Of one op of a program."""
     if op.question is not None:
-        return _ways(op.question, op.followed, topology)
+        return _ways(op.question, op.followed, op.trips, topology)
     if op.carried and op.pinned is None:
         return tuple(Way((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
     specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
     if op.pinned is not None:
         specs = [spec.with_partition(op.pinned) for spec in specs]
         results = tuple(spec.with_partition(op.pinned) for spec in results)
-    return (Way(tuple(Need(spec, (), i in op.followed) for i, spec in enumerate(specs)), results, 0.0, 0.0),)
+    trips = _trips(op.trips, len(specs))
+    rows = enumerate(zip(specs, trips, strict=True))
+    needs = tuple(Need(spec, (), i in op.followed, trips=own) for i, (spec, own) in rows)
+    return (Way(needs, results, 0.0, 0.0),)
+
+
+def _trips(given: tuple[Trips, ...], count: int) -> tuple[Trips, ...]:
+    return given or (ONCE,) * count
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,10 +94,13 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
     return tuple(found)
 
 
-def _ways(question: Question, followed: frozenset[int], topology: Topology) -> tuple[Way, ...]:
+def _ways(
+    question: Question, followed: frozenset[int], given: tuple[Trips, ...], topology: Topology
+) -> tuple[Way, ...]:
     """Of each choice of what every axis does the quickest."""
     found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], Way] = {}
-    for way in itertools.chain(_regrouped(question, followed), _chosen(question, followed, topology)):
+    trips = _trips(given, len(question.operands))
+    for way in itertools.chain(_regrouped(question, followed, trips), _chosen(question, followed, trips, topology)):
         if question.fixed and (way.needs[0].casts or way.needs[0].spec.partition is not way.results[0].partition):
             continue
         key = way.needs, way.results
@@ -99,7 +109,7 @@ def _ways(question: Question, followed: frozenset[int], topology: Topology) -> t
     return tuple(found.values())
 
 
-def _regrouped(question: Question, followed: frozenset[int]) -> Iterator[Way]:
+def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[Way]:
     """Of reshapes: where the blocks of the result are those of the operand."""
     if question.row.rule is not reshaped:
         return
@@ -107,13 +117,15 @@ def _regrouped(question: Question, followed: frozenset[int]) -> Iterator[Way]:
         products = products_of(question.row, question.factors, [spec], question.results)
         if products is not None and products.regrouped is not None and not products.regrouped.flat:
             result = question.results[0].with_partition(products.regrouped)
-            yield Way((Need(spec, (), 0 in followed),), (result,), 0.0, 0.0)
+            yield Way((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
 
 
-def _chosen(question: Question, followed: frozenset[int], topology: Topology) -> Iterator[Way]:
+def _chosen(
+    question: Question, followed: frozenset[int], trips: tuple[Trips, ...], topology: Topology
+) -> Iterator[Way]:
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
     saves = question.linear in ("", "product") and not question.views
-    body = row.body
+    body, most = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
     for factors in (question.factors, *question.factors.others):
         sizes = _sizes(factors, operands, results)
         mesh = operands[0].mesh
@@ -129,7 +141,7 @@ def _chosen(question: Question, followed: frozenset[int], topology: Topology) ->
             if laid is None:
                 continue
             time = 0.0 if question.views else working(factors, laid.operands, laid.results, topology)
-            within = laid.body + (laid.back if followed else 0.0)
+            within = laid.body * most.there + laid.back * most.back
             rows = enumerate(zip(laid.operands, laid.casts, strict=True))
             needs = tuple(
                 Need(
@@ -138,10 +150,11 @@ def _chosen(question: Question, followed: frozenset[int], topology: Topology) ->
                     i in followed,
                     bool(followed) and saves,
                     question.fixed and not i,
+                    trips[i],
                 )
                 for i, (spec, cast) in rows
             )
-            yield Way(needs, laid.results, time * (_PASSES if followed else 1), within)
+            yield Way(needs, laid.results, time * most.passes, within)
 
 
 def _sizes(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> dict[int, int]:

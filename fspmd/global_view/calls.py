@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.global_view.call_keys import hashable
+from fspmd.global_view.outcomes import Place
 from fspmd.global_view.planning import places_of, plan_call
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.unruled import gathered
@@ -76,3 +77,18 @@ def operands_of(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any
     """The tensors of a call in the order of its rule."""
     given = (*args, *kwargs.values())
     return [given[at] if isinstance(at, int) else given[at[0]][at[1]] for at, _ in question.operands]
+
+
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], moved: dict[Place, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with other values at some places."""
+    values: list[Any] = [*args, *kwargs.values()]
+    for place, x in moved.items():
+        if isinstance(place, int):
+            values[place] = x
+        else:
+            at, k = place
+            held = values[at]
+            values[at] = type(held)([*held[:k], x, *held[k + 1 :]])
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
