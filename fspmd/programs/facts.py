@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.op_facts import facts_of
 
 aten: Final = torch.ops.aten
 functorch: Final = torch._C._functorch
@@ -27,12 +28,12 @@ def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:
 
 def is_pure(func: Any) -> bool:
     """Whether an aten function gives the same of the same, and does nothing else."""
-    return not func._schema.is_mutable and not draws(func)
+    return facts_of(func).pure
 
 
 def draws(func: Any) -> bool:
     """Whether an aten function draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return facts_of(func).random
 
 
 def memory_of(x: Tensor) -> int:

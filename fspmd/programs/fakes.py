@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fspmd.programs.fake_results import Imagining
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.frame import frame
@@ -17,7 +18,7 @@ from fspmd.transport.local_tensor import LocalTensor
 
 def fake_mode() -> FakeTensorMode:
     """Within it torch works out shapes alone, of what it is given too."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return Imagining()
 
 
 def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:

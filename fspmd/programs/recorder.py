@@ -71,8 +71,10 @@ class Recorder(Values):
                 )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked of a fake tensor by what is not Python
+            return args[0].device
         kwargs = kwargs or {}
-        if self.paused or func.namespace == "prim":  # what is asked of a fake tensor, which a real one knows
+        if self.paused or func.namespace == "prim":  # what a real one knows
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
             with self.pause():

@@ -9,23 +9,22 @@ from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
-
-aten: Final = torch.ops.aten
+from fspmd.programs.facts import aten
+from fspmd.transport.op_facts import facts_of
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
     """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
-    cause = None
-    if torch.Tag.data_dependent_output in func.tags:
+    facts, cause = facts_of(func), None
+    if facts.gives_values:
         cause = "makes a Python value of a tensor's"
-    elif torch.Tag.dynamic_output_shape in func.tags and not (func is aten.index.Tensor and not _has_mask(args[1])):
+    elif facts.dynamic_shape and not (func is aten.index.Tensor and not _has_mask(args[1])):
         cause = "gives a result whose shape depends on values"
-    if cause is None:
-        if writes := written_by(func, args, kwargs):
-            check_writes(func._schema.name.split("::")[-1], writes, recorder)
-        return
-    name = func._schema.name.split("::")[-1].lstrip("_")
-    raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
+    if cause is not None:
+        name = func._schema.name.split("::")[-1].lstrip("_")
+        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
+    if facts.writes:
+        check_writes(func._schema.name.split("::")[-1], written_by(func, args, kwargs), recorder)
 
 
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
@@ -37,9 +36,7 @@ def _has_mask(indices: Any) -> bool:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes into."""
-    arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    found = [x for a, x in given if a.alias_info is not None and a.alias_info.is_write]
+    found = facts_of(func).written(args, kwargs)
     return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
 
 

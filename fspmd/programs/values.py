@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import TensorWeakRef
 
 from fspmd import tracing
 from fspmd.programs.facts import aten, functorch, memory_of, shard_of
@@ -47,9 +46,9 @@ class Values(RecordingMode):
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values, where others have none
         self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
-        self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
+        self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
-        self._shards: dict[int, tuple[TensorWeakRef, fx.Node, int]] = {}  # of values of all ranks
+        self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # of values of all ranks
 
     def argument(self, x: Tensor) -> fx.Node:
         """A tensor that the recorded function, or its backward, is called with."""
@@ -142,12 +141,12 @@ class Values(RecordingMode):
         return any(_entry(table, x) is not None for table in (self._nodes, self._shards))
 
     def _know(self, x: Tensor, node: fx.Node) -> None:
-        self._nodes[id(x)] = TensorWeakRef(x), node
+        self._nodes[id(x)] = ref(x), node
         if "value" not in node.meta:
             _describe(node, x, self._memory(x))
         shards = x.shards if type(x) is LocalTensor else ()
         for i in reversed(range(len(shards))):  # of ranks that have one tensor it is the first one's
-            self._shards[id(shards[i])] = TensorWeakRef(shards[i]), node, i
+            self._shards[id(shards[i])] = ref(shards[i]), node, i
 
     def _placed(self, value: Any) -> Any:
         """An argument as the graph has it."""
@@ -171,9 +170,10 @@ class Values(RecordingMode):
         name: str | None = None,
         constant: bool = False,
     ) -> fx.Node:
-        with warnings.catch_warnings():  # of sizes that differ from rank to rank, which are what they are
-            warnings.simplefilter("ignore")
-            node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = self.graph.create_node("call_function", target, name=name or getattr(target, "_opname", None))
+        node.args = args  # set apart: `create_node` would look through them for sizes of other ranks, which are welcome
+        if kwargs:
+            node.kwargs = kwargs
         node.meta["cause"], node.meta["backward"] = self._cause()
         node.meta["constant"] = constant
         node.meta["deferred"] = self.deferred

@@ -356,8 +356,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: s
 
 
 def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
-    for index, name in facts.writes:
-        target = _argument(args, kwargs, index, name)
+    for target in facts.written(args, kwargs):
         for one in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(one, Tensor):
                 yield one

@@ -1,7 +1,8 @@
-"""What a simulation must know of an aten op before it applies it to each rank's blocks, read from the op's schema."""
+"""What simulations, recorders and passes must know of an aten op, read from its schema."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +19,33 @@ class OpFacts:
     """The traits of one op.
 
     ``writes``: the arguments it writes into, by position and name. ``view``: its result aliases its first argument.
+    ``pure``: it gives the same of the same, and does nothing else. ``gives_values``: to Python. ``dynamic_shape``: its
+    result has a shape that depends on values, or may have.
     ``elementwise``: it takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
     """
 
-    __slots__ = ("asks", "elementwise", "inplace_view", "random", "resizes", "strided", "view", "writes")
+    __slots__ = (
+        "asks",
+        "dynamic_shape",
+        "elementwise",
+        "gives_values",
+        "inplace_view",
+        "pure",
+        "random",
+        "resizes",
+        "strided",
+        "view",
+        "writes",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         name = schema.name.split("::")[-1]
         self.asks: str = _ASKS.get(schema.name, "")
         self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
+        self.pure: bool = not schema.is_mutable and not self.random
+        self.gives_values: bool = torch.Tag.data_dependent_output in func.tags
+        self.dynamic_shape: bool = torch.Tag.dynamic_output_shape in func.tags
         self.inplace_view: bool = torch.Tag.inplace_view in func.tags
         self.strided: bool = name in ("as_strided", "as_strided_")
         self.elementwise: bool = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
@@ -35,6 +53,11 @@ class OpFacts:
         self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]
         self.resizes: bool = name in _RESIZES or any(arg.kwarg_only for _, arg in written)
         self.view: bool = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments of a call that it writes into."""
+        found = [args[i] for i, _ in self.writes if i < len(args)]
+        return found + [kwargs[name] for _, name in self.writes if name in kwargs]
 
 
 FACTS: dict[Any, OpFacts] = {}
@@ -44,3 +67,8 @@ def learn(func: Any) -> OpFacts:
     """The traits of an op seen for the first time."""
     facts = FACTS[func] = OpFacts(func)
     return facts
+
+
+def facts_of(func: Any) -> OpFacts:
+    """The traits of an op."""
+    return FACTS.get(func) or learn(func)

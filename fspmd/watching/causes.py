@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Final, NamedTuple
 
 import optree
 import torch
@@ -18,9 +19,9 @@ _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # which run what the user gave them
 #: folders of code that is not the user's
 LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
-#: our functions that are called with a torch function ``func`` and its arguments: (file, name)
-_DISPATCH: Final = (f"{_HERE}/global_view/dispatch.py", "dispatch")
-_OPS: Final = (_DISPATCH, (f"{_HERE}/local_view/tracking.py", "__torch_function__"))
+#: our functions that are called with a torch function ``func`` and its arguments, by their files
+_DISPATCH: Final = f"{_HERE}/global_view/dispatch.py"
+_OPS: Final = {_DISPATCH: "dispatch", f"{_HERE}/local_view/tracking.py": "__torch_function__"}
 #: what a user calls something by, where the outermost of our functions has another name
 _NAMES: Final = {
     "entry.py": "shard_map entry",
@@ -63,6 +64,21 @@ class Trace:
     cause: Cause
 
 
+class _File(NamedTuple):
+    """Whose code is in a file."""
+
+    is_library: bool  # and not the user's
+    is_ours: bool  # what users call, and what it calls
+    op: str  # the function in it that `_OPS` names
+    name: str
+
+
+@functools.lru_cache(maxsize=4096)
+def _file(path: str) -> _File:
+    is_ours = path.startswith(_HERE) and not path.startswith(_RECORDERS)
+    return _File(path.startswith(LIBRARIES), is_ours, _OPS.get(path, ""), Path(path).name)
+
+
 def trace() -> Trace:
     """What led here: the nearest frame that is neither ours nor torch's, and what it called."""
     dispatches: list[FrameType] = []
@@ -70,16 +86,15 @@ def trace() -> Trace:
     outermost: FrameType | None = None
     edges = ""  # whether a body's entries or exits are at work
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (file := frame.f_code.co_filename).startswith(LIBRARIES):
-        if file.startswith(_HERE) and not file.startswith(_RECORDERS):
+    while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
+        if file.is_ours:
             outermost = frame
-            key = (file, frame.f_code.co_name)
-            if key in _OPS:
+            if code.co_name == file.op:
                 op = frame
-                if key == _DISPATCH:
+                if code.co_filename == _DISPATCH:
                     dispatches.append(frame)
-            elif Path(file).name in ("entry.py", "exit.py"):
-                edges = Path(file).name
+            elif file.name in ("entry.py", "exit.py"):
+                edges = file.name
         frame = frame.f_back
     what = shown(op.f_locals["func"]) if op is not None else _name(outermost, edges)
     written = op is None and what != _NAMES["hooks.py"]
@@ -90,7 +105,7 @@ def trace() -> Trace:
 def _name(outermost: FrameType | None, edges: str) -> str:
     if outermost is None or torch._C._current_autograd_node() is not None:
         return "backward()"
-    file = Path(outermost.f_code.co_filename).name
+    file = _file(outermost.f_code.co_filename).name
     if file == "shard_map.py" and edges:
         return _NAMES[edges]
     return _NAMES.get(file) or outermost.f_code.co_qualname.partition(".<locals>")[0]

@@ -18,6 +18,7 @@ from fspmd.programs.calls import is_aten, is_collective, is_wait
 from fspmd.programs.facts import shard_of
 from fspmd.programs.program import Program, owner
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.op_facts import facts_of
 
 
 class Memory:
@@ -114,11 +115,8 @@ def written(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if is_aten(node):
-        schema: Any = node.target
-        arguments = schema._schema.arguments
-        given = [(a, x) for a, x in zip(arguments, node.args, strict=False)]
-        given += [(a, node.kwargs[a.name]) for a in arguments if a.name in node.kwargs]
-        return [x for a, value in given if a.alias_info is not None and a.alias_info.is_write for x in _nodes_in(value)]
+        facts = facts_of(node.target)
+        return [x for value in facts.written(node.args, node.kwargs) for x in _nodes_in(value)] if facts.writes else []
     return list(node.all_input_nodes) if is_unknown(node) else []
 
 

@@ -12,10 +12,10 @@ from fspmd.programs.program import Program
 
 def dead_code(program: Program) -> int:
     """Leave them out; how many. Draws of random numbers stay: those that follow depend on them."""
-    memory = Memory(program)
     ends = [*program.results, *(g for g in program.gradients if g is not None)]
     wanted = set(ends)
-    read = {*memory.outside, *map(memory.of, ends)}
+    memory = Memory(program) if any(map(written, program.graph.nodes)) else None
+    read = set() if memory is None else {*memory.outside, *map(memory.of, ends)}
     gone = 0
     for node in reversed(program.graph.nodes):
         if node.op == "get_attr" and not node.users:
@@ -23,9 +23,11 @@ def dead_code(program: Program) -> int:
             program.graph.erase_node(node)
         if node.op != "call_function":
             continue
-        if node in wanted or has_effect(node) or any(memory.of(x) in read for x in written(node)):
+        is_read = memory is not None and any(memory.of(x) in read for x in written(node))
+        if node in wanted or is_read or has_effect(node):
             wanted.update(node.all_input_nodes)
-            read.update(map(memory.of, node.all_input_nodes))
+            if memory is not None:
+                read.update(map(memory.of, node.all_input_nodes))
         else:
             program.graph.erase_node(node)
             gone += 1

@@ -19,7 +19,7 @@ def equal_steps(program: Program) -> int:
 
     Steps of forward and of backward stay apart: what `checkpoint` computes again is computed again.
     """
-    memory = Memory(program)
+    memory: Memory | None = None
     known: dict[Hashable, fx.Node] = {}
     ends = {*program.results, *program.gradients}
     gone = 0
@@ -32,6 +32,7 @@ def equal_steps(program: Program) -> int:
         first = known.setdefault(key, node)
         if first is node:
             continue
+        memory = memory or Memory(program)
         if node not in ends and not _is_changed(memory, first, node) and memory.may_be(node, first):
             memory.merge(node, first)
             replace(node, first)

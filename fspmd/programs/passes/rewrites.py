@@ -103,9 +103,12 @@ _SECONDS: Final = frozenset(kernel for row in ROWS for kernel in row.second)
 
 def rewrites(program: Program) -> int:
     """Rewrite as long as a row applies; how many times."""
+    nodes = list(program.graph.nodes)
+    if not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
+        return 0
     memory = Memory(program)
     count = 0
-    for node in list(program.graph.nodes):
+    for node in nodes:
         here: fx.Node | None = node
         while here is not None and (here := _rewritten(memory, here)) is not None:
             count += 1
@@ -114,7 +117,7 @@ def rewrites(program: Program) -> int:
 
 def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
     """What now stands in the place of a step, if some row applies to it."""
-    if not is_collective(node, *_SECONDS) or not node.meta["waits"]:
+    if not _may_be_second(node):
         return None
     first, between = _before(node)
     if first is None or not _may_be_one(memory, first, between, node):
@@ -139,6 +142,10 @@ def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
                     step.graph.erase_node(step)
             return new
     return None
+
+
+def _may_be_second(node: fx.Node) -> bool:
+    return is_collective(node, *_SECONDS) and bool(node.meta["waits"])
 
 
 def _may_be_one(memory: Memory, first: fx.Node, between: list[fx.Node], second: fx.Node) -> bool:

@@ -1,0 +1,107 @@
+"""Fake tensors that were remembered are those that torch works out: the judge is its own mode, which remembers none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch_calls import CALLS, UNEVEN_CALLS, Call, operands
+
+from fspmd.programs import fake_results
+from fspmd.programs.fake_results import Imagining
+
+
+def _judge() -> FakeTensorMode:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
+def _looks(values: list[Any]) -> list[Any]:
+    """All there is to say of tensors without values, whose memory they share included."""
+    memory = [x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x in values]
+    return [
+        (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device, x.requires_grad, x._version)
+        + (x.untyped_storage().nbytes(), memory.index(memory[i]), torch._C._dispatch_keys(x).raw_repr())
+        + ({name: one for name, one in vars(x).items() if name not in ("fake_mode", "constant")}, _fails(x))
+        if isinstance(x, Tensor)
+        else (type(x), x)
+        for i, x in enumerate(values)
+    ]
+
+
+def _fails(x: Tensor) -> bool:
+    """Whether reading where it lies is refused."""
+    with warnings.catch_warnings(record=True):
+        try:
+            return bool(x.data_ptr())
+        except RuntimeError:
+            return True
+
+
+def _run(mode: FakeTensorMode, call: Callable[..., Any], given: list[Tensor]) -> list[Any] | str:
+    with mode:
+        fakes = [mode.from_tensor(x).requires_grad_(x.requires_grad) for x in given]
+        try:
+            results = pytree.tree_leaves(call(*fakes))
+            ends = [x.sum() for x in results if isinstance(x, Tensor) and x.requires_grad]
+            starts = [x for x in fakes if x.requires_grad]
+            found = torch.autograd.grad(ends, starts, allow_unused=True) if ends else ()
+        except Exception as error:
+            return type(error).__name__
+        return _looks([*fakes, *results, *found])
+
+
+@pytest.mark.parametrize(("calls", "rows"), [(CALLS, 4), (UNEVEN_CALLS, 1), (UNEVEN_CALLS, 0)])
+def test_results_and_gradients_are_those_of_torch(calls: dict[str, Call], rows: int) -> None:
+    fake_results._RESULTS.clear()
+    for name, (call, kinds) in calls.items():
+        given = [x.requires_grad_(x.is_floating_point()) for x in operands(kinds, 0, rows)]
+        expected = _run(_judge(), call, given)
+        for _ in range(2):
+            assert _run(Imagining(), call, given) == expected, name
+    assert sum(map(len, fake_results._RESULTS.values())) > len(calls)
+
+
+def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    below = FakeTensorMode.__torch_dispatch__
+    monkeypatch.setattr(
+        FakeTensorMode, "__torch_dispatch__", lambda self, f, *a, **k: asked.append(f) or below(self, f, *a, **k)
+    )
+    fake_results._RESULTS.clear()
+    for i in range(2):
+        with Imagining():
+            x = torch.zeros(4, 6)
+            y, z = (x @ x.t()).unbind(), x + i  # a number that is not the same
+            assert (y[0].shape, z.shape) == ((4,), (4, 6))
+        counts = [
+            asked.count(f) for f in (torch.ops.aten.mm.default, torch.ops.aten.unbind.int, torch.ops.aten.add.Tensor)
+        ]
+        assert counts == [1, 1, 1 + i]
+
+
+def test_default_dtypes_and_operands_alike_but_for_a_bit_have_results_of_their_own() -> None:
+    fake_results._RESULTS.clear()
+    with Imagining():
+        ones = torch.ones(3, dtype=torch.int64)
+        number = torch.ones(3, dtype=torch.complex64)
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                assert (ones + 0.5).dtype == torch.zeros(2).dtype == dtype
+            finally:
+                torch.set_default_dtype(before)
+        for x in (number, number.conj(), number.imag, number.conj().imag):
+            assert x.clone().is_conj() == x.clone().is_neg() == False  # noqa: E712
+            assert (x.detach().is_conj(), x.detach().is_neg()) == (x.is_conj(), x.is_neg())
+        with torch.inference_mode():
+            assert (ones + ones).is_inference()
+        assert not (ones + ones).is_inference()
