@@ -189,6 +189,19 @@ def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...])
     )
 
 
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("f", "args"), PROGRAMS)
+def test_choices_within_a_cost_are_those_of_whole_tables(f: Any, args: tuple[Any, ...]) -> None:
+    leaves, treedef = optree.tree_flatten(args)
+    solver = Solver(Builder(record(f, GRID, leaves, treedef), topology(), {}))
+    solved = eliminate.eliminate(solver.model, solver.order, 0.0, solver.every)
+    whole = solved.marginals()
+    for share in (1.0, 1.1, 1.5, 4.0):
+        most = share * solved.cost
+        for some, least in zip(solved.within(most), whole, strict=True):
+            assert some.tolist() == (least <= most * (1 + 1e-11)).nonzero().flatten().tolist()
+
+
 def test_axes_that_are_alike_stand_for_each_other() -> None:
     mesh = make_mesh((8, 2, 2, 3), ("x", "y", "z", "w"), transport="abstract")
     names = dict(zip("xyzw", "xzyw", strict=True))

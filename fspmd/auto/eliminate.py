@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -64,8 +64,11 @@ class Solved:
         """Among all that a variable has."""
         return [int(own[i]) for own, i in zip(self.kept, places, strict=True)]
 
-    def marginals(self) -> list[Tensor]:
-        """For each choice of a variable the least cost of all in which it is taken: `least` goes back down."""
+    def marginals(self, most: float = inf) -> list[Tensor]:
+        """For each choice of a variable the least cost of all in which it is taken: `least` goes back down.
+
+        What is more than ``most`` may be told to be infinite: the parts of tables where all is are not gone through.
+        """
         place = {bucket.variable: i for i, bucket in enumerate(self.buckets)}
         below: list[list[Bucket]] = [[] for _ in self.buckets]
         for bucket in self.buckets:
@@ -75,18 +78,21 @@ class Solved:
         found: list[Tensor] = [Tensor()] * len(self.buckets)
         for i, bucket in reversed(list(enumerate(self.buckets))):
             rest = above.pop(bucket.variable) if bucket.others else self.cost - bucket.least
-            whole = bucket.costs + rest.unsqueeze(-1)
-            scope = (*bucket.others, bucket.variable)
+            scope, part = (*bucket.others, bucket.variable), dict[int, Tensor]()
+            if most < inf:
+                part = dict(zip(bucket.others, _possible(bucket.least + rest <= most), strict=True))
+            whole = _part(bucket.costs, scope, part) + _part(rest, bucket.others, part).unsqueeze(-1)
             found[bucket.variable] = _least_over(whole, scope, (bucket.variable,))
             for child in below[i]:
-                without = _least_over(whole, scope, child.others) - child.least
-                above[child.variable] = torch.where(child.least == inf, inf, without)
+                least = _part(child.least, child.others, part)
+                without = _least_over(whole, scope, child.others) - least
+                above[child.variable] = _whole(torch.where(least == inf, inf, without), child.others, part, child.least)
         return found
 
     def within(self, cost: float) -> list[Tensor]:
         """The choices that are taken by anything of at most this cost."""
         most = cost + _ROUNDING * max(1.0, abs(cost))
-        return [own[least <= most] for own, least in zip(self.kept, self.marginals(), strict=True)]
+        return [own[least <= most] for own, least in zip(self.kept, self.marginals(most), strict=True)]
 
 
 def _least_over(table: Tensor, scope: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
@@ -95,6 +101,31 @@ def _least_over(table: Tensor, scope: tuple[int, ...], kept: tuple[int, ...]) ->
     table = table.amin(gone) if gone else table
     left = [v for v in scope if v in kept]
     return table.permute([left.index(v) for v in kept])
+
+
+def _possible(places: Tensor) -> list[Tensor]:
+    """The places along each dim at which anything is possible."""
+    dims = range(places.dim())
+    rows = [places.any([d for d in dims if d != dim]) if len(dims) > 1 else places for dim in dims]
+    return [row.nonzero().flatten() for row in rows]
+
+
+def _part(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor]) -> Tensor:
+    """Of a table over a scope the places of some variables."""
+    for dim, v in enumerate(scope):
+        if v in part and len(part[v]) < table.shape[dim]:
+            table = table.index_select(dim, part[v])
+    return table
+
+
+def _whole(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor], like: Tensor) -> Tensor:
+    """The table that a part was taken of, infinite elsewhere."""
+    if table.shape == like.shape:
+        return table
+    own = [part.get(v, torch.arange(n)) for v, n in zip(scope, like.shape, strict=True)]
+    found = torch.full_like(like, inf)
+    found[torch.meshgrid(own, indexing="ij")] = table
+    return found
 
 
 def order(model: Model, sizes: Sequence[int]) -> list[int]:
