@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,3 +272,69 @@ def test_records_of_no_more_use(caplog: pytest.LogCaptureFixture) -> None:
     assert [one.getMessage() for one in caplog.records] == [str(one) for one in outer]
     assert str(outer[1]).startswith("<lambda> is recorded at test_jit_arguments.py:")
     assert str(outer[1]).endswith(f"; the record that it had differs in 1 part:\n  * {thawed}")
+
+
+# --- calls that find their record by the way --------------------------------------------------------------------------
+
+
+def _told(x: Tensor, y: Tensor) -> Any:
+    """A result, and what a function knows of its arguments and surroundings, which are constants of its record."""
+    facts = [(type(one), one.dtype, one.shape, one.requires_grad, one.is_conj(), one.is_neg()) for one in (x, y)]
+    around = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    return (x + 2 * y).sum(), (facts, around)
+
+
+def _kinds() -> list[Callable[[], Tensor]]:
+    number = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
+    return [
+        lambda: torch.rand(2, 3),
+        lambda: torch.rand(2, 3, dtype=torch.float64),
+        lambda: torch.rand(1, 3),
+        lambda: torch.rand(3, 2).t(),
+        lambda: torch.rand(1, 3).expand(2, 3),
+        lambda: torch.rand(2, 3, requires_grad=True),
+        lambda: torch.rand(2, 3, requires_grad=True) * 2,
+        lambda: torch.nn.Parameter(torch.rand(2, 3)),
+        lambda: torch.nn.Parameter(torch.rand(2, 3), requires_grad=False),
+        lambda: number,
+        number.conj,
+        lambda: number.conj().imag,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
+    recorded, chosen = jit(_told), random.Random(seed)
+    around: list[Callable[[], Any]] = [
+        nullcontext,
+        nullcontext,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+        lambda: torch.device("cpu"),
+    ]
+    some = [(chosen.choice(_kinds()), chosen.choice(_kinds()), chosen.choice(around)) for _ in range(12)]
+    calls = 0
+    for make_x, make_y, within in chosen.choices(some, k=60):
+        x, y = make_x(), make_y()
+        with within():
+            found, told = recorded(x, y)
+            expected, true = _told(x, y)
+        torch.testing.assert_close(found, expected)
+        assert (found.requires_grad, told[1]) == (expected.requires_grad, true[1])
+        assert [one[1:] for one in told[0]] == [one[1:] for one in true[0]]
+        calls += 1
+    info = recorded.cache_info()
+    assert info.hits + info.misses == calls
+    assert info.misses == info.currsize <= len(some)
+
+
+def test_records_of_calls_that_differ_in_shape_alone_are_all_found() -> None:
+    recorded = jit(lambda x, y: x * len(x) + y)
+    for _ in range(3):
+        for n in range(1, 8):
+            assert torch.equal(recorded(torch.ones(n), torch.ones(n)), torch.full((n,), n + 1.0))
+    assert recorded.cache_info() == (14, 7, 7)
+    recorded.clear_cache()
+    recorded(torch.ones(2), torch.ones(2))
+    assert recorded.cache_info() == (0, 1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
-from fspmd.programs.keys import key_of, not_hashable
+from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart
 from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
@@ -26,6 +26,9 @@ from fspmd.watching.watch import hears_of_records, tell
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+_NEAR: Final = 4  # records of calls that differ in their leaves alone
 
 
 class CacheInfo(NamedTuple):
@@ -133,14 +136,43 @@ def jit(
 
 
 class _Records(dict[Any, Record]):
-    """Those of one function, by their keys; ``hits``: calls that found theirs, ``misses``: runs that were recorded."""
+    """Those of one function, by their keys; ``hits``: calls that found theirs, ``misses``: runs that were recorded.
 
-    __slots__ = ("hits", "misses", "recordable")
+    ``near``: by what calls have but for the leaves of their arguments, records with what tells of leaves whether a
+    record is theirs (`guard`), those that were found last in front.
+    """
+
+    __slots__ = ("hits", "misses", "near", "recordable")
 
     def __init__(self, recordable: Recordable) -> None:
         super().__init__()
         self.recordable = recordable
+        self.near: dict[Any, list[tuple[Callable[..., bool], Record]]] = {}
         self.hits = self.misses = 0
+
+    def called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
+    ) -> Any:
+        """The result of a call; ``leaves``: of its arguments."""
+        kinds, values, strides = kinds_of(leaves)
+        try:
+            record = self.get((around, kinds))
+        except TypeError:
+            raise not_hashable(args, kwargs) from None
+        ran = None
+        if record is None or thawed(record) or changed(record):
+            if (found := self.made((around, kinds), args, kwargs)) is None:
+                return self.recordable.plain(*args, **kwargs)
+            record, ran = found
+        else:
+            self.hits += 1
+        if watched:
+            tell(record.moved)
+        if ran is not None:
+            return ran[0]
+        if strides == record.strides:
+            self.bring_near(record, around, leaves)
+        return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, tuple[Any] | None] | None:
         """A record, and the result if the function ran; None where another thread records, which may wait for this."""
@@ -153,6 +185,11 @@ class _Records(dict[Any, Record]):
             recording.release()
         return found
 
+    def bring_near(self, record: Record, around: Any, leaves: list[Any]) -> None:
+        """Have calls with leaves like these find a record sooner."""
+        if not (record.frozen or record.modules) and (check := guard(leaves)) is not None:
+            self.near[around] = [(check, record), *self.near.get(around, ())][:_NEAR]
+
     def info(self) -> CacheInfo:
         """What ``cache_info`` tells."""
         return CacheInfo(self.hits, self.misses, len(self))
@@ -160,11 +197,12 @@ class _Records(dict[Any, Record]):
     def clear(self) -> None:
         """Forget all, and count from zero."""
         super().clear()
+        self.near.clear()
         self.hits = self.misses = 0
 
 
 def _jitted(recordable: Recordable) -> Callable[..., Any]:
-    function, static, records = recordable.function, recordable.static, _Records(recordable)
+    function, has_static, records = recordable.function, bool(recordable.static), _Records(recordable)
 
     @functools.wraps(function)
     def jitted(*args: Any, **kwargs: Any) -> Any:
@@ -175,27 +213,20 @@ def _jitted(recordable: Recordable) -> Callable[..., Any]:
             watched = is_watched()
             if is_recording() or (watched and not hears_of_records()):
                 return function(*args, **kwargs)
-        if static:
+        if has_static:
             args, kwargs = recordable.marked(args, kwargs)
-        known, values, strides = key_of(args, kwargs)
+        leaves, around = taken_apart(args, kwargs)
         try:
-            record = records.get(known)
+            near = records.near.get(around)
         except TypeError:
             raise not_hashable(args, kwargs) from None
-        if record is None or (record.frozen and thawed(record)) or (record.modules and changed(record)):
-            if (found := records.made(known, args, kwargs)) is None:
-                return recordable.plain(*args, **kwargs)
-            record, ran = found
-        else:
-            records.hits += 1
-            ran = None
-        if watched:
-            tell(record.moved)
-        if ran is not None:
-            return ran[0]
-        if record.plain and strides == record.strides:
-            return record.rebuild(record.run(*values))
-        return replayed(record, values, strides)
+        for is_alike, record in near or ():
+            if is_alike(*leaves):
+                records.hits += 1
+                if watched:
+                    tell(record.moved)
+                return record.rebuild(record.run(*(leaves if record.plain else record.donation.given(leaves))))
+        return records.called(args, kwargs, leaves, around, watched)
 
     setattr(jitted, "lower", functools.partial(_lowered, recordable))  # noqa: B010 (not known to type checkers)
     setattr(jitted, "cache_info", records.info)  # noqa: B010

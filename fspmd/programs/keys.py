@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _any_autocast = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._len_torch_function_stack
+_guards = torch._C._dynamo.guards.TensorGuards
+_PLAIN: Final = {Tensor, torch.nn.Parameter}
 
 
 def autocasts() -> tuple[Any, ...]:
@@ -37,26 +40,49 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
     How they lie is no part of the key, since it may differ from process to process.
     """
+    leaves, around = taken_apart(args, kwargs)
+    kinds, values, strides = kinds_of(leaves)
+    return (around, kinds), values, strides
+
+
+def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """The leaves of the arguments of a call, and all of its key but what they are."""
     leaves, structure = flatten((args, kwargs)) if kwargs else flatten_args(args)
-    key = [structure, _grad_enabled(), _default_dtype(), autocasts() if _any_autocast() else (), current_mesh()]
+    casts = autocasts() if _any_autocast() else ()
+    around: tuple[Any, ...] = structure, _grad_enabled(), _default_dtype(), casts, current_mesh()
     if _function_modes():
-        key.append(default_device())
-    if kwargs:
-        key.append(dict)  # the structure is of a dict, too
+        around += (default_device(),)
+    return leaves, around if not kwargs else (*around, dict)  # the structure is of a dict, too
+
+
+def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
+    """What leaves are in a key; the tensors among them; how those lie in memory."""
+    kinds: list[Any] = []
     values, strides = [], []
     for leaf in leaves:
         if type(leaf) is Tensor:
-            key += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+            kinds += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
             if leaf.is_conj() or leaf.is_neg() or leaf.layout is not _strided:
-                key += leaf.is_conj(), leaf.is_neg(), leaf.layout
+                kinds += leaf.is_conj(), leaf.is_neg(), leaf.layout
             values.append(leaf)
             strides.append(leaf.stride())
         else:
-            key.append(_kind(leaf))
+            kinds.append(_kind(leaf))
             if isinstance(leaf, Tensor):
                 values.append(leaf)
                 strides.append(strides_of(leaf))
-    return tuple(key), values, strides
+    return tuple(kinds), values, strides
+
+
+def guard(leaves: list[Any]) -> Callable[..., bool] | None:
+    """What tells of other leaves, in one call, whether they are of the same kinds and lie alike in memory.
+
+    It may miss some that are. None where leaves are other than plain tensors.
+    """
+    if not {*map(type, leaves)} <= _PLAIN or any(leaf.layout is not _strided for leaf in leaves):
+        return None
+    check: Callable[..., bool] = _guards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def _kind(leaf: Any) -> Any:
