@@ -95,20 +95,26 @@ def ways(
 
 def _together(combination: Sequence[_Option], topology: Topology) -> tuple[float, float, dict[str, Choice]]:
     """µs at least and at most of what several axes move; of an operand that several of them change not what of each."""
-    changes: Changes = {}
+    changes: dict[int, list[tuple[float, float]]] = {}
     choices: dict[str, Choice] = {}
     least, most, pends = 0.0, 0.0, False
     for axis, choice, moved, pending in combination:
         choices[axis] = choice
         pends = pends or pending
         for i, took in moved.items():
-            if i not in changes:
-                changes[i] = took
+            if i in changes:
+                changes[i].append(took)
             else:
-                changes[i] = (topology.launch if took[0] or changes[i][0] else 0.0), inf
-    for low, high in changes.values():
+                changes[i] = [took]
+    for several in changes.values():
+        low, high = several[0] if len(several) == 1 else (_jointly([low for low, _ in several], topology), inf)
         least, most = least + low, most + high
     return least + (topology.launch / 2 if least and pends else 0.0), most, choices  # at least sums are scattered
+
+
+def _jointly(lows: Sequence[float], topology: Topology) -> float:
+    """µs at least of what several axes change of one operand: as for each, unless slices leave less to move."""
+    return max(lows) if 0.0 not in lows else topology.launch if any(lows) else 0.0
 
 
 def _are_plain(operands: Sequence[TensorSpec], topology: Topology) -> bool:
