@@ -51,10 +51,13 @@ def moved_from(x: Tensor, moved: Tensor) -> None:
 def as_copies(out: Any, operands: Iterable[Tensor], name: str, own: bool) -> Any:
     """The results of a function that gives views, of operands that had to be moved.
 
-    Views of them are copies too, and known by what they are views of: the moved operand where that is their own, or
-    else a copy made here.
+    Views of them are copies too, and known by what they are views of: the moved operand where that is their own, what
+    the function itself has made, or else a copy made here.
     """
-    found = [_as_copy(one, name, own) for one in ((out,) if isinstance(out, Tensor) else out)]
+    operands = list(operands)
+    given = {id(one if one._base is None else one._base) for one in operands}
+    every = (out,) if isinstance(out, Tensor) else out
+    found = [_as_copy(one, name, own or id(one._base) not in given) for one in every]
     apart = [one if one._base is None else one._base for one in found]
     for operand in operands:
         before = getattr(operand, _MOVED_FROM, None)

@@ -259,6 +259,32 @@ def test_handles_are_lowered_and_differentiated(order: int) -> None:
     assert told[0][0] >= 2
 
 
+_LOSSES: dict[str, Callable[..., Any]] = {
+    "matmul": lambda w: (w @ w.T).tanh().sum(),
+    "softmax": lambda w: w.softmax(1).square().sum(),
+    "slices": lambda w: w[1:, ::2].sin().sum(),
+    "checkpoint": lambda w: fspmd.checkpoint(lambda x: (x.sin() @ x.T).tanh())(w).sum(),
+    "body": lambda w: shard_map(
+        lambda x: fspmd.psum(fspmd.all_gather(x.sin(), "y").prod(0).sum(), ("x", "y")),
+        mesh=w.spec.mesh,
+        in_specs=P("x", "y"),
+        out_specs=P(),
+    )(w),
+}
+
+
+@pytest.mark.parametrize("name", _LOSSES)
+def test_collectives_of_gradients_of_gradients_have_the_line_of_what_they_are_for(name: str) -> None:
+    for order in (2, 3):
+        f = _LOSSES[name]
+        for _ in range(order):
+            f = grad(lambda w, f=f: f(w).square().sum())  # the gradients
+        lowered(f, device_put(torch.randn(6, 9, dtype=torch.float64), P("x", "y"), mesh=GRID))
+        program = jit(f, passes=()).lower(TensorSpec(GRID, P("x", "y"), (6, 9), torch.float64))  # no cause of anything
+        assert len(program.collectives()) >= 2
+        assert not [line for line in program.as_text().split("\n") if "  <- " in line and "no cause of" in line]
+
+
 def test_what_is_packed_of_uneven_simulations_is_told() -> None:
     """Blocks of one size that were made of uneven ones."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError, VarianceError
+from fspmd.local_view.parts import PARTS, parted
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.pairs import Call, apply, call
 from fspmd.tracing import outside_transforms
@@ -78,6 +79,8 @@ def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
 @functools.lru_cache(maxsize=1024)
 def _takes_tensor(name: str, place: int | str) -> bool:
     """Whether an argument of a torch function is a value (a tensor would do), not a size or a dim."""
+    if name.strip("_") in _COMPARISONS:
+        return False
     if name.startswith("__"):
         return name != "__getitem__" and (name != "__setitem__" or place == 2)
     packet = getattr(torch.ops.aten, name, None)
@@ -104,14 +107,15 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         return func(*args, **kwargs)
     operands = _tensors((*args, *kwargs.values()))
     followed = torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands)
-    if pure and (followed or _name_of(func) in _OF_SIZE_ONE):
+    name = _name_of(func)
+    if pure and (followed or name in _OF_SIZE_ONE):
         out = _rank_by_rank(func, args, kwargs)
         if out is not NotImplemented:
             return out
     apart = call("apart", held.mesh, held.axes)
     copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
     try:
-        return _parted(func, *copies) if _name_of(func) in _PARTS else func(*copies[0], **copies[1])
+        return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
     except (ShapeError, VarianceError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "symbolic" not in str(error):
             raise
@@ -123,33 +127,11 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
 
 #: functions that torch computes otherwise where a dim has the size 1
 _OF_SIZE_ONE: Final = ("einsum", "tensordot", "bilinear")
-_PARTS: Final = {"unbind": 1, "hsplit": None, "vsplit": None, "dsplit": None} | dict.fromkeys(
-    ("split", "chunk", "tensor_split", "split_with_sizes"), 2
-)  # functions whose results are parts of a value along a dim, and which argument that is
+_COMPARISONS: Final = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # which torch makes no tensors of numbers for
 
 
 def _name_of(func: Any) -> str:
     return getattr(getattr(func, "func", func), "__name__", "")  # of a partial, what it calls
-
-
-def _parted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each part a view of its own: backward of them all at once would fill in for unused ones of symbolic sizes."""
-    with torch.no_grad():
-        parts = func(*args, **kwargs)
-    x = next(_tensors((*args, *kwargs.values())))
-    name = _name_of(func)
-    place = _PARTS[name]
-    if place is not None:
-        dim = kwargs.get("dim", args[place] if place < len(args) else 0)
-    else:
-        dim = {"hsplit": min(1, x.ndim - 1), "vsplit": 0, "dsplit": 2}[name]
-    found: list[Tensor] = []
-    start = 0
-    for i, part in enumerate(parts):
-        length = part.shape[dim] if part.ndim == x.ndim else None
-        found.append(x.select(dim, i) if length is None else x.narrow(dim, start, length))
-        start += length or 0
-    return type(parts)(found)
 
 
 def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

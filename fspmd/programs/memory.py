@@ -6,6 +6,7 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
@@ -101,12 +102,18 @@ def levels(found: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> l
         changes[max(end, start) + 1] -= one.meta["value"].nbytes
     held = list(accumulate(changes))[: len(steps)]
     for i, node in enumerate(steps):
-        if "parts" in node.meta:  # what nobody takes of them is there as long as they are
+        if "parts" in node.meta and not _gives_views(node):  # what nobody takes of them is there as long as they are
             taken = {user.args[1] for user in node.users if user.target is operator.getitem}
             lost = sum(nbytes for part, nbytes in enumerate(node.meta["parts"]) if part not in taken)
             for at in range(i, min(i + 1 + len(taken), len(steps))):
                 held[at] += lost
     return held
+
+
+def _gives_views(node: fx.Node) -> bool:
+    """Whether what a function of torch gives lies in the memory of what it takes."""
+    schema: Any = getattr(node.target, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def _allocated(node: fx.Node) -> Iterator[fx.Node]:

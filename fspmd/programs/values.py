@@ -184,11 +184,10 @@ class Values(RecordingMode):
     def _cause(self) -> tuple[Cause, bool]:
         """Who asked for a step, and whether it computes gradients."""
         node: Any = torch._C._current_autograd_node()
-        if node is not None:
-            return self._causes.get(node._sequence_nr()) or trace().cause, True
-        found = trace().cause
+        known = self._causes.get(node._sequence_nr()) if node is not None and not self.repeats else None
+        found = known or trace().cause
         self._causes.setdefault(torch.autograd._get_sequence_nr() - 1, found)  # type: ignore[attr-defined]
-        return found, self.deferred
+        return found, node is not None or self.deferred
 
     def _results(self, out: Any, node: fx.Node) -> Any:
         """Make the results of a step known; numbers become such as can be told apart."""

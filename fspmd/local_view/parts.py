@@ -1,0 +1,124 @@
+"""Parts of an uneven simulated block, all of them views taken at once, which are differentiated as torch's own are.
+
+Torch's backward joins the gradients of all parts; of a part that has none it makes zeros, for which it needs plain
+sizes, and so does its forward mode for tangents of what is joined.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.tracing import outside_transforms
+from fspmd.transport.local_tensor import call_per_rank, common_frame
+
+_OF_SIZES: Final = ("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+#: functions that take a value apart along a dim, which argument that is, and what joins their results again
+PARTS: Final[dict[str, tuple[int, Callable[..., Tensor]]]] = {
+    **dict.fromkeys(_OF_SIZES, (2, torch.cat)),
+    "unbind": (1, torch.stack),
+}
+Like = tuple[Any, torch.dtype, torch.device]
+
+
+def parted(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What a function of `PARTS` gives."""
+    place, join = PARTS[name]
+    dim = kwargs.get("dim", args[place] if place < len(args) else 0)
+    (x,) = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
+
+    def cut(other: Tensor) -> tuple[Tensor, ...]:
+        row = [other if arg is x else arg for arg in args]
+        return tuple(func(*row, **{name: other if arg is x else arg for name, arg in kwargs.items()}))
+
+    found: tuple[Tensor, ...] = _Parts.apply(_Cut(cut, join, dim), x)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a value is taken apart, and what makes one of such parts."""
+
+    apart: Callable[[Tensor], tuple[Tensor, ...]]
+    join: Callable[..., Tensor]
+    dim: int
+
+    def joined(self, parts: Iterable[Tensor | None], likes: Iterable[Like]) -> Tensor:
+        """Zeros are in the place of parts that there are not."""
+        filled = [self._zeros(*like) if x is None else x for x, like in zip(parts, likes, strict=True)]
+        whole: Tensor = _Joined.apply(self, *filled)
+        return whole
+
+    def batched(self) -> _Cut:
+        """The same of values with one more dim in front."""
+        return _Cut(torch.vmap(self.apart), self.join, self.dim + (self.dim >= 0))
+
+    def _zeros(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with outside_transforms():
+            if self.join is torch.stack:
+                fill: Any = torch.zeros((), dtype=dtype, device=device).expand
+            else:
+                fill = functools.partial(torch.zeros, dtype=dtype, device=device)
+            held = common_frame(shape, None)
+            zeros: Tensor = fill(shape) if held is None else call_per_rank(fill, (shape,), {}, held)
+        return zeros
+
+
+def _likes(parts: Iterable[Tensor]) -> list[Like]:
+    return [(part.shape, part.dtype, part.device) for part in parts]
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(cut: _Cut, x: Tensor) -> tuple[Tensor, ...]:
+        return cut.apart(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.cut, ctx.likes = inputs[0], _likes(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, ctx.cut.joined(grads, ctx.likes)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Any:
+        return ctx.cut.apart(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[None, int], cut: _Cut, x: Tensor) -> Any:
+        found = _Parts.apply(cut.batched(), x.movedim(in_dims[1], 0))
+        return found, (0,) * len(found)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(cut: _Cut, *parts: Tensor) -> Tensor:
+        return cut.join(parts, cut.dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.cut, ctx.likes = inputs[0], _likes(inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None, *_Parts.apply(ctx.cut, g)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        return ctx.cut.joined(tangents, ctx.likes)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], cut: _Cut, *parts: Tensor) -> tuple[Tensor, int]:
+        rows = [
+            part.expand(info.batch_size, *[-1] * part.ndim) if dim is None else part.movedim(dim, 0)
+            for part, dim in zip(parts, in_dims[1:], strict=True)
+        ]
+        return _Joined.apply(cut.batched(), *rows), 0
