@@ -61,6 +61,7 @@ _READING: Final[dict[Any, str]] = {
 }
 _SPLITTING: Final = (torch.tensor_split, _T.tensor_split)
 _GRADIENTS: Final = {_T.grad.__get__: "reads", _T.grad.__set__: "sets", _T.grad.__delete__: "deletes"}
+_CHECKED: Final = frozenset({*_LEAVING, *_WRITING, *_READING, *_SPLITTING, *_GRADIENTS})
 
 
 class Escapes(TorchFunctionMode):
@@ -71,7 +72,7 @@ class Escapes(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.recorder.paused:
+        if func in _CHECKED and not self.recorder.paused:
             self.check(func, args, kwargs or {})
             if self.recorder.imagines and (func in _LEAVING or func in _READING or func in _SPLITTING):
                 args = map_aggregate(tuple(args), self.recorder.values_of)

@@ -94,7 +94,7 @@ class Generators:
 
         def asking(name: str) -> Callable[..., Any]:
             def read(generator: torch.Generator) -> Any:
-                if name == "seed" or self._is_name(_initial_seed(generator)):  # of clones, too
+                if name == "seed" or self.is_name(_initial_seed(generator)):  # of clones, too
                     check(_read())
                 told = _READERS[name](generator)
                 return self._seed_of(told) if name == "initial_seed" else told
@@ -139,17 +139,18 @@ class Generators:
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunction():
                 if value.dtype is torch.uint8 and value.numel() in {len(state) for state in self.left.values()}:
-                    read = self._is_name(_seed(value.contiguous()))
+                    read = self.is_name(_seed(value.contiguous()))
                 elif value.dtype is torch.int64 and 0 < value.numel() <= _FEW:
-                    read = any(map(self._is_name, value.flatten().tolist()))
+                    read = any(map(self.is_name, value.flatten().tolist()))
                 else:
                     return
         else:
-            read = self._is_name(value)
+            read = self.is_name(value)
         if read:
             raise _read()
 
-    def _is_name(self, value: float) -> bool:
+    def is_name(self, value: float) -> bool:
+        """Whether a number is the name of a place in the numbers of a generator."""
         return _SECRET < value <= _SECRET + self.count
 
     def _seed_of(self, name: int) -> int:

@@ -23,7 +23,7 @@ from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.escapes import Escapes
-from fspmd.programs.facts import aten, draws, functorch, is_pure
+from fspmd.programs.facts import aten, functorch
 from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.other_random import OtherRandom
 from fspmd.programs.python_steps import check_reached, given_alone
@@ -31,6 +31,7 @@ from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.values import Values
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
+from fspmd.transport.op_facts import facts_of
 from fspmd.watching.causes import trace
 
 #: what torch does without being asked, and replays need not
@@ -79,20 +80,23 @@ class Recorder(Values):
         if func is aten.lift_fresh.default:
             with self.pause():
                 return self.constant(func(*args), args[0])
-        fixed = is_pure(func) and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
+        facts = facts_of(func)
+        fixed = facts.pure and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
         if not fixed:
             check(func, args, kwargs, self)
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
-        random = draws(func)
-        if random:
+        if facts.random:
             self.check_draws(args, kwargs)
-        with self.pause():
-            if self.imagines and torch.Tag.data_dependent_output in func.tags:
-                with self.real():
-                    return func(*map(self.values_of, args), **kwargs)
+        if self.imagines and facts.gives_values:
+            with self.real():
+                return func(*map(self.values_of, args), **kwargs)
+        self.paused = True
+        try:
             out = func(*args, **kwargs)
-        if random:
+        finally:
+            self.paused = False
+        if facts.random:
             used = generators_of((*args, kwargs)) or [torch.default_generator]
             with self.real():
                 self.generators.hide(used if self.imagines else ())
@@ -172,12 +176,16 @@ class Recorder(Values):
         return self._objects[id(routes)][1]
 
     def check_captured(self, value: Any) -> None:
-        if type(value) in (int, float) or (type(value) is Tensor and not functorch.is_functorch_wrapped_tensor(value)):
-            try:
-                with self.real():
-                    self.generators.check_unread(value)
-            except RecordError as error:
-                raise self.refusal(error) from None
+        if type(value) in (int, float):
+            if not self.generators.is_name(value):
+                return
+        elif type(value) is not Tensor or functorch.is_functorch_wrapped_tensor(value):
+            return
+        try:
+            with self.real():
+                self.generators.check_unread(value)
+        except RecordError as error:
+            raise self.refusal(error) from None
 
     def values_of(self, x: Any) -> Any:
         """A constant with its values, where it is imagined without."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -44,6 +45,7 @@ PUBLIC: Final = _named(
 )
 
 
+@functools.cache
 def callable_of(overload: Any) -> Callable[..., Any]:
     """What calls an aten function soonest."""
     name = overload._schema.name.removeprefix("aten::")
@@ -94,6 +96,7 @@ class _Writer:
     def __init__(self, part: Part) -> None:
         self.part = part
         self.scope: dict[str, Any] = {}
+        self.constants: dict[int, str] = {}  # the names of what it has
         self.names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(part.inputs)}
         self.count = len(self.names)
 
@@ -148,6 +151,8 @@ class _Writer:
 
     def constant(self, value: Any, letter: str) -> str:
         """A name for what is no literal."""
-        name = f"{letter}{len(self.scope)}"
-        self.scope[name] = value
+        name = self.constants.get(id(value))
+        if name is None:
+            name = self.constants[id(value)] = f"{letter}{len(self.scope)}"
+            self.scope[name] = value
         return name

@@ -174,9 +174,8 @@ class Values(RecordingMode):
         node.args = args  # set apart: `create_node` would look through them for sizes of other ranks, which are welcome
         if kwargs:
             node.kwargs = kwargs
-        node.meta["cause"], node.meta["backward"] = self._cause()
-        node.meta["constant"] = constant
-        node.meta["deferred"] = self.deferred
+        cause, backward = self._cause()
+        node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
         return node
@@ -251,20 +250,26 @@ def _entry(table: dict[int, Any], x: Tensor) -> Any:
 
 def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
     """Say of a node what its result is, and in whose memory it lies."""
-    node.meta["value"] = value_of(x)
-    node.meta["held"] = (x.frame, x.uneven) if type(x) is LocalTensor else None
-    node.meta["device"] = x.device
-    node.meta["strides"] = _strides(x)
-    node.meta["storage"] = storage
-    before = node.all_input_nodes  # which are alive
-    if node.target in (operator.getitem, Pending.wait):
-        before = before[0].all_input_nodes
-    owner = next((one for one in before if one.meta.get("storage") == storage), None)
-    node.meta["memory"] = node if owner is None else owner.meta["memory"]
-
-
-def _strides(x: Tensor) -> tuple[int, ...] | None:
     block = blocks_of(x)[0]
+    before = node.all_input_nodes  # which are alive
+    if node.target is operator.getitem or node.target is Pending.wait:
+        before = before[0].all_input_nodes
+    memory = node
+    for one in before:
+        if one.meta.get("storage") == storage:
+            memory = one.meta["memory"]
+            break
+    node.meta.update(
+        value=value_of(block),
+        held=(x.frame, x.uneven) if type(x) is LocalTensor else None,
+        device=x.device,
+        strides=_strides(block),
+        storage=storage,
+        memory=memory,
+    )
+
+
+def _strides(block: Tensor) -> tuple[int, ...] | None:
     return None if block.layout is not torch.strided or block.is_contiguous() else tuple(block.stride())
 
 
