@@ -13,6 +13,8 @@ refuses.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -52,7 +54,8 @@ def install() -> None:
 
 
 def _wrap_apply() -> None:
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    method = inspect.getattr_static(torch.autograd.Function, "apply")
+    original: Callable[..., Any] = getattr(method, "__func__", method)  # it may be one of C
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         body = state.body
