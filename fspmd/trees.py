@@ -46,11 +46,10 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     leaves: list[Any] = []
     specs: list[Any] = []
     for arg in args:
-        kind = type(arg)
-        if kind is Sharded:
+        if type(arg) is Sharded:
             leaves.append(arg.local)
             specs.append(arg.spec)
-        elif kind is Tensor:
+        elif type(arg) is Tensor:
             leaves.append(arg)
             specs.append(None)
         else:

@@ -110,16 +110,12 @@ class Program:
     @property
     def steps(self) -> list[fx.Node]:
         """Those that run when the function is called."""
-        return [node for node in self._calls if not node.meta.get("deferred")]
+        return [node for node in self.graph.nodes if node.op == "call_function" and not node.meta.get("deferred")]
 
     @property
     def deferred(self) -> list[fx.Node]:
         """Those that run when gradients are asked for."""
-        return [node for node in self._calls if node.meta.get("deferred")]
-
-    @property
-    def _calls(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "call_function"]
+        return [node for node in self.graph.nodes if node.op == "call_function" and node.meta.get("deferred")]
 
     @property
     def kept(self) -> list[fx.Node]:

@@ -34,6 +34,8 @@ from fspmd.transport.abstract import imagined
 from fspmd.transport.op_facts import facts_of
 from fspmd.watching.causes import trace
 
+_DEVICE: Final = torch.ops.prim.device.default
+_LIFT: Final = aten.lift_fresh.default
 #: what torch does without being asked, and replays need not
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
@@ -72,12 +74,12 @@ class Recorder(Values):
                 )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # asked of a fake tensor by what is not Python
+        if func is _DEVICE:  # asked of a fake tensor by what is not Python
             return args[0].device
         kwargs = kwargs or {}
         if self.paused or func.namespace == "prim":  # what a real one knows
             return func(*args, **kwargs)
-        if func is aten.lift_fresh.default:
+        if func is _LIFT:
             with self.pause():
                 return self.constant(func(*args), args[0])
         facts = facts_of(func)
@@ -85,7 +87,7 @@ class Recorder(Values):
         if not fixed:
             check(func, args, kwargs, self)
         placed = tuple(map(self._placed, args))
-        named = {name: self._placed(value) for name, value in kwargs.items()}
+        named = {name: self._placed(value) for name, value in kwargs.items()} if kwargs else kwargs
         if facts.random:
             self.check_draws(args, kwargs)
         if self.imagines and facts.gives_values:

@@ -183,21 +183,30 @@ def _may_thaw(x: Tensor) -> bool:
     return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
 
 
-def _pair(local: Tensor, spec: TensorSpec) -> Sharded:
-    """A `Sharded` without the checks of its constructor."""
-    made = object.__new__(Sharded)
-    made.local, made.spec = local, spec
-    return made
-
-
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
     """What makes a result like ``out`` of its tensors."""
     if isinstance(out, Tensor):
         return lambda values: values[0]
     if type(out) is Sharded:
-        spec = out.spec
-        return lambda values: _pair(values[0], spec)
-    if type(out) is tuple and all(type(x) is Sharded for x in out):
-        specs = tuple(x.spec for x in out)
-        return lambda values: tuple(map(_pair, values, specs))
+        return _pairing([out.spec], "x0")
+    if type(out) is tuple and out and all(type(x) is Sharded for x in out):
+        return _pairing([x.spec for x in out], "".join(f"x{i}, " for i in range(len(out))))
     return filling(*flatten(out))
+
+
+def _pairing(specs: Sequence[TensorSpec], result: str) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes `Sharded` values of tensors, without the checks of their constructor: straight Python, as replays are.
+
+    ``result`` is made of their names, ``x0`` and so on.
+    """
+    scope: dict[str, Any] = {
+        "new": object.__new__,
+        "Sharded": Sharded,
+        **{f"s{i}": spec for i, spec in enumerate(specs)},
+    }
+    lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(specs)))} = values"]
+    for i in range(len(specs)):
+        lines += [f"    x{i} = new(Sharded)", f"    x{i}.local = v{i}", f"    x{i}.spec = s{i}"]
+    exec("\n".join([*lines, f"    return {result}"]), scope)
+    rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
+    return rebuild

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fspmd.programs.calls import is_aten, is_collective, replace
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import Memory, is_view
 from fspmd.programs.program import Program
+
+_LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
 
 
 def equal_steps(program: Program) -> int:
@@ -69,6 +72,8 @@ def _key(node: fx.Node) -> Hashable | None:
 
 def _frozen(value: Any) -> Any:
     """An argument by value; numbers with their types, and zeros with their signs."""
+    if type(value) in _LITERALS:
+        return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_frozen, value)
     if isinstance(value, dict):
