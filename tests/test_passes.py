@@ -27,6 +27,7 @@ from fspmd import (
     Mesh,
     P,
     Sharded,
+    TensorSpec,
     Topology,
     all_gather,
     all_to_all,
@@ -736,6 +737,33 @@ def test_a_layer_whose_sequence_is_cut_is_computed_in_chunks(mesh: Mesh) -> None
 def test_matmuls_stay_whole_where_chunks_do_not_pay() -> None:
     f = of_blocks()(lambda x: all_gather(x, "x", axis=0, tiled=True) @ W[:2])
     check_gain(f, X, ["chunked"], ["all_gather"], ["all_gather"])
+
+
+def _mlp(x: Any, up: Any, down: Any) -> Any:
+    y = F.gelu(reshard(x, P("dp", None, None)) @ up)
+    return x + reshard(y @ down, P("dp", "tp", None))
+
+
+def _mlp_of_cut_weights(x: Any, up: Any, down: Any) -> Any:
+    return _mlp(x, reshard(up, P(None, "tp")), reshard(down, P("tp", None)))
+
+
+@pytest.mark.parametrize("others", [["overlap"], [Overlap(overtake=True)], ["coalesce", Overlap(1 << 24, True)]])
+def test_chunks_leave_whole_what_later_passes_hide(others: Any) -> None:
+    """By the schedule no program takes longer for them, and some take less."""
+    mesh = make_mesh((4, 8), ("dp", "tp"), transport="abstract")
+    gains = []
+    for f, weights in ((_mlp, (P(None, "tp"), P("tp", None))), (_mlp_of_cut_weights, (P("dp", "tp"), P("tp", "dp")))):
+        for rows, width in ((2048, 4096), (1024, 8192), (256, 1024)):
+            shapes = [((16, rows, width), P("dp", "tp", None)), ((width, 4 * width), weights[0])]
+            shapes.append(((4 * width, width), weights[1]))
+            args = [TensorSpec(mesh, spec, shape, torch.bfloat16) for shape, spec in shapes]
+            step = value_and_grad(lambda *a, f=f: f(*a).square().mean(), argnums=(0, 1, 2))
+            for g in (f, step):
+                was, now = (jit(g, passes=[*first, *others]).lower(*args).cost().time for first in ([], ["chunked"]))
+                gains.append(was - now)
+    assert min(gains) >= 0
+    assert max(gains) > 0
 
 
 def test_packed_collectives_give_results_that_lie_as_they_did_alone() -> None:

@@ -12,8 +12,9 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from fspmd.programs.calls import NAMES_ALONE
+from fspmd.programs.copied import rebuilt, remember
 from fspmd.programs.facts import shard_of
-from fspmd.programs.program import Program, owner
+from fspmd.programs.program import Program
 from fspmd.transport.local_int import SYMBOLS, LocalInt
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -36,15 +37,8 @@ def of_first_rank(program: Program) -> Program:
             continue
         args, kwargs = (_numbers(fx.map_arg(given, known.__getitem__)) for given in (node.args, node.kwargs))
         made = known[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
-        made.meta = dict(node.meta)
-        if "memory" in made.meta:
-            made.meta["memory"] = known[owner(node)]
-    constants = {known[node]: x for node, x in program.constants.items()}
-    inputs, results, cotangents = (
-        [known[node] for node in many] for many in (program.inputs, program.results, program.cotangents)
-    )
-    gradients = [one if one is None else known[one] for one in program.gradients]
-    return Program.of(graph, inputs, results, constants, cotangents, gradients)
+        remember(made, node, known)
+    return rebuilt(program, graph, known)
 
 
 def _is_simulated(node: fx.Node) -> bool:

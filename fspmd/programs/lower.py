@@ -21,7 +21,7 @@ from fspmd.programs.fakes import fake_mode, stand_ins
 from fspmd.programs.flops import model_flops
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
-from fspmd.programs.schedule import Event, communications, schedule
+from fspmd.programs.schedule import Event, communications, end_of, schedule
 from fspmd.programs.text import program_text
 from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
@@ -138,7 +138,7 @@ class Lowered:
         """What a run costs, on the machine of `set_topology` or on another."""
         links = links or topology()
         events = self.schedule(links)
-        time = max((one.start + one.duration for one in events), default=0.0)
+        time = end_of(events)
         computation = sum(one.duration for one in events if one.price is None)
         prices = [one.price for one in events if one.price is not None]
         return Cost(

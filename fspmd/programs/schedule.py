@@ -57,6 +57,11 @@ def schedule(program: Program, links: Topology | None = None) -> list[Event]:
     return events
 
 
+def end_of(events: Iterable[Event]) -> float:
+    """µs from the first step to the end of the last."""
+    return max((one.start + one.duration for one in events), default=0.0)
+
+
 def price_of_step(node: fx.Node) -> Price | None:
     """Of a collective that moves something between ranks."""
     call = node.meta.get("call")

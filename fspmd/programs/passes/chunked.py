@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -21,15 +22,18 @@ from fspmd.programs.calls import (
     reading_what_it_gives,
     replace,
 )
+from fspmd.programs.copied import copied
 from fspmd.programs.facts import aten
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
 from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
 from fspmd.programs.passes.rewrites import GATHERS, SUMS
 from fspmd.programs.program import Program, Value, owner
+from fspmd.programs.schedule import end_of, schedule
 from fspmd.redistribution.cost import price, topology, work
 
 Shape = tuple[int, ...]
+Kind = tuple[str, tuple[Shape, ...], bool]  # what is cut, the shapes of its operands, whether in backward
 #: which argument has the rows; of batches those of one matrix, as `torch.einsum` makes them
 _LEFT: Final[dict[Any, int]] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
 
@@ -41,18 +45,58 @@ class Chunked:
     So each chunk is gathered, or summed up, while another one is computed: tensor parallelism that overlaps. The
     topology decides what pays: n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of
     the copies which put results together. Not on meshes with uneven blocks, where ranks might differ.
+
+    What a later pass hides beside other steps is better left whole. So in front of others it is tried on copies of the
+    program which matmuls to cut, those of one kind alike, so that least time is taken when all passes have run.
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)
 
     def __call__(self, program: Program) -> int:
         """How many matmuls there are in chunks."""
-        memory = Memory(program)
-        count = 0
-        for node in list(program.graph.nodes):
-            if node.target in _LEFT and len(matrix_of(node)) == 2:
-                count += any(take(memory, node, self.chunks) for take in (_after_gather, _before_sum))
-        return count
+        return len(_cut(program, self.chunks, lambda kind: True))
+
+    def before(self, program: Program, others: Callable[[Program], None]) -> Callable[[Program], int]:
+        """The pass that is to run in front of ``others``."""
+        if not all(map(_is_even, program.graph.nodes)):
+            return self  # what ranks try would not take the same time
+
+        def time(kinds: Collection[Kind]) -> float:
+            tried = copied(program)
+            _cut(tried, self.chunks, kinds.__contains__)
+            others(tried)
+            return end_of(schedule(tried))
+
+        every = set(_cut(copied(program), self.chunks, lambda kind: True))
+        chosen: set[Kind] = set()
+        best = time(chosen)
+        for kind in sorted(every, key=repr):
+            if (found := time(chosen | {kind})) < best:
+                best, chosen = found, chosen | {kind}
+        if time(every) < best:
+            chosen = every
+        return lambda program: len(_cut(program, self.chunks, chosen.__contains__))
+
+
+def _is_even(node: fx.Node) -> bool:
+    """Whether a step costs all ranks the same."""
+    call, held = node.meta.get("call"), node.meta.get("held")
+    return (call is None or is_alike(call)) and not (held and held[1])
+
+
+def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], bool]) -> list[Kind]:
+    """Matmuls of the kinds wanted; the kinds of those that are in chunks then."""
+    memory = Memory(program)
+    found = []
+    for node in list(program.graph.nodes):
+        if node.target in _LEFT and len(matrix_of(node)) == 2:
+            shapes = tuple(one.meta["value"].shape for one in node.all_input_nodes)
+            for take in (_after_gather, _before_sum):
+                kind = take.__name__, shapes, node.meta["backward"]
+                if wanted(kind) and take(memory, node, chunks):
+                    found.append(kind)
+                    break
+    return found
 
 
 def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bool:

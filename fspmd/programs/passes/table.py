@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from fspmd.errors import ArgumentError
@@ -50,6 +51,10 @@ def passes_of(given: Passes) -> tuple[Pass, ...]:
 
 
 def transform(program: Program, passes: Iterable[Pass]) -> None:
-    """Run passes, in the order given."""
-    for run in passes:
+    """Run passes, in the order given; some look ahead to those that follow."""
+    passes = tuple(passes)
+    for i, one in enumerate(passes):
+        run, others = one, passes[i + 1 :]
+        if others and isinstance(one, Chunked):
+            run = one.before(program, partial(transform, passes=others))
         run(program)
