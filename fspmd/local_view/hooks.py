@@ -142,11 +142,14 @@ def _wrap_vmap_exit() -> None:
 
 def _wrap_recomputation() -> None:
     torch_checkpoint: Any = torch.utils.checkpoint
-    original = torch_checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(torch_checkpoint, f"{name}_impl") else name
+    original = getattr(torch_checkpoint, name)
 
     def generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
         body, tracker = state.body, state.tracker  # outside a body, too: bodies within need what `again` switches on
-        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in given]
+        inputs = given[0] if type(given[0]) is tuple else given  # some versions have options before them instead
+        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in inputs]
 
         def again_in_body(*args: Any, **kw: Any) -> Any:
             if tracker is not None:
@@ -159,7 +162,7 @@ def _wrap_recomputation() -> None:
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
         return original(run, *given, **kwargs)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    setattr(torch_checkpoint, name, generator)
 
 
 def _drawing_alike(f: Any) -> Any:
