@@ -87,6 +87,16 @@ def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) 
         assert counts == [1, 1, 1 + i]
 
 
+def test_sparse_tensors() -> None:
+    for _ in range(2):
+        with Imagining():
+            x = torch.ones(3, 2, requires_grad=True)
+            sparse = x.to_sparse()
+            assert (sparse.layout, sparse.shape) == (torch.sparse_coo, (3, 2))
+            assert (sparse * 2).layout == torch.sparse_coo
+            assert sparse.transpose(0, 1).to_dense().shape == (2, 3)
+
+
 def test_default_dtypes_and_operands_alike_but_for_a_bit_have_results_of_their_own() -> None:
     fake_results._RESULTS.clear()
     with Imagining():

@@ -25,7 +25,7 @@ _default_dtype, _default_device = torch.get_default_dtype, torch._C._get_default
 _keys_of = torch._C._dispatch_keys
 
 #: all that a function may ask of a tensor without values, but what shares its memory: dtype, shape, strides, offset,
-#: device, and the keys by which torch dispatches, which tell apart what is conjugated, sparse, or of inference mode
+#: device, and the keys by which torch dispatches, which tell apart what is conjugated, or of inference mode
 Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, int]
 
 
@@ -88,13 +88,13 @@ class Imagining(DispatchMode, FakeTensorMode):
             raise _Untold
         if (place := next((i for i, x in enumerate(args) if x is out), None)) is not None:
             return Argument(place)
-        memory = _memory(out)
+        look, memory = _look(out), _memory(out)
         is_view = type(args[0]) is FakeTensor and memory == _memory(args[0]) if args else False
         if not is_view and any(memory == _memory(x) for x in others):
             raise _Untold
-        found = Result(_look(out), is_view)
+        found = Result(look, is_view)
         again = self._made(found, args)
-        if _look(again) != found.look or again.untyped_storage().nbytes() != out.untyped_storage().nbytes():
+        if _look(again) != look or again.untyped_storage().nbytes() != out.untyped_storage().nbytes():
             raise _Untold
         return found
 
@@ -157,6 +157,8 @@ def _seen(value: Any) -> Any:
 
 
 def _look(x: Any) -> Look:
+    if x.layout is not torch.strided:
+        raise _Untold
     return x.dtype, x.shape, x.stride(), x.storage_offset(), x._fake_device, _keys_of(x).raw_repr()
 
 
