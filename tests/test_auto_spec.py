@@ -44,6 +44,7 @@ from fspmd import (
 from fspmd.auto import eliminate
 from fspmd.auto.apply import _moved
 from fspmd.auto.axes import alike, renamed
+from fspmd.auto.fitting import peak_of
 from fspmd.auto.model import Builder
 from fspmd.auto.record import record
 from fspmd.auto.repeats import ties
@@ -599,6 +600,33 @@ def test_moves_that_gradients_follow_are_quick_there_and_back() -> None:
             assert taken < searched.forward + sum(backward)
     finally:
         set_topology(before)
+
+
+def _softmax_loss(w: Any, x: Any) -> Any:
+    return (torch.softmax(x @ w, -1) ** 2).sum()
+
+
+#: a program, its mesh, and a layout that holds less while ops run, though arguments take more bytes
+LESS: list[Any] = [
+    (*PROGRAMS[1], (4, 2), {"w.up": P(None, "x"), "w.down": P("x"), "x": P("y")}),
+    (*PROGRAMS[4], (2, 2), {"w.a": P("x", "y"), "w.b": P("x", "y"), "x": P(None, "x")}),
+    (value_and_grad(_softmax_loss), (meta(6, 9), meta(12, 6)), (2, 2), {"w": P("y"), "x": P("x", "y")}),
+]
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(("f", "args", "sizes", "fixed"), LESS)
+def test_a_layout_that_fits_is_no_quicker_than_what_is_found(f: Any, args: Any, sizes: Any, fixed: Any) -> None:
+    """By the bytes that programs hold, of which the model knows a part."""
+    mesh = make_mesh(sizes, ("x", "y"))
+    hand = auto_spec(f, mesh, *args, fixed=fixed, alternatives=0)
+    held, free = peak_of(f, args, mesh, hand), auto_spec(f, mesh, *args, alternatives=0)
+    assert held is not None
+    assert held < (peak_of(f, args, mesh, free) or 0)
+    found = auto_spec(f, mesh, *args, memory_limit=held, alternatives=0)
+    assert found.time <= hand.time * (1 + 1e-9)
+    assert found.peak is not None
+    assert found.peak <= held
 
 
 def _of_kinds(kinds: tuple[str, ...]) -> Any:

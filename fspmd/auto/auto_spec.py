@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import optree
 
 from fspmd.auto.apply import Step, applied, short
+from fspmd.auto.axes import alike, renamed
 from fspmd.auto.eliminate import TooWide
 from fspmd.auto.fitting import fitting, peak_of
 from fspmd.auto.model import Builder
@@ -27,6 +29,7 @@ from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import parameter_names
 
 _ROUNDING = 1e-9
+_LOOKED = 36  # plans, for one that fits
 _SMALLEST = 6  # plans that are recorded where none of the quick ones fits
 
 
@@ -174,6 +177,9 @@ def auto_spec(
     def peak(solved: Solver, found: Found) -> int | None:
         return peak_of(f, args, mesh, laid(solved, found))
 
+    def in_order(solved: Solver, found: Found) -> Iterator[Found]:
+        return _unlike(solved, found, itertools.islice(solved.others(found, _variables(solved)), _LOOKED))
+
     def holding_least(solved: Solver) -> list[Found]:
         return solved.smallest(_variables(solved), _SMALLEST)
 
@@ -182,7 +188,7 @@ def auto_spec(
         if memory_limit is None:
             solved, best = solve(None)
         else:
-            solved, best, held, allowed = fitting(memory_limit, solve, peak, holding_least)
+            solved, best, held, allowed = fitting(memory_limit, solve, peak, in_order, holding_least)
     except DoesNotFit as error:
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that was found is "
@@ -216,6 +222,18 @@ def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -
     if alike is None or found is None or other.time < found.time * (1 - _ROUNDING):
         return apart, other
     return alike, replace(found, bound=other.bound)
+
+
+def _unlike(solved: Solver, best: Found, plans: Iterator[Found]) -> Iterator[Found]:
+    """Those in which arguments lie otherwise than in any before, whatever axes that are alike are called."""
+    builder = solved.builder
+    names = alike(builder.program.mesh, builder.topology)
+    seen = set[tuple[TensorSpec, ...]]()
+    for plan in itertools.chain((best,), plans):
+        laid = [builder.chosen_value(number, plan.chosen) for number in builder.program.leaves]
+        if tuple(laid) not in seen and plan is not best:
+            yield plan
+        seen |= {tuple(renamed(spec, own) for spec in laid) for own in names}
 
 
 def _variables(solved: Solver) -> list[int]:

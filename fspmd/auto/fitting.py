@@ -6,7 +6,7 @@ bytes that a plan may have by the model are made fewer, or more, until the progr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -24,6 +24,8 @@ from fspmd.programs.lower import Lowered
 from fspmd.spec import P, TensorSpec
 
 _ROUNDS = 4  # plans that are recorded
+_QUICK, _MOST = 12, 24  # that are recorded where quicker ones may fit, or none has been found that does
+_SHARE = 0.6  # of what the model counts: a program that held less would be rare
 _ENOUGH = 0.98  # of the limit: a plan that holds so much could hardly hold more
 _ROUNDING, _TIE = 1e-6, 1e-12
 
@@ -70,9 +72,13 @@ def fitting(
     limit: float,
     solve: Callable[[float | None], tuple[Solver, Found]],
     peak: Callable[[Solver, Found], int | None],
+    others: Callable[[Solver, Found], Iterator[Found]],
     holding_least: Callable[[Solver], Sequence[Found]],
 ) -> Fitting:
     """The quickest of a few plans that hold at most so many bytes; where none does, one of those ``holding_least``.
+
+    A few are the best by the model under limits that are set anew, and, where these are quicker, the ``others``, the
+    runners-up without a limit in their order: what lives only while an op runs may be far less of them.
 
     Where the model has counted too much of one, others may fit though they hold too much by it; then no plan beats the
     best one without a limit, and that is all that is known.
@@ -80,7 +86,7 @@ def fitting(
     Raises:
         DoesNotFit: there is none among them.
     """
-    solver, found = solve(None)
+    solver, found = free_solver, quickest = solve(None)
     held = peak(solver, found)
     if held is None:
         return Fitting(*solve(limit), None, limit)
@@ -116,6 +122,18 @@ def fitting(
         else:
             over = min(over, found.memory)
             allowed = guess if best is None else max(guess, (found.memory + best.found.memory) / 2)
+    recorded = 0
+    for found in others(free_solver, quickest):
+        if recorded == (_MOST if best is None else _QUICK):
+            break
+        if best is not None and found.time > best.found.time * (1 - _ROUNDING):
+            break
+        if found.chosen in tried or _SHARE * found.memory > limit:
+            continue
+        held, recorded = peak(free_solver, found) or 0, recorded + 1
+        least = min(least, held)
+        if held <= limit:
+            best = Fitting(free_solver, found, held, found.memory * (1 + _TIE))
     for found in holding_least(solver) if best is None else ():
         held = peak(solver, found) or 0
         least = min(least, held)

@@ -27,6 +27,8 @@ _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 _BYTES = 1e3  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
 _LOOKED = 8  # plans, for each runner-up that is wanted: those that do not fit are none
+_SLACK = 1e-3  # of a bound: how far above it a plan is looked for at first
+_NEAR = 0.1  # of a bound: how far above it choices are told apart
 _SEARCHED = 5_000  # choices that are looked at, before what is known is good enough
 
 
@@ -85,26 +87,29 @@ class Solver:
         return self._within(limit, quickest, smallest)
 
     def runners_up(self, best: Found, variables: Sequence[int], count: int, limit: float | None) -> list[Found]:
-        """The cheapest plans in which some of these values lies otherwise than in any before.
+        """The cheapest plans in which some of these values lies otherwise than in any before."""
+        others = itertools.islice(self.others(best, variables), _LOOKED * count)
+        fitting = (one for one in others if limit is None or one.memory <= limit)
+        return sorted(itertools.islice(fitting, count), key=lambda one: one.time)
+
+    def others(self, best: Found, variables: Sequence[int]) -> Iterator[Found]:
+        """Plans in which some of these values lies otherwise than in any before, the cheapest first.
 
         A byte has the price that it had last. What is left of a set of plans without its best is parted by the first
         value that lies otherwise (Lawler, "A Procedure for Computing the K Best Solutions", 1972); each part waits
         until its bound is the least.
         """
-        found: list[Found] = []
         queue: list[tuple[float, int, dict[int, Tensor], Found | None]] = [(self._cost(best), 0, {}, best)]
         number = itertools.count(1)
-        looked = 0
-        while queue and len(found) < count and looked < _LOOKED * count:
+        while queue:
             least, _, allowed, plan = heapq.heappop(queue)
             if plan is None:
                 plan = self._among(allowed)
                 if plan.time < inf:
                     heapq.heappush(queue, (max(least, self._cost(plan)), next(number), allowed, plan))
                 continue
-            looked += 1
-            if plan is not best and (limit is None or plan.memory <= limit):
-                found.append(plan)
+            if plan is not best:
+                yield plan
             bounds, fixed = self._bounds(allowed), dict(allowed)
             for v in variables:
                 laid = self.model.choices[v]
@@ -114,7 +119,6 @@ class Solver:
                     ahead = max(least, float(bounds[v][mine & ~same].amin()))
                     heapq.heappush(queue, (ahead, next(number), {**fixed, v: mine & ~same}, None))
                 fixed[v] = mine & same
-        return sorted(found, key=lambda one: one.time)
 
     def smallest(self, variables: Sequence[int], count: int) -> list[Found]:
         """The plans of least memory, each with some of these values otherwise than in those before."""
@@ -142,7 +146,7 @@ class Solver:
     def _among(self, allowed: Mapping[int, Tensor]) -> Found:
         with self._only(allowed):
             if not self.integer:
-                return self._cheapest(self.price)[0]
+                return self._near(self.price)
             try:
                 return self._by_integers(None, self.price)
             except integer.Infeasible:
@@ -153,7 +157,9 @@ class Solver:
         if self.integer:
             return [torch.zeros(len(own)) for own in self.model.choices]
         with self._only(allowed):
-            return eliminate(self.model, self.order, self.price, self.every).marginals()
+            solved = eliminate(self.model, self.order, self.price, self.every)
+            most = solved.cost + _NEAR * abs(solved.cost)
+            return [own.clamp(max=most) for own in solved.marginals(most)]
 
     def _by_integers(self, limit: float | None, price: float = _TIE) -> Found:
         """The same by an integer program."""
@@ -177,6 +183,19 @@ class Solver:
             time, memory = self.model.cost(chosen)
             most = time + price * memory
         return self._least(price, self.every, most)
+
+    def _near(self, price: float) -> Found:
+        """The least time, with µs for each byte, looked for among what may be little above the bound, then more."""
+        solved = eliminate(self.model, self.order, price, self.every)
+        if solved.cost == inf:
+            return Found((), inf, inf, inf)
+        slack = _SLACK * abs(solved.cost)
+        while True:
+            most = solved.cost + slack
+            found, _ = self._least(price, solved.within(most))
+            if found.time + price * found.memory <= most:
+                return found
+            slack *= 4
 
     def _by_axes(self, price: float) -> Found:
         """The same; a plan is made better over one mesh axis at a time, then over two, which is quickly done."""
