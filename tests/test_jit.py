@@ -682,6 +682,20 @@ def test_inference_mode() -> None:
     assert recorded(x).requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomalies_are_looked_for_in_what_runs() -> None:
+    """And not while it is recorded, when nobody may look at values."""
+    x = device_put(torch.tensor([4.0, 1.0, 0.0], dtype=torch.float64), P("x"), mesh=MESH).requires_grad_()
+    f = jit(lambda x, scale: (scale * x).sqrt().sum())
+    with torch.autograd.detect_anomaly():
+        for scale in (1.0, 1.0, 4.0):
+            (g,) = torch.autograd.grad(f(x, scale), x)
+            assert device_get(g)[:2].tolist() == [scale**0.5 / 4, scale**0.5 / 2]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                torch.autograd.grad(f(x, 0.0), x)
+
+
 def test_tensors_of_inference_mode() -> None:
     """They cannot be told when they are written into, nor kept for backward; a record has copies of them."""
 

@@ -224,7 +224,13 @@ class Recorder(Values):
         modules = register_module_forward_pre_hook(self._module)
         self.generators.hide()
         try:
-            with self, Escapes(self), instead_of_dispatch(self._typed), self.generators.unread(self._check_unread):
+            with (
+                self,
+                Escapes(self),
+                instead_of_dispatch(self._typed),
+                self.generators.unread(self._check_unread),
+                torch.autograd.set_detect_anomaly(False),  # which looks at values; replays are looked at as a whole
+            ):
                 yield
         finally:
             self.generators.end()
