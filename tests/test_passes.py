@@ -748,7 +748,7 @@ def _mlp_of_cut_weights(x: Any, up: Any, down: Any) -> Any:
     return _mlp(x, reshard(up, P(None, "tp")), reshard(down, P("tp", None)))
 
 
-@pytest.mark.parametrize("others", [["overlap"], [Overlap(overtake=True)], ["coalesce", Overlap(1 << 24, True)]])
+@pytest.mark.parametrize("others", [[Overlap(overtake=True)], ["coalesce", Overlap(1 << 24, True)]])
 def test_chunks_leave_whole_what_later_passes_hide(others: Any) -> None:
     """By the schedule no program takes longer for them, and some take less."""
     mesh = make_mesh((4, 8), ("dp", "tp"), transport="abstract")

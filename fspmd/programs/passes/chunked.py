@@ -46,8 +46,9 @@ class Chunked:
     topology decides what pays: n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of
     the copies which put results together. Not on meshes with uneven blocks, where ranks might differ.
 
-    What a later pass hides beside other steps is better left whole. So in front of others it is tried on copies of the
-    program which matmuls to cut, those of one kind alike, so that least time is taken when all passes have run.
+    What a later pass hides beside other steps is better left whole. So in front of `Overlap` with ``overtake=True``,
+    which is for functions whose Python takes the same way on all ranks, it is tried on copies of the program which
+    matmuls to cut, those of one kind alike, so that least time is taken when all passes have run.
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)

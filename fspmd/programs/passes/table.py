@@ -51,10 +51,14 @@ def passes_of(given: Passes) -> tuple[Pass, ...]:
 
 
 def transform(program: Program, passes: Iterable[Pass]) -> None:
-    """Run passes, in the order given; some look ahead to those that follow."""
+    """Run passes, in the order given.
+
+    Which matmuls are cut is tried with the passes that follow, where one of these tells that all ranks have the same
+    steps.
+    """
     passes = tuple(passes)
     for i, one in enumerate(passes):
         run, others = one, passes[i + 1 :]
-        if others and isinstance(one, Chunked):
+        if isinstance(one, Chunked) and any(isinstance(after, Overlap) and after.overtake for after in others):
             run = one.before(program, partial(transform, passes=others))
         run(program)
