@@ -14,6 +14,7 @@ from torch import Tensor
 from fspmd.watching.causes import LIBRARIES
 
 _DEPTH: Final = 8
+_OF_PYTHON: Final = 1 << 9  # of classes that a class statement made, not C
 _MOST: Final = 10_000  # things that are looked at
 
 
@@ -48,6 +49,8 @@ def _held(x: Any) -> Iterator[Any]:
     elif isinstance(x, dict):
         yield from x.values()
     elif isinstance(x, type):
+        if not x.__flags__ & _OF_PYTHON:
+            return
         yield from x.__bases__
         yield from map(_function, vars(x).values())
     elif not isinstance(x, (Tensor, types.ModuleType)):
