@@ -38,7 +38,7 @@ def _held(x: Any) -> Iterator[Any]:
         yield from (cell.cell_contents for cell in x.__closure__ or () if _is_full(cell))
         yield from x.__defaults__ or ()
         yield from (x.__kwdefaults__ or {}).values()
-        if not x.__code__.co_filename.startswith(LIBRARIES):  # they hold none that users gave
+        if not _is_of_library(x):  # they hold none that users gave
             yield from _named(x.__globals__, frozenset(_names(x.__code__)))
     elif isinstance(x, types.MethodType | types.BuiltinMethodType):
         yield from (getattr(x, "__func__", None), x.__self__)
@@ -57,6 +57,10 @@ def _held(x: Any) -> Iterator[Any]:
         yield type(x)
         yield from getattr(x, "__dict__", {}).values()
         yield from (getattr(x, name, None) for kind in type(x).__mro__ for name in _slots(kind))
+
+
+def _is_of_library(f: types.FunctionType) -> bool:
+    return f.__code__.co_filename.startswith(LIBRARIES) or str(f.__module__).startswith(("numpy.", "scipy."))
 
 
 def _function(x: Any) -> Any:
