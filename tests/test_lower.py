@@ -29,12 +29,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import fspmd
 from fspmd import (
     ArgumentError,
+    Link,
     Mesh,
     MeshError,
     P,
     RecordError,
     Sharded,
     TensorSpec,
+    Topology,
     VarianceError,
     communication_log,
     device_get,
@@ -42,7 +44,9 @@ from fspmd import (
     grad,
     jit,
     make_mesh,
+    set_topology,
     shard_map,
+    topology,
     value_and_grad,
 )
 from fspmd.trees import flatten
@@ -189,6 +193,24 @@ def test_flops_of_a_rank(f: Callable[..., Any], shapes: list[tuple[int, ...]], f
 def _mlp(w: Any, x: Any) -> Any:
     h = torch.nn.functional.dropout(torch.relu(x @ w[0]), 0.5) @ w[1]
     return (h @ w[1].t()).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [make_mesh((4, 2), ("x", "y"), transport="abstract"), GRID], ids=["abstract", "x2y3"])
+def test_cost_on_another_machine(mesh: Mesh) -> None:
+    """What `set_topology` of it makes of the cost: of the collectives' time, too."""
+    before, slow = topology(), Topology(memory=1e3, flops=1e3, launch=7.0, axes=(("x", Link(500.0, 400.0)),))
+    a, b, x = (
+        TensorSpec(mesh, *one, torch.float32) for one in ((P(), (11, 23)), (P(None, "y"), (23, 31)), (P("x"), (13, 11)))
+    )
+    program = jit(value_and_grad(_mlp)).lower((a, b), x)
+    here, there = program.cost(), program.cost(slow)
+    assert there.communication > 10 * here.communication > 0
+    try:
+        set_topology(slow)
+        assert program.cost() == there
+        assert program.cost(before) == here
+    finally:
+        set_topology(before)
 
 
 @pytest.mark.parametrize("mesh", [make_mesh((4, 2), ("x", "y"), transport="abstract"), GRID], ids=["abstract", "x2y3"])

@@ -43,7 +43,7 @@ def schedule(program: Program, links: Topology | None = None) -> list[Event]:
     for node in (*program.steps, *program.deferred):
         if is_wait(node):
             computes = max(computes, ends.get(node.args[0], 0.0))  # type: ignore[arg-type]
-        elif (price := price_of_step(node)) is not None:
+        elif (price := price_of_step(node, links)) is not None:
             start = max(computes, communicates_until)
             communicates_until = ends[node] = start + price.time
             events.append(Event(node, start, price.time, price=price))
@@ -62,13 +62,13 @@ def end_of(events: Iterable[Event]) -> float:
     return max((one.start + one.duration for one in events), default=0.0)
 
 
-def price_of_step(node: fx.Node) -> Price | None:
+def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
     """Of a collective that moves something between ranks."""
     call = node.meta.get("call")
     if call is None or not communicates(call):
         return None
     operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
-    return price_of(call, operand.shape, operand.dtype)
+    return price_of(call, operand.shape, operand.dtype, links)
 
 
 def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, watch_with, watches_with
-from fspmd.redistribution.cost import Price, moves, price
+from fspmd.redistribution.cost import Price, Topology, moves, price
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Route
@@ -155,8 +155,8 @@ def _ranks(call: Call) -> int:
     return max(map(len, groups)) if groups else call.mesh.axis_size(call.axes or call.mesh.axis_names)
 
 
-def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
-    """What a call costs on a block of a shape."""
+def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype, links: Topology | None = None) -> Price:
+    """What a call costs on a block of a shape, on the machine of `set_topology` or on another."""
     o, n = call.options, _ranks(call)
     left = _shape_after(call, shape, n)
     before, after = prod(shape) * dtype.itemsize, prod(left) * dtype.itemsize
@@ -172,7 +172,8 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> Price:
         received = (n - 1, (sum(route.sends) - route.sends[_place(call)] if rows is None else rows) * row)
     elif o.sizes is not None or o.concat_sizes is not None:
         message = prod(map(min, shape, left)) * dtype.itemsize
-    return price(call.pair.kernel, call.mesh, call.axes, before, after, traffic=received, ranks=n, message=message)
+    given = call.pair.kernel, call.mesh, call.axes, before, after, links
+    return price(*given, traffic=received, ranks=n, message=message)
 
 
 def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
