@@ -159,7 +159,7 @@ def _seen(value: Any) -> Any:
 def _look(x: Any) -> Look:
     if x.layout is not torch.strided:
         raise _Untold
-    return x.dtype, x.shape, x.stride(), x.storage_offset(), x._fake_device, _keys_of(x).raw_repr()
+    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, _keys_of(x).raw_repr()
 
 
 def _memory(x: Tensor) -> int:
