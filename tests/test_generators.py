@@ -9,6 +9,7 @@ import random
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dispatch_cases import FULL
 from torch import Tensor
 
 from fspmd import RecordError, jit
+from fspmd.programs.reach import reached
 
 Ask = Callable[[torch.Generator], Any]
 #: arguments of those methods that take some
@@ -199,3 +201,41 @@ def test_generators_that_are_not_torchs(name: str, given: bool) -> None:
     with pytest.raises(RecordError, match=r"^jit cannot record numbers of a [\w.]+, which torch does not know"):
         f(torch.ones(2), one)
     assert jit(lambda x: x + (one is None))(torch.ones(1)).item() == 1  # that it is there does no harm
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("the search for generators ran the user's Python")
+
+
+def _trap(kind: type = object, meta: type = type, **attributes: Any) -> Any:
+    return meta("Trap", (kind,), attributes)()
+
+
+_META = type("Meta", (type,), {"__getattr__": _never, "__bases__": property(_never), "mro": type.mro})
+#: objects whose classes have their own say in what they are asked
+TRAPS: dict[str, Callable[[Any], Any]] = {
+    "attributes": lambda r: _trap(__getattr__=_never, held=[r]),
+    "all attributes": lambda r: _trap(__getattribute__=_never, held=[r]),
+    "class": lambda r: _trap(__class__=property(_never), held=[r]),
+    "attributes' attributes": lambda r: _trap(held=[_trap(__getattr__=_never), r]),
+    "dict": lambda r: _trap(__dict__=property(_never), held=[r]),
+    "properties": lambda r: _trap(seed=property(_never), held=[r]),
+    "unset slots": lambda r: _trap(__slots__=("rng",), __getattr__=_never, held=[r]),
+    "values": lambda r: _trap(dict, values=_never, items=_never, __iter__=_never, held=[r]),
+    "items": lambda r: _trap(list, __iter__=_never, __len__=_never, held=[r]),
+    "comparisons": lambda r: _trap(__eq__=_never, __bool__=_never, __hash__=_never, held=[r]),
+    "class of classes": lambda r: _trap(meta=_META, held=[r]),
+    "descriptors": lambda r: _trap(held=[r], one=_trap(__get__=_never)),
+    "mock": lambda r: mock.Mock(spec=torch.Generator, held=[r]),
+    "state": lambda r: _trap(random.Random, getstate=_never, held=[r]),
+    "function": lambda r: vars(f := lambda x: x).update(held=r) or f,
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_what_is_searched_is_not_run(name: str) -> None:
+    rng = random.Random(3)
+    trap = TRAPS[name](rng)
+    assert any(one is rng for one in reached(lambda: trap))
+    f = jit(lambda x: x if trap is None else x + 1)
+    assert f(torch.ones(1)).item() == f(torch.ones(1)).item() == 2

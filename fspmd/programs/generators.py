@@ -44,7 +44,7 @@ class Generators:
         given = list(given)
         if any(map(_reads, given)):
             raise _read()
-        found = [torch.default_generator, *(one for one in given if isinstance(one, torch.Generator))]
+        found = [torch.default_generator, *(one for one in given if issubclass(type(one), torch.Generator))]
         # by number, since torch gives dispatch another object
         self.known: dict[int, torch.Generator] = {_number(one): one for one in found}
         self.names: dict[int, int] = {}
@@ -164,9 +164,9 @@ def _read() -> RecordError:
 
 def _reads(x: Any) -> bool:
     """Whether it is one of the methods that tell of a seed, taken off before they are watched."""
-    if isinstance(x, types.BuiltinMethodType):
-        return isinstance(x.__self__, torch.Generator) and x.__name__ in _READERS
-    return isinstance(x, types.MethodDescriptorType) and x in _READERS.values()
+    if type(x) is types.BuiltinMethodType:
+        return type(x.__self__) is torch.Generator and x.__name__ in _READERS
+    return type(x) is types.MethodDescriptorType and x in _READERS.values()
 
 
 def _set_methods(methods: dict[str, Any]) -> None:

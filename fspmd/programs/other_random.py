@@ -33,17 +33,18 @@ def _shared() -> dict[str, Any]:
     """By what users call the modules whose functions draw from them."""
     numpy: Any = sys.modules.get("numpy")
     own = {"Python's module random": getattr(random.random, "__self__", None)}
-    return own if numpy is None else own | {"numpy.random": numpy.random.rand.__self__}
+    return own if numpy is None else own | {"numpy.random": getattr(numpy.random.rand, "__self__", None)}
 
 
 def _state(x: Any) -> Any:
     """Of a generator; None of anything else."""
-    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
-        return x.getstate()
+    kind = type(x)  # what stands for others may have another `__class__`
+    if issubclass(kind, random.Random):
+        return None if issubclass(kind, random.SystemRandom) else random.Random.getstate(x)
     of_numpy: Any = sys.modules.get("numpy.random")
     if of_numpy is None:
         return None
-    if isinstance(x, of_numpy.RandomState):
+    if issubclass(kind, of_numpy.RandomState):
         return pickle.dumps(x.get_state(legacy=False))
-    bits = x.bit_generator if isinstance(x, of_numpy.Generator) else x
-    return pickle.dumps(bits.state) if isinstance(bits, of_numpy.BitGenerator) else None
+    bits = x.bit_generator if issubclass(kind, of_numpy.Generator) else x
+    return pickle.dumps(bits.state) if issubclass(type(bits), of_numpy.BitGenerator) else None

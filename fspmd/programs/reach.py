@@ -1,25 +1,33 @@
-"""What a function reaches: by its closure, globals, modules, defaults, ``self`` and its class, and what these hold."""
+"""What a function reaches: by its closure, globals, modules, defaults, ``self`` and its class, and what these hold.
+
+None of the user's Python is run for that: the garbage collector says what objects hold; their classes are not asked.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from fspmd.watching.causes import LIBRARIES
 
-_DEPTH: Final = 8
+_DEPTH: Final = 12
 _OF_PYTHON: Final = 1 << 9  # of classes that a class statement made, not C
 _MOST: Final = 10_000  # things that are looked at
+_ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None), types.CodeType})
+_CLOSED: Final = (Tensor, types.ModuleType)  # kinds, also of the user's, of which nobody looks inside
+_Cached: Final = type(functools.cache(len))
+_WRAPPERS: Final = (types.MethodType, types.BuiltinMethodType, property, staticmethod, classmethod, functools.partial)
+_HOLDERS: Final = (*_WRAPPERS, list, tuple, set, frozenset, deque, dict)  # which C made
 
 
 def reached(*given: Any) -> Iterator[Any]:
-    """The things, each once, as far as eight steps from a function and from its arguments."""
+    """The things, each once, as far as twelve steps from a function and from its arguments."""
     seen: dict[int, Any] = {}
     waiting: deque[tuple[Any, int]] = deque((x, 0) for x in given)
     while waiting and len(seen) < _MOST:
@@ -28,44 +36,38 @@ def reached(*given: Any) -> Iterator[Any]:
             continue
         seen[id(x)] = x
         yield x
-        if depth < _DEPTH and not isinstance(x, torch.Generator):
-            waiting += [(one, depth + 1) for one in _held(x)]
+        if depth < _DEPTH:
+            waiting += [(one, depth + 1) for one in _held(x) if type(one) not in _ATOMS]
 
 
 def _held(x: Any) -> Iterator[Any]:
-    """What a thing holds, if generators may be among it."""
-    if isinstance(x, types.FunctionType):
+    kind = type(x)
+    if kind is types.FunctionType:
         yield from (cell.cell_contents for cell in x.__closure__ or () if _is_full(cell))
-        yield from x.__defaults__ or ()
-        yield from (x.__kwdefaults__ or {}).values()
+        yield from (x.__defaults__, x.__kwdefaults__, x.__dict__)
         if not _is_of_library(x):  # they hold none that users gave
             yield from _named(x.__globals__, frozenset(_names(x.__code__)))
-    elif isinstance(x, types.MethodType | types.BuiltinMethodType):
-        yield from (getattr(x, "__func__", None), x.__self__)
-    elif isinstance(x, functools.partial):
-        yield from (x.func, *x.args, *x.keywords.values())
-    elif isinstance(x, (list, tuple, set, frozenset, deque)):
-        yield from x
-    elif isinstance(x, dict):
-        yield from x.values()
-    elif isinstance(x, type):
-        if not x.__flags__ & _OF_PYTHON:
-            return
-        yield from x.__bases__
-        yield from map(_function, vars(x).values())
-    elif not isinstance(x, (Tensor, types.ModuleType)):
-        yield type(x)
-        yield from getattr(x, "__dict__", {}).values()
-        yield from (getattr(x, name, None) for kind in type(x).__mro__ for name in _slots(kind))
+    elif issubclass(kind, type):
+        if _FLAGS(x) & _OF_PYTHON:
+            yield from _BASES(x)
+            yield from (one for name, one in _ATTRIBUTES(x).items() if name != "__annotations__")
+    elif kind is _Cached:
+        yield x.__wrapped__
+    elif issubclass(kind, _HOLDERS) or (_FLAGS(kind) & _OF_PYTHON and not issubclass(kind, _CLOSED)):
+        yield kind
+        yield from gc.get_referents(x)[:_MOST]
+
+
+def _of_type(name: str) -> Any:
+    """What tells something of a class, where its metaclass may have its own say."""
+    return type.__dict__[name].__get__
+
+
+_FLAGS, _BASES, _ATTRIBUTES = map(_of_type, ("__flags__", "__bases__", "__dict__"))
 
 
 def _is_of_library(f: types.FunctionType) -> bool:
     return f.__code__.co_filename.startswith(LIBRARIES) or str(f.__module__).startswith(("numpy.", "scipy."))
-
-
-def _function(x: Any) -> Any:
-    """Of an attribute of a class the function, of properties and static methods, too."""
-    return next((f for name in ("fget", "__func__") if isinstance(f := getattr(x, name, None), types.FunctionType)), x)
 
 
 def _named(values: dict[str, Any], names: frozenset[str], depth: int = 0) -> Iterator[Any]:
@@ -73,17 +75,10 @@ def _named(values: dict[str, Any], names: frozenset[str], depth: int = 0) -> Ite
     for name in names & values.keys():
         one = values[name]
         yield one
-        if isinstance(one, types.ModuleType) and depth < _DEPTH and not _file(one).startswith(LIBRARIES):
-            yield from _named(vars(one), names, depth + 1)
-
-
-def _file(module: types.ModuleType) -> str:
-    return getattr(module, "__file__", None) or ""
-
-
-def _slots(kind: type) -> Iterator[str]:
-    slots: Any = vars(kind).get("__slots__", ())
-    yield from (slots,) if isinstance(slots, str) else slots
+        if issubclass(type(one), types.ModuleType) and depth < _DEPTH:
+            inside = object.__getattribute__(one, "__dict__")  # lazy modules load when they are asked for it
+            if not str(inside.get("__file__")).startswith(LIBRARIES):
+                yield from _named(inside, names, depth + 1)
 
 
 def _is_full(cell: types.CellType) -> bool:
