@@ -25,7 +25,8 @@ BOUND = 1 / 10
 CASES: dict[str, tuple[Callable[..., Any], Callable[[tuple[str, ...]], tuple[P, ...]]]] = {
     "x + y": (torch.add, lambda rest: (P("x", rest), P("x", rest))),
     "mm": (torch.mm, lambda rest: (P("x", None), P(None, rest))),
-    "mm that gathers": (torch.mm, lambda rest: (P("x", rest), P(None, rest)) if rest else (P(None, "x"), P(None, "x"))),
+    "mm that gathers": (torch.mm, lambda rest: (P(None, "x"), P(None, "x"))),
+    "mm that gathers over all": (torch.mm, lambda rest: (P("x", rest), P(None, rest)) if rest else (P("x"), P("x"))),
     "softmax": (lambda x: F.softmax(x, dim=-1), lambda rest: (P(("x", *rest), None),)),
     "layer_norm": (lambda x: F.layer_norm(x, (N,)), lambda rest: (P(("x", *rest), None),)),
 }
