@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +73,30 @@ def check_case(name: str, case: Case, mesh: Mesh, most: int) -> None:
             assert leaf.grad is not None, specs
             check_lies_as_told(leaf.grad)
             torch.testing.assert_close(device_get(leaf.grad), grad, rtol=1e-11, atol=1e-11, msg=f"{name} {specs}: grad")
+
+
+def check_second_derivatives(name: str, case: Case, mesh: Mesh, most: int) -> None:
+    """Gradients of gradients of some layouts of the operands against unsharded torch, where that has any."""
+    f, shapes = case
+    plain = [x.requires_grad_() for x in values(shapes)]
+    expected = _second_derivatives(f, plain)
+    for specs in placements(mesh, shapes, most):
+        given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
+        for found, want in zip(_second_derivatives(f, given), expected, strict=True):
+            known = ~want.isnan()
+            torch.testing.assert_close(found[known], want[known], rtol=1e-9, atol=1e-9, msg=f"{name} {specs}: {found}")
+
+
+def _second_derivatives(f: Callable[..., Any], given: list[Any]) -> list[Tensor]:
+    """Of squares of the results, so that linear functions have some."""
+    total = _weighted([x + 0.1 * x * x for x in outputs_of(f(*given)) if x.requires_grad])
+    grads = torch.autograd.grad(total, given, create_graph=True)
+    found = torch.autograd.grad(_weighted(grads), given, allow_unused=True)
+    return [torch.zeros(x.shape, dtype=F64) if g is None else device_get(g) for x, g in zip(given, found, strict=True)]
+
+
+def _weighted(xs: Sequence[Any]) -> Any:
+    return sum((x * torch.arange(1.0, x.numel() + 1, dtype=F64).reshape(x.shape).cos()).sum() for x in xs)
 
 
 @contextmanager

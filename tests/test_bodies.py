@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import Case, check_case, outputs_of
+from dispatch_cases import Case, check_case, check_second_derivatives, outputs_of
 from processes import Processes
 from torch.nn import functional as F
 
@@ -130,6 +130,11 @@ def _with_free_bodies() -> dict[str, Row]:
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_values_and_gradients(mesh: Mesh, name: str) -> None:
     check_case(name, CASES[name], mesh, 60)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "dist" not in name])  # torch has none of distances
+def test_gradients_of_gradients(name: str) -> None:
+    check_second_derivatives(name, CASES[name], LINE, 3)
 
 
 _DTYPES: dict[str, tuple[torch.dtype, Any]] = {

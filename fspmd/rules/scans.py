@@ -38,6 +38,11 @@ def _scan(
     return body
 
 
+def _log_sum(a: Tensor, b: Tensor) -> Tensor:
+    """``logaddexp``, whose own second derivatives are nan where a term is -inf or far above the other."""
+    return torch.stack(torch.broadcast_tensors(a, b)).logsumexp(0)
+
+
 def _extreme_scan(greatest: bool) -> Body:
     """Of ``cummax`` and ``cummin``: the last of equal ones, or the last nan, with its place in the whole."""
     scan = torch.cummax if greatest else torch.cummin
@@ -69,7 +74,7 @@ def _extreme_scan(greatest: bool) -> Body:
 SCANS = {
     "cumsum": gathering(1, 1)(_scan(torch.cumsum, torch.sum, torch.add, 0)),
     "cumprod": gathering(1, 1)(_scan(torch.cumprod, torch.prod, torch.mul, 1)),
-    "logcumsumexp": gathering(1, 1)(_scan(torch.logcumsumexp, torch.logsumexp, torch.logaddexp, -torch.inf)),
+    "logcumsumexp": gathering(1, 1)(_scan(torch.logcumsumexp, torch.logsumexp, _log_sum, -torch.inf)),
     "cummax": gathering(2, 1)(_extreme_scan(True)),
     "cummin": gathering(2, 1)(_extreme_scan(False)),
 }
