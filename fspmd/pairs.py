@@ -166,8 +166,9 @@ _forward_ad = torch.autograd.forward_ad
 
 
 _Watch = Callable[[Any, Call], Call]
+_Record = Callable[[Any, Call], Call | None]
 _watch: _Watch | None = None
-_record: _Watch | None = None
+_record: _Record | None = None
 _seen = False  # there is one of them
 
 
@@ -178,8 +179,8 @@ def watch_with(watch: _Watch | None) -> None:
     _seen = watch is not None or _record is not None
 
 
-def record_with(record: _Watch | None) -> None:
-    """The same for who records; who watches sees only calls that ``record`` gives back as they are."""
+def record_with(record: _Record | None) -> None:
+    """The same for who records; who watches sees only calls that are not recorded, of which ``record`` gives None."""
     global _record, _seen
     _record = record
     _seen = record is not None or _watch is not None
@@ -222,7 +223,7 @@ class StandIn(Call):
 def watched(x: Any, call: Call) -> Call:
     """The call as who watches wants it; what is done without `apply` asks for it."""
     record, watch = _record, _watch  # another thread may end them
-    if record is not None and (recorded := record(x, call)) is not call:
+    if record is not None and (recorded := record(x, call)) is not None:
         return recorded
     return call if watch is None else watch(x, call)
 

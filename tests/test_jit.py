@@ -842,6 +842,19 @@ def test_within_bodies_transforms_and_other_recordings() -> None:
     assert logs[0] == logs[1] != []
 
 
+def test_a_log_is_alike_whether_a_function_runs_is_recorded_or_replayed() -> None:
+    x, w = (device_put(torch.randn(6, 4), spec, mesh=MESH) for spec in (P("x"), P()))
+    f = fspmd.value_and_grad(lambda x, w: (x * w).sum().exp(), argnums=(0, 1))
+    recorded, logs = jit(f), []
+    for run in (f, recorded, recorded, recorded.lower):  # type: ignore[attr-defined]
+        with fspmd.communication_log() as log:
+            out = run(x, w)
+        logs.append([(one.kind, one.axes, one.shape, one.price, one.backward) for one in log])
+    logs[3] = [(one.kind, one.axes, one.shape, one.price, one.backward) for one in out.collectives()]
+    assert logs[0] == logs[1] == logs[2] == logs[3]
+    assert [one[-1] for one in logs[0]] == [False, True]
+
+
 # --- what cannot be recorded ------------------------------------------------------------------------------------------
 
 STATE = torch.Generator().manual_seed(5).get_state()
@@ -973,6 +986,20 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "backward": (lambda x: (x * V).sum().backward(), r"^jit cannot record backward\(\) into .grad .* use fspmd.grad"),
     "gradient": (lambda x: x * 2 if V.grad is None else x, r"^the jitted function reads .grad of a tensor that was"),
     "requires_grad_": (lambda x: x.requires_grad_() * 2, r"^jit cannot record a function that gives a gradient to an"),
+    "own gradient": (lambda x: x * torch.ones(3, requires_grad=True), r"^jit .* result of shape \(3,\) has a gradient"),
+    **{
+        name: (
+            lambda x, name=name, given=given: getattr(x, name)(*given) * 2,
+            rf"^jit cannot record {name}\(\), which c",
+        )
+        for name, given in {
+            "unsqueeze_": (0,),
+            "squeeze_": (),
+            "t_": (),
+            "resize_": (1, 3),
+            "set_": (torch.ones(2),),
+        }.items()
+    },
     "closed over": (lambda x: Y[1:].add_(x[1:]), r"^add_\(\) writes into a tensor of shape \(2,\) that the jitted"),
 }
 

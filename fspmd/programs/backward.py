@@ -68,6 +68,11 @@ def differentiated(
     values = [*leaves, *closed.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
     followed = [i for i, x in enumerate(results) if x.requires_grad]
+    if not wanted:
+        raise RecordError(
+            f"jit cannot record a function whose result of shape {tuple(results[followed[0]].shape)} has a gradient "
+            "with respect to nothing but tensors that it makes; return result.detach(), or pass them as arguments"
+        )
     with recorder.pause(), torch.no_grad():
         cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
     with recorder.real(), torch.no_grad():

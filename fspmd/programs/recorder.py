@@ -257,8 +257,10 @@ class Recorder(Values):
         if tracing.recorder() is self:
             self.modules[id(module)] = module
 
-    def _recorded(self, x: Any, call: Call) -> Call:
-        return call if type(call) is _Recorded or not tracing.is_recording() else _Recorded(call, self)
+    def _recorded(self, x: Any, call: Call) -> Call | None:
+        if not tracing.is_recording():
+            return None
+        return call if type(call) is _Recorded else _Recorded(call, self)
 
 
 class _Recorded(StandIn):

@@ -23,6 +23,13 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
     if cause is not None:
         name = func._schema.name.split("::")[-1].lstrip("_")
         raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
+    if facts.inplace_view and any(args[0] is x for x in recorder.given):
+        raise recorder.refusal(
+            RecordError(
+                f"jit cannot record {func._schema.name.split('::')[-1]}(), which changes the shape, or how it lies in "
+                f"memory, of an argument of shape {tuple(args[0].shape)}; return what becomes of it{line()}"
+            )
+        )
     if facts.writes:
         check_writes(func._schema.name.split("::")[-1], written_by(func, args, kwargs), recorder)
 
