@@ -439,6 +439,16 @@ def test_autograd_grad() -> None:
         torch.autograd.grad(x.detach().sum(), x)
 
 
+def test_gradients_pass_from_mesh_to_mesh() -> None:
+    plain = torch.linspace(-1.0, 1.0, 7, dtype=F64)
+    x = device_put(plain, P("x"), mesh=LINE).requires_grad_()
+    y = fspmd.reshard(x, P(("y", "x")), GRID).requires_grad_()
+    (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    second = torch.autograd.grad([grad.sum(), (y * y).sum()], [x, y])
+    torch.testing.assert_close([device_get(one) for one in (grad, *second)], [3 * plain**2, 8 * plain, 8 * plain])
+    assert [one.spec for one in (grad, *second)] == [x.spec, x.spec, y.spec]
+
+
 def test_rounding_is_not_linear() -> None:
     x = device_put(torch.full((4,), 1.5), P(unreduced={"x"}), mesh=LINE)
     half = Sharded(x.local, x.spec) + x  # 3, pending
@@ -477,6 +487,17 @@ def test_what_has_no_rule_is_refused(call: Callable[[Sharded], Any]) -> None:
     x = device_put(torch.ones(8, 8), P("x"), mesh=LINE)
     with pytest.raises(ArgumentError, match=r"has no rule for|got the blocks of all"):
         call(x)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(), P(unreduced={"x"})])
+def test_classes_of_one_hot(spec: P) -> None:
+    plain = torch.arange(7)
+    x = device_put(plain, spec, mesh=LINE)
+    for count in (-1, 7, 9):
+        assert torch.equal(device_get(F.one_hot(x, count)), F.one_hot(plain, count))
+    for wrong, count in ((x, 6), (x - 1, 7), (x, 0), (x[:0], 0)):
+        with pytest.raises(ArgumentError, match=r"; pass (a greater )?num_classes"):
+            F.one_hot(wrong, count)
 
 
 def test_what_torch_raises_of_blocks_says_which_call_it_was() -> None:

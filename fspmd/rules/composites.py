@@ -8,13 +8,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.entries import entry_axes
+from fspmd.errors import ArgumentError
 from fspmd.redistribution.redistribute import to_blocks
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
+from fspmd.rules.values import check_values
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P, TensorSpec
 
@@ -311,6 +314,20 @@ def constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None =
     return torch.constant_pad_nd(x, pad, 0 if value is None else value)
 
 
+def _one_hot(x: Any, num_classes: int = -1) -> Any:
+    """Of a number that is no class the graph that torch has without values would make a row of zeros."""
+    if x.dtype is not torch.int64:
+        raise RuntimeError  # in torch's words
+    if num_classes == -1 or not x.numel() + num_classes:
+        if not x.numel():
+            raise ArgumentError("one_hot got no numbers that would tell how many classes there are; pass num_classes")
+        num_classes = int(x.max()) + 1
+    found = x.unsqueeze(-1) == torch.arange(max(num_classes, 0), device=x.device)
+    allowed = f"one_hot got numbers of which not all are 0 or more and below num_classes={num_classes}"
+    check_values(found.any(-1), Tensor.bool, f"{allowed}; pass a greater num_classes")
+    return found.long()
+
+
 def _method(name: str) -> Callable[..., Any]:
     """A method, of a `Sharded` or a tensor."""
     return lambda x, other: getattr(x, name)(other)
@@ -344,5 +361,6 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     "linear_cross_entropy": _unchunked,
+    "one_hot": _one_hot,
     **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},
 }
