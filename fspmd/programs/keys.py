@@ -77,9 +77,12 @@ def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any
 def guard(leaves: list[Any]) -> Callable[..., bool] | None:
     """What tells of other leaves, in one call, whether they are of the same kinds and lie alike in memory.
 
-    It may miss some that are. None where leaves are other than plain tensors.
+    It may miss some that are. None where leaves are other than plain tensors, or one stands in several places, to which
+    torch's guards always say no.
     """
     if not {*map(type, leaves)} <= _PLAIN or any(leaf.layout is not _strided for leaf in leaves):
+        return None
+    if len({*map(id, leaves)}) < len(leaves):
         return None
     check: Callable[..., bool] = _guards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
