@@ -42,7 +42,6 @@ from fspmd.errors import (
     VarianceError,
 )
 from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
-from fspmd.global_view.explain_rule import explain_rule
 from fspmd.global_view.methods import install as _install_methods
 from fspmd.global_view.rule import rule
 from fspmd.local_view.hooks import install as _install
@@ -94,6 +93,7 @@ from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, 
 from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
 from fspmd.watching.communication_log import CommunicationLog, communication_log
+from fspmd.watching.explain_rule import explain_rule
 from fspmd.watching.explicit import ImplicitCommunicationWarning, explicit, set_default
 from fspmd.watching.implicit import Implicit
 from fspmd.watching.watch import Communication

@@ -75,6 +75,16 @@ class P:
             found = (_FLATTENED if found.flat else _PARTITIONS).setdefault(key, found)
         return found
 
+    @property
+    def shortened(self) -> P:
+        """The same without the dims at the end that are whole.
+
+        >>> P("x", None, None, unreduced={"y"}).shortened
+        P('x', unreduced={'y'})
+        """
+        kept = max((i + 1 for i, entry in enumerate(self.entries) if entry is not None), default=0)
+        return P(*self.entries[:kept], unreduced=self.unreduced, reduced=self.reduced)
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"P is immutable; write a new spec instead of setting {name!r}")
 

@@ -53,7 +53,7 @@ class Program:
 
 
 def _in_place(x: Tensor) -> Tensor:
-    z = x.clone()
+    z = x.clone(memory_format=torch.contiguous_format)
     z.mul_(2)
     z[:1] += 1
     return z.view(-1)[:3].clamp_(max=1.5).sum() + z

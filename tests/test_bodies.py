@@ -14,7 +14,7 @@ from processes import Processes
 from torch.nn import functional as F
 
 import fspmd
-from fspmd import Mesh, make_mesh
+from fspmd import ArgumentError, Mesh, P, device_get, device_put, make_mesh
 from fspmd.rules import Bodied, Row
 from fspmd.rules.table import ROWS, row_of
 
@@ -135,6 +135,30 @@ def test_values_and_gradients(mesh: Mesh, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "dist" not in name])  # torch has none of distances
 def test_gradients_of_gradients(name: str) -> None:
     check_second_derivatives(name, CASES[name], LINE, 3)
+
+
+@pytest.mark.parametrize("table", [P(), P("x"), P(None, "x")], ids=repr)
+@pytest.mark.parametrize(("shape", "spec"), [((3,), P("x")), ((2, 3), P(None, "x")), ((7, 2), P(None, "x"))])
+def test_embeddings_where_some_rank_has_no_places(shape: tuple[int, ...], spec: P, table: P) -> None:
+    """torch's own have no second derivatives where there are no places."""
+    generator = torch.Generator().manual_seed(len(shape))
+    places = torch.randint(5, shape, generator=generator)
+    rows = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+
+    def derivatives(places: Any, rows: Any) -> list[Any]:
+        rows = rows.requires_grad_()
+        out = F.embedding(places, rows, padding_idx=2) + torch.embedding(rows * 2, places)
+        (first,) = torch.autograd.grad((out**3).sum(), rows, create_graph=True)
+        return [out, first, *torch.autograd.grad((first**2).sum(), rows)]
+
+    given = device_put(places, spec, mesh=LINE), device_put(rows, table, mesh=LINE)
+    for got, expected in zip(derivatives(*given), derivatives(places, rows.clone()), strict=True):
+        torch.testing.assert_close(device_get(got), expected)
+    for wrong in (5, -1):
+        with pytest.raises(IndexError, match="out of bounds"):
+            F.embedding(device_put(torch.full(shape, wrong), spec, mesh=LINE), given[1])
+    with pytest.raises(ArgumentError, match="Padding_idx must be within num_embeddings"):
+        F.embedding(*given, padding_idx=5)
 
 
 _DTYPES: dict[str, tuple[torch.dtype, Any]] = {

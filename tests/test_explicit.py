@@ -131,8 +131,25 @@ def test_a_sharded_body_is_one_of_the_ways() -> None:
         "  a sharded body, 32.1 µs of collectives\n"
         "other ways:\n"
         "  1. f64[2048, 2048] → f64[2048, 2048] [25,165,824 B, 82.9 µs]\n"
-        "write reshard of the operands of softmax() before it, or softmax() in a function run by shard_map"
+        'write with explicit("off"): F.softmax(x, 1), or x = reshard(x, P())'
     )
+
+
+def test_a_body_that_communicates_is_allowed_where_the_line_to_paste_says_so() -> None:
+    x = put(2048, 2048, spec=P(None, "x"), grad=False)
+
+    def written() -> Any:
+        y = F.softmax(x, 1)
+        return y
+
+    advice = refusal(written).splitlines()[-1].removeprefix("write ")
+    assert advice == 'with explicit("off"): y = F.softmax(x, 1), or x = reshard(x, P())'
+    within, _, before = advice.partition(", or ")
+    known: dict[str, Any] = {"x": x, "F": F, "explicit": explicit, "reshard": reshard, "P": P}
+    for line in (within, f"{before}; y = F.softmax(x, 1)"):
+        with explicit():
+            exec(line, known)
+        torch.testing.assert_close(device_get(known["y"]), device_get(x).softmax(1))
 
 
 def test_parameters_of_a_module_are_named() -> None:
@@ -174,7 +191,7 @@ def test_the_line_to_paste_makes_it_explicit(mesh: Any) -> None:
     for left in layouts(mesh, 2)[:: 1 if mesh is LINE else 7]:
         for right in layouts(mesh, 2)[:: 1 if mesh is LINE else 11]:
             x, w = put(6, 4, spec=left, mesh=mesh), put(4, 5, spec=right, mesh=mesh)
-            for f in (torch.matmul, lambda x, w: x * w.T[:1], lambda x, w: x[0] + w.T[1]):
+            for f in (torch.matmul, lambda x, w: x * w.T[:1], lambda x, w: x[0] + w.T[1], lambda x, w: x.cumsum(1)):
                 refused += _follow_advice(f, x, w)
     assert refused > 20
 
@@ -187,8 +204,8 @@ def _follow_advice(f: Callable[[Any, Any], Any], x: Any, w: Any) -> int:
             with explicit():
                 got = f(known["x"], known["w"])
         except CommunicationError as error:
-            advice = str(error).splitlines()[-1].removeprefix("write ")
-            if " for " in advice or "operand" in advice:  # a part of the expression
+            advice = str(error).splitlines()[-1].removeprefix("write ").rpartition(", or ")[2]
+            if " for " in advice or advice.startswith("with"):  # a part of the expression
                 return 1
             exec(advice, {"reshard": reshard, "P": P}, known)
         else:

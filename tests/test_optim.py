@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from dispatch_cases import values
 from torch import Tensor, nn
 
-import fspmd
 from fspmd import ArgumentError, P, device_get, device_put, make_mesh
 
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
@@ -101,9 +101,25 @@ def test_clipping(foreach: bool | None, order: float) -> None:
     assert ours[0].grad.spec is ours[0].spec
 
 
-def test_clipping_over_two_meshes_is_told() -> None:
-    params = [fspmd.ones(4, spec=P("x"), mesh=mesh, requires_grad=True) for mesh in (GRID, make_mesh((4,), ("x",)))]
-    for x in params:
-        x.sum().backward()
-    with pytest.raises(fspmd.MeshError, match="two meshes"):
-        nn.utils.clip_grad_norm_(params, 1.0)
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping_and_steps_over_several_meshes(foreach: bool | None, order: float) -> None:
+    line = make_mesh((4,), ("z",), transport="simulation")
+    plain = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((5, 4), (6, 3), (3,))]
+    layouts = ((P("z"), line), (P("x", "y"), GRID))
+    ours = [
+        device_put(x.detach().clone(), s, mesh=m).requires_grad_() for x, (s, m) in zip(plain, layouts, strict=False)
+    ]
+    ours.append(plain[2].detach().clone().requires_grad_())
+    for params in (plain, ours):
+        for x in params:
+            (x**3).sum().backward()
+    norms = [nn.utils.clip_grad_norm_(iter(params), 1.0, order, True, foreach) for params in (plain, ours)]
+    torch.testing.assert_close(norms[1], norms[0])
+    _same([x.grad for x in ours], [x.grad for x in plain])
+    for params in (plain, ours):
+        torch.optim.AdamW(params, lr=0.1, foreach=foreach).step()
+    _same(ours, plain)
+    ours[0].grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(ours, 1.0, order, True, foreach)

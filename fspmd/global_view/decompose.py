@@ -18,10 +18,10 @@ import optree
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fspmd.fake_mode import FakeMode
 from fspmd.rules import handler_of, row_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.tracing import outside_transforms
@@ -233,7 +233,8 @@ def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except (NotTraceable, WritesOperand):
         raise
     except Exception:  # the function may take no symbols
-        return _traced(func, args, kwargs, symbolic=False)
+        pass
+    return _traced(func, args, kwargs, symbolic=False)
 
 
 def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, symbolic: bool) -> Graph | None:
@@ -258,7 +259,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
     try:
         with (
             outside_transforms(),
-            FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols and symbols.env) as mode,
+            FakeMode(allow_non_fake_inputs=True, shape_env=symbols and symbols.env) as mode,
         ):
             for i, x in enumerate(operands):
                 if i not in floats:

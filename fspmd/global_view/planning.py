@@ -20,7 +20,7 @@ from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import OpPlan, as_whole
-from fspmd.global_view.refusals import shown
+from fspmd.global_view.refusals import refuse_global, shown
 from fspmd.global_view.signatures import parameters, schemas
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
@@ -68,7 +68,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     specs = [x.spec for x in tensors if type(x) is Sharded]
     mesh = specs[0].mesh
     for spec in specs:
-        if spec.mesh is not mesh and spec.mesh != mesh and func not in ENGINE:
+        if spec.mesh is not mesh and spec.mesh != mesh and not _takes_meshes(func):
             raise MeshError(
                 f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
@@ -127,6 +127,11 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
     return None
 
 
+def _takes_meshes(func: Any) -> bool:
+    """Whether its operands may lie on several meshes: each is taken by itself."""
+    return func in ENGINE or name_of(func).startswith("_foreach_")
+
+
 def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What runs in place of a function; of arguments that it cannot take, torch's own words are better."""
     try:
@@ -141,8 +146,7 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         try:
             func(*whole[0], **whole[1])
         except Exception as complaint:
-            given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
-            raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {complaint}") from error
+            refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], complaint)
         tell_call(error, func, args, kwargs)
         raise
 

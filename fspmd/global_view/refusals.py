@@ -46,8 +46,9 @@ def check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
 
 
 def refuse_global(func: Any, specs: Sequence[TensorSpec], error: Exception) -> NoReturn:
-    """Raise for a call that fails on the global tensors."""
-    given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
+    """Raise for a call that fails on the global tensors, in torch's words and without the frames of our tracing."""
+    given = ", ".join(f"Sharded {spec!r}" for spec in specs)
+    error.__traceback__ = error.__context__ = None
     raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
 
 

@@ -10,7 +10,7 @@ import optree
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.errors import ArgumentError, FspmdError, ShapeError
+from fspmd.errors import FspmdError, ShapeError
 from fspmd.global_view.decompose import (
     Graph,
     NotTraceable,
@@ -21,7 +21,7 @@ from fspmd.global_view.decompose import (
     sharded_values,
     written,
 )
-from fspmd.global_view.refusals import NoRuleError, refuse_rule, shown
+from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.op_kinds import name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
@@ -86,11 +86,12 @@ def _by_graph(
         return functools.partial(gathered, func), frozenset()
     except FspmdError:
         raise
-    except NotImplementedError:  # no kernel for fake tensors
-        refuse_rule(func, specs)
+    except NotImplementedError as error:
+        if "Meta" not in str(error):  # in the function's own words
+            refuse_global(func, specs, error)
+        refuse_rule(func, specs)  # there is no kernel for fake tensors
     except Exception as error:
-        given = ", ".join(f"Sharded {spec!r}" for spec in specs)
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+        refuse_global(func, specs, error)
     if graph is None:
         refuse_rule(func, specs)
     return functools.partial(_write if writes(func) else _composed, func, graph), graph.fixed
@@ -135,6 +136,5 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         out = func(*whole[0], **whole[1])
     except Exception as error:
-        given = ", ".join(f"Sharded {x.spec!r}" for x in sharded_values(args, kwargs))
-        raise ArgumentError(f"{shown(func)} of {given} fails on the global tensors: {error}") from error
+        refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], error)
     return optree.tree_map(wrapped, out, none_is_leaf=True)

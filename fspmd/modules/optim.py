@@ -17,12 +17,13 @@ import torch.nn.utils.clip_grad
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.placing.placement import device_put
+from fspmd.placing.placement import device_get, device_put
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
 
 Groups = dict[Any, tuple[list[list[Any]], list[int]]]
 _GROUP = "_group_tensors_by_device_and_dtype"
+_NORM = "get_total_norm"
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _installed = False
 
@@ -39,6 +40,9 @@ def install() -> None:
         clip = _taking_one(getattr(torch.nn.utils, name))
         for home in (torch.nn.utils, torch.nn.utils.clip_grad):
             setattr(home, name, clip)
+    norm = _over_meshes(torch.nn.utils.get_total_norm)
+    for home, name in ((torch.nn.utils, _NORM), (torch.nn.utils.clip_grad, f"_{_NORM}")):
+        setattr(home, name, norm)
     optimizer: Any = torch.optim.Optimizer
     optimizer.add_param_group = _adding(optimizer.add_param_group)
 
@@ -69,6 +73,24 @@ def _taking_one(clip: Any) -> Any:
     @functools.wraps(clip)
     def wrapper(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         return clip([parameters] if is_sharded(parameters) else parameters, *args, **kwargs)
+
+    return wrapper
+
+
+def _over_meshes(get_total_norm: Any) -> Any:
+    """Of values on several meshes the norm of their norms, which every rank has."""
+
+    @functools.wraps(get_total_norm)
+    def wrapper(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensors, (Tensor, Sharded)):
+            return get_total_norm([tensors], norm_type, *args, **kwargs)
+        listed = list(tensors)
+        by_mesh: dict[Any, list[Any]] = {}
+        for x in listed:
+            by_mesh.setdefault(x.spec.mesh if isinstance(x, Sharded) else None, []).append(x)
+        if len(by_mesh.keys() - {None}) > 1:
+            listed = [device_get(get_total_norm(own, norm_type)) for own in by_mesh.values()]
+        return get_total_norm(listed, norm_type, *args, **kwargs)
 
     return wrapper
 

@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
+from fspmd.fake_mode import FakeMode
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.tracing import DispatchMode
 from fspmd.transport.op_facts import facts_of
@@ -46,7 +47,7 @@ class _Untold(Exception):
     """What arguments look like does not tell all."""
 
 
-class Imagining(DispatchMode, FakeTensorMode):
+class Imagining(DispatchMode, FakeMode):
     """A mode of fake tensors that remembers the results of aten functions."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.entries import entry_axes
+from fspmd.entries import blocks, entry_axes
 from fspmd.errors import ArgumentError
 from fspmd.redistribution.redistribute import to_blocks
 from fspmd.rules.losses import LOSSES
@@ -278,6 +278,29 @@ def renormed_embedding(
         used = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, places.flatten(), True)
         table.mul_(torch.where(used & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)[:, None])
     return F.embedding(places, table, padding_idx, None, norm_type, *args, **kw)
+
+
+def has_empty_block(x: Any) -> bool:
+    """Whether some rank has nothing of a `Sharded`."""
+    if not isinstance(x, Sharded):
+        return False
+    spec = x.spec.unflattened
+    return any(length == 0 for dim, _, parts in spec.cuts for _, length in blocks(spec.shape[dim], parts))
+
+
+def embedding(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
+    """Where some rank has no places, of which torch's own has no second derivatives."""
+    ints, rows = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (places, table))
+    F.embedding(ints, rows, padding_idx)  # raises what torch does
+    size = table.shape[0]
+    padding = None if padding_idx is None else places == padding_idx % size
+    out = table[(torch.where(places < 0, size, places),)]  # there is no such row
+    return out if padding is None else torch.where(padding[..., None], out.detach(), out)
+
+
+def torch_embedding(table: Any, places: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
+    """The same of a table and places."""
+    return embedding(places, table, padding_idx if padding_idx >= 0 else None)
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:

@@ -34,7 +34,16 @@ from fspmd.rules import (
 )
 from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.composites import COMPOSITES, constant_pad, in_pieces, renormed_embedding, set_number
+from fspmd.rules.composites import (
+    COMPOSITES,
+    constant_pad,
+    embedding,
+    has_empty_block,
+    in_pieces,
+    renormed_embedding,
+    set_number,
+    torch_embedding,
+)
 from fspmd.rules.contractions import (
     convolution,
     convolution_of_blocks,
@@ -332,8 +341,11 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return torch.ops.aten.view.dtype if any(isinstance(one, torch.dtype) for one in given) else None
     if name in ("split", "chunk"):
         return in_pieces(func, args, kwargs)
-    if func is F.embedding:
-        return renormed_embedding if (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None else None
+    if func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
+        return renormed_embedding
+    if func in _EMBEDDINGS:
+        place, name, instead = _EMBEDDINGS[func]
+        return instead if has_empty_block(args[place] if len(args) > place else kwargs.get(name)) else None
     if func is F.pad:
         return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
     if func is Tensor.__setitem__:
@@ -357,9 +369,14 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
+#: where their places are, and what they are where some rank has none
+_EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any]]]] = {
+    F.embedding: (0, "input", embedding),
+    torch.embedding: (1, "indices", torch_embedding),
+}
 #: functions, or names of some, that are others of some arguments alone
 _BY_ARGUMENT: Final = frozenset(
-    (F.embedding, F.pad, F.cross_entropy, Tensor.__setitem__, "view", "split", "chunk", "scaled_dot_product_attention")
+    (*_EMBEDDINGS, F.pad, F.cross_entropy, Tensor.__setitem__, "view", "split", "chunk", "scaled_dot_product_attention")
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -110,14 +111,18 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     if name_of(func) in _REFLECTED:
         sources.reverse()
     operands = _operands(func, args, kwargs, sources, _names(trace.user), _has_gradient(inner))
-    rows, needs, others = _solved(func, args, kwargs, operands)
+    rows, needs, others, without = _solved(func, args, kwargs, operands)
     lines += [
         f"  {row}"
         for row in rows or (f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace))
     ]
     lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
-    own = [need for need in needs if inner is outer or need[0].assignable]  # what it is made of has values of its own
-    lines.append(f"write {_fix(own, cause.what)}")
+    fix, other = (
+        _pasted([need for need in found if inner is outer or need[0].assignable])  # it is made of has values of its own
+        for found in (needs, without)
+    )
+    around = f'with explicit("off"): {_statement(cause, shown_as)}'
+    lines.append(f"write {fix or around + (f', or {other}' if other else '')}")
     return Implicit(cause, "\n".join(lines))
 
 
@@ -126,25 +131,29 @@ Needs = list[tuple[_Operand, TensorSpec]]
 
 def _solved(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Place, _Operand]
-) -> tuple[list[str], Needs, list[str]]:
-    """What moves, how the operands must lie so that nothing is implied, and the other ways to compute it."""
+) -> tuple[list[str], Needs, list[str], Needs]:
+    """What moves, how the operands must lie so that nothing is implied, the other ways to compute it, and how they must
+    lie so that no body communicates."""
     if handler_of(func) is not None or composite_of(func, args, kwargs) is not None:
-        return [], [], []
+        return [], [], [], []
     question = None
     with suppress(ArgumentError):  # of what depends on values
         question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
     if question is None:
         needs = [(one, one.spec.with_partition(P())) for one in operands.values() if one.spec.partition.mentioned]
         gathered = [f"{one.name}: {_shown(_way(one, need))}" for one, need in needs]
-        return ["it runs on global tensors, as what depends on values does", *gathered], needs, []
+        return ["it runs on global tensors, as what depends on values does", *gathered], needs, [], []
     ordered = [operands[place] for place, _ in question.operands]
     question = question._replace(gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
     ways = sorted(map(question.together, question.solve(strategies)), key=lambda way: way.time)
     needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
     rows = list(_rows(ordered, ways[0]))
+    without: Needs = []
     if not rows and ways[0].by_body:
         rows = [f"a sharded body, {micros(ways[0].body)} of collectives"]
-    return rows, needs, _others(question, ordered, ways[1:])
+        whole = next((way for way in ways if not way.by_body), None)
+        without = [_needed(one, whole, i) for i, one in enumerate(ordered)] if whole else []
+    return rows, needs, _others(question, ordered, ways[1:]), without
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
@@ -289,18 +298,20 @@ def _others(question: Question, operands: Sequence[_Operand], ways: list[Strateg
     return [text for _, text in sorted(found, key=lambda one: one[0])]
 
 
-def _fix(needs: Sequence[tuple[_Operand, TensorSpec]], what: str) -> str:
+def _pasted(needs: Needs) -> str:
     """The lines to paste."""
     lines = []
     for one, need in needs:
         if one.spec is not need:
-            moved = f"reshard({one.name}, {_written(need.partition)})"
+            moved = f"reshard({one.name}, {need.partition.shortened!r})"
             lines.append(f"{one.name} = {moved}" if one.assignable else f"{moved} for {one.name}")
-    return "; ".join(lines) or f"reshard of the operands of {what} before it, or {what} in a function run by shard_map"
+    return "; ".join(dict.fromkeys(lines))
 
 
-def _written(partition: P) -> str:
-    entries = list(partition)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return repr(P(*entries, unreduced=partition.unreduced, reduced=partition.reduced))
+def _statement(cause: Cause, expression: str) -> str:
+    """The user's line, if it is one simple statement."""
+    try:
+        (found,) = ast.parse(cause.text).body
+    except (SyntaxError, ValueError):
+        return expression
+    return expression if hasattr(found, "body") or len(cause.text) > 2 * _LONGEST else cause.text

@@ -275,8 +275,8 @@ def sharded_made_another_shape(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_of_shapes_that_do_not_fit(m: Setting) -> None:
-    """@ of f32[8@x, 4], f32[8, 4] fails on the global tensors: a and b must have same reduction dim, but got [8, 4] X \
-    [8, 4].
+    """@ of Sharded f32[8@x, 4] on mesh(x=4), Sharded f32[8, 4] on mesh(x=4) fails on the global tensors: a and b must \
+    have same reduction dim, but got [8, 4] X [8, 4].
     """
     device_put(ONES, P("x"), mesh=m.line) @ ONES
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Final
 
 import optree
@@ -24,6 +23,7 @@ from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.rules import composite_of, handler_of, is_registered
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.watching.trials import takes_tensors_alone, trials
 
 
 def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -37,10 +37,10 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
     Returns:
         Text: the dims of the computation, and one line for each thing that an axis ``x`` can do. Of a function without
-        a rule the same of each that it is made of.
+        a rule the same of each that it is made of, or how the results of calls lie and what they communicate.
 
     Raises:
-        ArgumentError: neither the function nor what it is made of has a rule for such a call.
+        ArgumentError: it is no function that takes `Sharded` values, or it takes no such call.
 
     >>> import torch
     >>> print(explain_rule(torch.mm, torch.empty(4, 6), torch.empty(6, 8)))
@@ -73,6 +73,8 @@ def _of_call(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
     if parts := _parts(mesh, func, args, kwargs) if operands and is_dispatched(func) else []:
         return "\n".join([f"{shown(func).removesuffix('()')}({given}) is made of", *parts])
+    if tried := trials(func, args, kwargs, mesh) if operands and is_dispatched(func) else []:
+        return "\n".join([f"{shown(func).removesuffix('()')}({given}) has no rule; calls of it give", *tried])
     raise ArgumentError(f"{shown(func)} of {given or 'no tensors'} has no rule; write one with fspmd.rule")
 
 
@@ -140,7 +142,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         torch.no_grad(),
         instead_of_dispatch(lambda _: told),
     ):
-        if isinstance(func, (MethodDescriptorType, WrapperDescriptorType)):  # which take tensors alone
+        if takes_tensors_alone(func):
             told(func, (), given, named)
         else:
             func(*given, **named)
@@ -174,8 +176,8 @@ def _explained(func: Any, question: Question) -> str:
         ways = map(asked.together, asked.solve(strategies))
         found = next((one for one in ways if _is(case, one, given)), None)
         if found is not None:
-            layouts = ", ".join(repr(_short(spec.partition)) for spec in found.operands)
-            results = ", ".join(repr(_short(partition)) for partition in found.results)
+            layouts = ", ".join(repr(spec.partition.shortened) for spec in found.operands)
+            results = ", ".join(repr(partition.shortened) for partition in found.results)
             lines.append(f"  {case[0]:14} {layouts} -> {results}{' by a body' if found.by_body else ''}")
     return "\n".join(lines)
 
@@ -217,11 +219,3 @@ def _is(case: Case, one: Strategy, given: list[TensorSpec]) -> bool:
     if factor is not None:
         return factor in one.axes
     return bool(one.operands[waiting].partition.unreduced) if waiting is not None else list(one.operands) == given
-
-
-def _short(partition: P) -> P:
-    """Without the dims at the end that are whole."""
-    entries = list(partition)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
