@@ -31,6 +31,7 @@ from fspmd import (
     psum,
     reshard,
     set_default,
+    set_mesh,
     shard_map,
 )
 
@@ -212,6 +213,38 @@ def _follow_advice(f: Callable[[Any, Any], Any], x: Any, w: Any) -> int:
             torch.testing.assert_close(device_get(got), expected)
             return tries
     raise AssertionError(f"{x!r} and {w!r} are refused after five times")
+
+
+def test_a_plain_operand_is_laid_out_on_the_mesh_of_the_others() -> None:
+    """Named by what the user calls it, or by an operand; unless `set_mesh` has set it."""
+    x, b = put(6, 4, spec=P(None, "x")), torch.ones(4, dtype=F64, requires_grad=True)
+    assert refusal(lambda: x * b).endswith("write b = reshard(b, P('x'), mesh=LINE)")
+    with set_mesh(LINE):
+        assert refusal(lambda: x * b).endswith("write b = reshard(b, P('x'))")
+    y = put(6, 4, spec=P(None, "x"), mesh=make_mesh((2,), ("x",), transport="simulation"))
+    message = refusal(lambda: y * b)
+    assert message.endswith("write b = reshard(b, P('x'), mesh=y.spec.mesh)")
+    with explicit():
+        known: dict[str, Any] = {"b": b, "y": y}
+        exec(message.splitlines()[-1].removeprefix("write "), {"reshard": reshard, "P": P}, known)
+        device_get(reshard((y * known["b"]).sum(), P())).backward()
+    torch.testing.assert_close(b.grad, device_get(y).detach().sum(0))
+
+
+def test_what_has_no_name_is_not_to_be_pasted() -> None:
+    w, b = put(6, 4, spec=P("x")), torch.ones(6, 4, dtype=F64, requires_grad=True)
+    w.grad = put(6, 4, spec=P("x"), grad=False)
+    message = refusal(lambda: torch.nn.utils.clip_grad_norm_([w], 1.0))
+    assert message.endswith('\nwrite with explicit("off"): torch.nn.utils.clip_grad_norm_([w], 1.0)')
+    message = refusal(lambda: torch.stack([w * 1, b * 1]))
+    assert message.endswith('\nwrite with explicit("off"): torch.stack([w * 1, b * 1])')
+
+
+def test_the_way_back_counts_in_other_ways_too() -> None:
+    x, b = put(6, 6, spec=P("x", "y"), mesh=GRID), torch.ones(6, 6, dtype=F64, requires_grad=True)
+    message = refusal(lambda: torch.stack([x * 1, b]))
+    assert "  operand 1: f64[6@x, 6@y] → f64[6, 6] [reblock over 'x', 'y', 216 B, 13 µs]\n" in message
+    assert "  1. f64[6@x, 6@y], f64[6@x, 6@y] → f64[2, 6@x, 6@y] [216 B, 22 µs]\n" in message
 
 
 # --- what is allowed ------------------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from fspmd.global_view.outcomes import Place, differentiated
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
 from fspmd.op_kinds import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.routes import Route
+from fspmd.redistribution.routes import Route, Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -58,7 +59,9 @@ class _Operand:
     """One tensor of a call: what the user calls it, how it lies, and whether it will have a gradient."""
 
     name: str
+    written: bool  # the name is an expression of the user's
     assignable: bool  # the name is a variable's, or that of a leaf of one
+    on: str  # what tells `reshard` the mesh of a plain tensor
     spec: TensorSpec
     followed: bool
 
@@ -121,7 +124,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
         _pasted([need for need in found if inner is outer or need[0].assignable])  # it is made of has values of its own
         for found in (needs, without)
     )
-    around = f'with explicit("off"): {_statement(cause, shown_as)}'
+    around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {other}' if other else '')}")
     return Implicit(cause, "\n".join(lines))
 
@@ -171,7 +174,7 @@ def _names(user: FrameType | None) -> dict[int, str]:
                 leaves = optree.tree_leaves(value, is_leaf=is_sharded, none_is_leaf=True)
                 paths = leaf_paths(value, name, is_sharded)
                 found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
-    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
+    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded, Mesh))}
 
 
 def _at(given: Sequence[Any], place: Place) -> Any:
@@ -188,7 +191,10 @@ def _operands(
 ) -> dict[Place, _Operand]:
     """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
     tree: Any = (args, kwargs)
-    mesh = next(x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)).spec.mesh
+    first = next(x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded))
+    mesh = first.spec.mesh
+    held = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
+    on = "" if current_mesh() is mesh else f", mesh={names.get(id(mesh), held)}"
     found: dict[Place, _Operand] = {}
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
@@ -197,9 +203,17 @@ def _operands(
                 source = sources[i] if i < len(sources) and not listed else None
                 spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype)
                 known = names.get(id(x))
-                name = known or source or f"operand {len(found) + 1}"
+                name = known or source
                 later = has_gradient and followed(x.local if isinstance(x, Sharded) else x)
-                found[(i, k) if listed else i] = _Operand(name, known is not None, spec, later)
+                written = name is not None
+                found[(i, k) if listed else i] = _Operand(
+                    name or f"operand {len(found) + 1}",
+                    written,
+                    known is not None,
+                    "" if isinstance(x, Sharded) else on,
+                    spec,
+                    later,
+                )
     if not any(one.followed for one in found.values()):
         return found
     taken = differentiated(func, args, kwargs, [(place, one.spec) for place, one in found.items()])
@@ -261,14 +275,20 @@ def _cost(price: Price) -> str:
     return f"{price.moved:,.0f} B, {micros(price.time)}"
 
 
+def _later(way: Route) -> list[Step]:
+    """Of a route that moves nothing the steps whose transposes move something, in backward."""
+    steps = [] if any(communicates(step.call) for step in way.steps) else way.steps
+    return [step for step in steps if communicates(step.call.transposed)]
+
+
 def _shown(way: Route, *, backward: bool = False) -> str:
     """``actual → needed [collectives, bytes, µs]``."""
     moving = [step for step in way.steps if communicates(step.call)]
     if moving:
         what = f"{', '.join(_over(step.call) for step in moving)}, {_cost(way.price)}"
     else:
-        back = [step for step in way.steps if communicates(step.call.transposed)] if backward else []
-        parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in back]
+        later = _later(way) if backward else []
+        parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in later]
         what = f"in backward {', '.join(parts)}" if parts else "moves nothing"
     return f"{_short(way.source)} → {_short(way.target)} [{what}]"
 
@@ -279,7 +299,10 @@ def _shown(way: Route, *, backward: bool = False) -> str:
 def _price(operands: Sequence[_Operand], way: Strategy) -> Price:
     total = FREE
     for one, need, axes in zip(operands, way.operands, way.casts, strict=True):
-        total += _way(one, need, axes).price
+        found = _way(one, need, axes)
+        total += found.price
+        for step in _later(found) if one.followed else ():
+            total += price_of(step.call.transposed, step.spec.block_shape, step.spec.dtype)
         for cast in _cast_calls(need, axes) if one.followed else ():
             total += price_of(cast, need.block_shape, need.dtype)
     return total
@@ -299,19 +322,23 @@ def _others(question: Question, operands: Sequence[_Operand], ways: list[Strateg
 
 
 def _pasted(needs: Needs) -> str:
-    """The lines to paste."""
+    """The lines to paste; "" where they would need names for what the user has not written."""
     lines = []
     for one, need in needs:
         if one.spec is not need:
-            moved = f"reshard({one.name}, {need.partition.shortened!r})"
+            if not one.written:
+                return ""
+            moved = f"reshard({one.name}, {need.partition.shortened!r}{one.on})"
             lines.append(f"{one.name} = {moved}" if one.assignable else f"{moved} for {one.name}")
     return "; ".join(dict.fromkeys(lines))
 
 
-def _statement(cause: Cause, expression: str) -> str:
-    """The user's line, if it is one simple statement."""
+def _statement(trace: Trace, expression: str) -> str:
+    """The user's line, if it is one simple statement, which runs what stands in it."""
+    text = trace.cause.text
     try:
-        (found,) = ast.parse(cause.text).body
+        (found,) = ast.parse(text).body
     except (SyntaxError, ValueError):
         return expression
-    return expression if hasattr(found, "body") or len(cause.text) > 2 * _LONGEST else cause.text
+    later = trace.user is not None and trace.user.f_code.co_name in ("<lambda>", "<genexpr>")
+    return expression if later or hasattr(found, "body") or len(text) > 2 * _LONGEST else text
