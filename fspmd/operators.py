@@ -8,11 +8,11 @@ _BINARY: Final = (
     *(("add", "+", "add"), ("sub", "-", "sub"), ("mul", "*", "mul"), ("truediv", "/", "div"), ("pow", "**", "pow")),
     *(("floordiv", "//", "floor_divide"), ("mod", "%", "remainder"), ("matmul", "@", "matmul")),
     *(("and", "&", "bitwise_and"), ("or", "|", "bitwise_or"), ("xor", "^", "bitwise_xor")),
+    *(("lshift", "<<", "bitwise_left_shift"), ("rshift", ">>", "bitwise_right_shift")),
 )
 #: name without underscores -> (sign, torch function) of those with two operands
 BINARY: Final = {
     **{name: (sign, function) for name, sign, function in _BINARY},
-    **{"lshift": ("<<", "bitwise_left_shift"), "rshift": (">>", "bitwise_right_shift")},
     **{name: (sign, name) for name, sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))},
     **{name: (sign, name) for name, sign in (("eq", "=="), ("ne", "!="))},
 }

@@ -414,6 +414,21 @@ def test_an_operator_with_what_is_no_tensor_is_as_python_has_it() -> None:
         x + [1]
 
 
+@pytest.mark.parametrize("sign", ["+", "-", "*", "/", "//", "%", "**", "@", "&", "|", "^", "<<", ">>"])
+def test_an_operator_from_either_side(sign: str) -> None:
+    whole = torch.arange(1, 7)
+    x = device_put(whole, P("x"), mesh=LINE)
+    for number in ("3", "True", "2.0", "a"):
+        for text in (f"{number} {sign} x", f"x {sign} {number}"):
+            try:
+                expected = eval(text, {"x": whole, "a": whole})
+            except (TypeError, RuntimeError):
+                with pytest.raises((ArgumentError, TypeError)):
+                    eval(text, {"x": x, "a": whole})
+            else:
+                torch.testing.assert_close(device_get(eval(text, {"x": x, "a": whole})), expected)
+
+
 def test_only_an_integer_is_an_index() -> None:
     assert [1, 2][device_put(torch.tensor([1]), P("x"), mesh=LINE)] == 2
     with pytest.raises(TypeError, match="interpreted as an integer"):

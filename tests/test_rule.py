@@ -256,10 +256,22 @@ def test_explanations_without_an_example(func: Callable[..., Any], line: str) ->
     assert fspmd.explain_rule(func).startswith(line)
 
 
-@pytest.mark.parametrize("func", [torch.einsum, print, 3])
+@pytest.mark.parametrize("func", [torch.einsum, print, 3, Tensor.__eq__, Tensor.__lshift__])
 def test_explanations_that_need_an_example(func: Any) -> None:
     with pytest.raises(ArgumentError, match="give it an example, explain_rule"):
         fspmd.explain_rule(func)
+
+
+def test_explanations_of_calls_that_fail() -> None:
+    for args, message in (
+        ((F.mse_loss, torch.ones(4)), r"explain_rule calls mse_loss\(\), which fails: mse_loss\(\) missing 1 required"),
+        (
+            (F.mse_loss, torch.ones(4), torch.ones(3)),
+            r"explain_rule calls mse_loss\(\), which fails: .* must match the size",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            fspmd.explain_rule(*args)
 
 
 @pytest.mark.parametrize(

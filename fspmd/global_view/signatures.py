@@ -86,5 +86,6 @@ def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 def schemas(func: Any) -> list[Any]:
     """Of the overloads of torch's own functions in C."""
-    packet = getattr(torch.ops.aten, name_of(func), None)
-    return [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+    packet: Any = getattr(torch.ops.aten, name_of(func), None)
+    known = isinstance(packet, torch._ops.OpOverloadPacket)  # not a method of the namespace, as `__eq__` is
+    return [getattr(packet, name)._schema for name in packet.overloads()] if known else []

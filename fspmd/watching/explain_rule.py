@@ -56,7 +56,7 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     mesh = make_mesh((2,), ("x",), transport="simulation", device="cpu")
     if args or kwargs:
         return _of_call(mesh, func, args, kwargs)
-    for example in _examples(func) if callable(func) else ():
+    for example in itertools.islice(_examples(func) if callable(func) else (), _TRIED):
         with suppress(FspmdError):
             return _of_call(mesh, func, example, {})
     raise ArgumentError(
@@ -96,6 +96,7 @@ def _examples(func: Any) -> Iterator[tuple[Any, ...]]:
                 yield example
 
 
+_TRIED: Final = 16  # examples; the first that torch takes mostly has a rule
 _OTHERS: Final[dict[str, Any]] = {"int": -1, "List[int]": [4]}
 
 
@@ -137,7 +138,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tree: Any = (args, kwargs)
     given, named = optree.tree_map(without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
     with (
-        suppress(FspmdError, RuntimeError, ValueError),  # of what gives no tensors
+        suppress(FspmdError, RuntimeError, TypeError, ValueError),  # of what gives no tensors
         torch.random.fork_rng([]),
         torch.no_grad(),
         instead_of_dispatch(lambda _: told),

@@ -21,6 +21,7 @@ from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
 from fspmd.op_kinds import name_of
+from fspmd.operators import REFLECTED
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
@@ -37,7 +38,7 @@ from fspmd.watching.watch import communicates, price_of
 _grad_enabled = torch.is_grad_enabled
 _functorch: Any = torch._C._functorch
 _WAYS = 4  # that a report shows besides the one taken
-_REFLECTED = {f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")}
+_REFLECTED = {f"__{name}__" for name in REFLECTED}
 _LONGEST = 60  # characters of an expression that a report shows
 
 
@@ -162,19 +163,19 @@ def _solved(
 # --- the operands ---------------------------------------------------------------------------------------------------
 
 
-def _names(user: FrameType | None) -> dict[int, str]:
-    """What the user calls values, by identity; arguments and local variables before globals."""
+def _names(user: FrameType | None) -> dict[object, str]:
+    """What the user calls values, by identity, and meshes; arguments and local variables before globals."""
     if user is None:
         return {}
     known = {**user.f_globals, **user.f_locals}
-    found: dict[int, str] = {}
+    found: dict[object, str] = {value: name for name, value in known.items() if isinstance(value, Mesh)}
     for name, value in known.items():
         if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
             with suppress(RecursionError, TypeError, ValueError):  # or something else, which holds itself perhaps
                 leaves = optree.tree_leaves(value, is_leaf=is_sharded, none_is_leaf=True)
                 paths = leaf_paths(value, name, is_sharded)
                 found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
-    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded, Mesh))}
+    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
 
 
 def _at(given: Sequence[Any], place: Place) -> Any:
@@ -186,7 +187,7 @@ def _operands(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     sources: list[str],
-    names: dict[int, str],
+    names: dict[object, str],
     has_gradient: bool,
 ) -> dict[Place, _Operand]:
     """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
@@ -194,7 +195,7 @@ def _operands(
     first = next(x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded))
     mesh = first.spec.mesh
     held = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
-    on = "" if current_mesh() is mesh else f", mesh={names.get(id(mesh), held)}"
+    on = "" if current_mesh() == mesh else f", mesh={names.get(mesh, held)}"
     found: dict[Place, _Operand] = {}
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))

@@ -10,7 +10,9 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.global_view.dispatch import dispatch
+from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
@@ -24,12 +26,17 @@ def takes_tensors_alone(func: Any) -> bool:
 
 
 def trials(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[str]:
-    """One line for each layout that the function takes; tensors that have no values are zero."""
+    """One line for each layout that the function takes; tensors that have no values are zero.
+
+    Raises:
+        ArgumentError: it takes none; what it says of whole operands.
+    """
     tree: Any = (args, kwargs)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
     places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
     operands = [_with_values(leaves[i]) for i in places]
-    lines = []
+    lines: list[str] = []
+    failed: Exception | None = None
     for what, layouts in _layouts(operands):
         for i, x, spec in zip(places, operands, layouts, strict=True):
             whole = TensorSpec(mesh, P(), x.shape, x.dtype)
@@ -39,12 +46,15 @@ def trials(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh)
         try:
             with torch.random.fork_rng([]), torch.no_grad(), communication_log() as log:
                 out = dispatch(Sharded, func, (), given, named) if takes_tensors_alone(func) else func(*given, **named)
-        except Exception:  # whatever it says of such a layout, or of zeros
+        except Exception as error:  # whatever it says of such a layout, or of zeros
+            failed = error
             continue
         found = [one for one in optree.tree_leaves(out, is_leaf=is_sharded) if isinstance(one, Sharded)]
         results = ", ".join(repr(one.spec.partition.shortened) for one in found) or "the same on all ranks"
         moved = f" [{', '.join(dict.fromkeys(one.kind for one in log))}]" if log else ""
         lines.append(f"  {what:18} {', '.join(map(repr, layouts))} -> {results}{moved}")
+    if failed is not None and not lines:
+        raise ArgumentError(f"explain_rule calls {shown(func)}, which fails: {failed}") from failed
     return lines
 
 
