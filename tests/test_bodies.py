@@ -161,6 +161,20 @@ def test_embeddings_where_some_rank_has_no_places(shape: tuple[int, ...], spec: 
         F.embedding(*given, padding_idx=5)
 
 
+@pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
+def test_options_of_embeddings_are_not_lost_where_some_rank_has_no_places(option: str) -> None:
+    places = device_put(torch.tensor([1]), P("x"), mesh=LINE)
+    table = device_put(torch.ones(5, 3, dtype=torch.float64), P("x"), mesh=LINE).requires_grad_()
+    for f in (
+        lambda: F.embedding(places, table, **{option: True}),
+        lambda: torch.embedding(table, places, **{option: True}),
+        lambda: F.embedding(places, table, None, None, 2.0, option != "sparse", option == "sparse"),
+        lambda: torch.embedding(table, places, -1, option != "sparse", option == "sparse"),
+    ):
+        with pytest.raises(ArgumentError, match="has no rule"):
+            f()
+
+
 _DTYPES: dict[str, tuple[torch.dtype, Any]] = {
     "softmax of halves": (torch.bfloat16, lambda x: x.softmax(0)),
     "log_softmax asked for floats": (torch.float16, lambda x: F.log_softmax(x, 0, dtype=torch.float32)),

@@ -183,3 +183,11 @@ def test_mistakes() -> None:
         pad_to_blocks(torch.ones(3), P("z"), MESH)
     with pytest.raises(ShapeError, match=r"unpad got the shape \(9,\) for a tensor of shape \(8,\)"):
         unpad(torch.ones(8), (9,))
+    for shape in ((-1,), (2.0,), (), 5, None):
+        with pytest.raises(ShapeError, match=r"unpad got .* give it the shape before"):
+            unpad(torch.ones(8), shape)  # type: ignore[arg-type]
+    for wrong in (3, "x", [torch.ones(8)]):
+        with pytest.raises(ArgumentError, match=r"unpad got .* expected a tensor"):
+            unpad(wrong, (2,))  # type: ignore[type-var]
+        with pytest.raises(ArgumentError, match=r"pad_to_blocks got .* expected a tensor"):
+            pad_to_blocks(wrong, P("x"), MESH)  # type: ignore[type-var]

@@ -160,10 +160,12 @@ def test_global_norm_sums_alike_layouts_at_once() -> None:
     assert len(log) == 1
 
 
-@pytest.mark.parametrize(("tree", "order"), [(["a"], 2.0), ([torch.ones(3)], 0.0)])
+@pytest.mark.parametrize(("tree", "order"), [(["a"], 2.0), ([torch.ones(3)], 0.0), ([torch.ones(3)], None)])
 def test_global_norm_refuses(tree: Any, order: float) -> None:
     with pytest.raises(fspmd.ArgumentError, match="global_norm got"):
         fspmd.global_norm(tree, order)
+    with pytest.raises(fspmd.ArgumentError, match="clip_by_global_norm got None for max_norm; expected a number"):
+        fspmd.clip_by_global_norm([torch.ones(3)], None)  # type: ignore[arg-type]
 
 
 #: where a call lies such that others compute another number, or refuse

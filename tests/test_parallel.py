@@ -351,6 +351,9 @@ def test_messages() -> None:
         "ColwiseParallel got the string 'sharded' for output; expected a dim such as -1, one of 'replicated', "
         "'unreduced', 'reduced', a P, or None"
     )
+    assert said(lambda: ColwiseParallel(specs=P("tp"))) == (  # type: ignore[arg-type]
+        "ColwiseParallel got a P for specs; expected a dict of layouts"
+    )
     assert said(lambda: parallelize({"w": 3}, {}, LINE)) == (
         "parallelize lays out trees of tensors\n  * 'w' is the int 3, not a tensor"
     )

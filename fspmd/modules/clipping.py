@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import optree
@@ -34,7 +35,7 @@ def global_norm(tree: Any, order: float = 2.0) -> Tensor:
     for x in leaves:
         if not isinstance(x, (Tensor, Sharded)):
             raise ArgumentError(f"global_norm got a leaf that is {described(x)}; expected tensors")
-    if not order > 0:
+    if not isinstance(order, Real) or not order > 0:
         raise ArgumentError(f"global_norm got order={order!r}; expected a positive number, or math.inf")
     leaves = [x for x in leaves if x.numel()]
     if not leaves:
@@ -68,6 +69,8 @@ def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple
     >>> norm, device_get(clipped)
     (tensor(4.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
     """
+    if not isinstance(max_norm, (Real, Tensor, Sharded)):
+        raise ArgumentError(f"clip_by_global_norm got {described(max_norm)} for max_norm; expected a number")
     norm = global_norm(tree, order)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return optree.tree_map(lambda x: x * scale.to(x.dtype), tree, is_leaf=is_sharded), norm

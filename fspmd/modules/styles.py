@@ -44,6 +44,11 @@ class Style:
     output: Layouts = None
 
     def __post_init__(self) -> None:
+        for name, layouts in (("specs", self.specs), ("kwargs", self.kwargs)):
+            if not isinstance(layouts, Mapping):
+                raise ArgumentError(
+                    f"{type(self).__name__} got {described(layouts)} for {name}; expected a dict of layouts"
+                )
         given = [("weight", self.weight), ("vector", self.vector), ("result", self.result)]
         given += [(f"specs[{key!r}]", value) for key, value in self.specs.items()]
         given += [(f"kwargs[{key!r}]", value) for key, value in self.kwargs.items()]

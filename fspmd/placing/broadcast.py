@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from numbers import Integral
 from typing import Any, TypeVar
 
 import optree
@@ -83,12 +84,14 @@ def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
     """``x`` with zeros after the end of each dim that ``spec`` cuts, so that all blocks are of one size.
 
     Raises:
+        ArgumentError: it is no tensor.
         SpecError: the spec does not fit.
 
     >>> from fspmd import make_mesh
     >>> pad_to_blocks(torch.ones(5, 3), P("x"), make_mesh((4,), ("x",))).shape
     torch.Size([8, 3])
     """
+    _check_is_tensor("pad_to_blocks", x)
     mesh = x.spec.mesh if isinstance(x, Sharded) and mesh is None else the_mesh(mesh, "pad_to_blocks")
     if wrong := complain(spec, mesh, x.ndim):
         raise SpecError(f"pad_to_blocks: a tensor of shape {tuple(x.shape)}: {wrong}")
@@ -102,17 +105,25 @@ def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
     return padded  # type: ignore[no-any-return]
 
 
+def _check_is_tensor(name: str, x: object) -> None:
+    if not isinstance(x, (Tensor, Sharded)):
+        raise ArgumentError(f"{name} got {described(x)}; expected a tensor, or a Sharded")
+
+
 def unpad(x: T, shape: tuple[int, ...]) -> T:
     """The first elements of each dim: what `pad_to_blocks` was given.
 
     Raises:
+        ArgumentError: it is no tensor.
         ShapeError: the shape has other dims, or larger ones.
 
     >>> unpad(torch.ones(8, 3), (5, 3)).shape
     torch.Size([5, 3])
     """
-    if len(shape) != x.ndim or any(new > old for new, old in zip(shape, x.shape, strict=True)):
-        raise ShapeError(
-            f"unpad got the shape {shape} for a tensor of shape {tuple(x.shape)}; give it the shape before"
-        )
+    _check_is_tensor("unpad", x)
+    sizes = tuple(shape) if isinstance(shape, (tuple, list)) else None
+    fits = sizes is not None and len(sizes) == x.ndim and all(isinstance(n, Integral) for n in sizes)
+    if not fits or any(not 0 <= new <= old for new, old in zip(shape, x.shape, strict=True)):
+        given = described(shape) if sizes is None else f"the shape {sizes}"
+        raise ShapeError(f"unpad got {given} for a tensor of shape {tuple(x.shape)}; give it the shape before")
     return x[tuple(slice(0, n) for n in shape)]  # type: ignore[no-any-return]

@@ -344,7 +344,9 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
         return renormed_embedding
     if func in _EMBEDDINGS:
-        place, name, instead = _EMBEDDINGS[func]
+        place, name, instead, flags = _EMBEDDINGS[func]
+        if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
+            return None
         return instead if has_empty_block(args[place] if len(args) > place else kwargs.get(name)) else None
     if func is F.pad:
         return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
@@ -369,10 +371,10 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
-#: where their places are, and what they are where some rank has none
-_EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any]]]] = {
-    F.embedding: (0, "input", embedding),
-    torch.embedding: (1, "indices", torch_embedding),
+#: where their places are, what they are where some rank has none, and where what says how gradients are goes on
+_EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], int]]] = {
+    F.embedding: (0, "input", embedding, 5),
+    torch.embedding: (1, "indices", torch_embedding, 3),
 }
 #: functions, or names of some, that are others of some arguments alone
 _BY_ARGUMENT: Final = frozenset(
