@@ -27,12 +27,20 @@ def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
     check_matrices(info.local, name, is_matrix)
 
 
+def _refuse_dual(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ArgumentError(
+        f"torch.autograd.forward_ad's make_dual() got {x!r}, whose tangent it would lose; write fspmd.jvp(f, (x,), "
+        "(tangent,))"
+    )
+
+
 HANDLERS: Final[dict[str, Handler]] = {
     **LIKES,
     **DRAWS,
     **DROPOUTS,
     **RESHAPED,
     "_linalg_check_errors": _check_errors,
+    "_make_dual": _refuse_dual,
 }
 #: set on `above` later than this
 ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
