@@ -763,7 +763,34 @@ def test_layers_that_repeat_lie_alike_and_lose_nothing_by_it() -> None:
     assert all(layer == found.specs[0][0] for layer in found.specs[0])
     apart = Solver(Builder(program, topology(), {})).best(None)
     assert found.time == pytest.approx(apart.time)
+    assert len(found.alternatives) == 2
     assert all(other.time >= found.time and other.specs != found.specs for other in found.alternatives)
+    for other in found.alternatives:
+        assert all(layer == other.specs[0][1] for layer in other.specs[0][1:])
+        fixed = {name: P(*spec.partition) for name, spec in other.leaves}
+        assert auto_spec(f, LINE, *args, fixed=fixed, alternatives=0).time <= other.time * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+def test_some_layers_are_sharded_where_not_all_need_to_be(mesh: Mesh) -> None:
+    """Beside the free plan for the first layers and that of the least memory for the others."""
+    leaves, treedef = optree.tree_flatten(([_weights(32) for _ in range(8)], meta(4, 8, 32)))
+    program = record(value_and_grad(_layers), mesh, leaves, treedef)
+
+    def best(limit: float | None, fixed: dict[int, P]) -> tuple[Any, dict[int, P]]:
+        solver = Solver(Builder(program, topology(), fixed))
+        found = solver.best(limit)
+        laid = {number: solver.builder.chosen_value(number, found.chosen) for number in program.leaves}
+        return found, {number: P(*spec.partition) for number, spec in laid.items()}
+
+    free, free_specs = best(None, {})
+    tight, tight_specs = best(0.5 * free.memory, {})
+    weights = program.leaves[:-1]
+    for count in (len(weights) // 2, len(weights) * 3 // 4):
+        mixed, _ = best(None, {n: (free_specs if i < count else tight_specs)[n] for i, n in enumerate(weights)})
+        found, _ = best(mixed.memory, {})
+        assert found.memory <= mixed.memory
+        assert found.time <= min(mixed.time, tight.time) * 1.01
 
 
 @pytest.mark.usefixtures("slow")

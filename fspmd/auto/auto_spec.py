@@ -13,10 +13,10 @@ from typing import Any
 import optree
 
 from fspmd.auto.apply import Step, applied, short
-from fspmd.auto.axes import alike, renamed
 from fspmd.auto.eliminate import TooWide
 from fspmd.auto.fitting import fitting, peak_of
 from fspmd.auto.model import Builder
+from fspmd.auto.others import others, runners_up, smallest
 from fspmd.auto.record import Op, Program, is_value, record
 from fspmd.auto.repeats import Ties, ties
 from fspmd.auto.solve import DoesNotFit, Found, Solver
@@ -125,7 +125,8 @@ def auto_spec(
             the peak of the program, as ``jit(layouts.apply(f)).lower(...).memory()`` tells it. What is solved has
             another count (`Layouts.memory`), whose limit is set anew a few times until the program fits. Where ``f``
             cannot be lowered that count alone is held to the limit.
-        alternatives: How many runners-up are wanted.
+        alternatives: How many runners-up are wanted: the cheapest plans in which some argument lies otherwise than in
+            any before, whatever axes that are alike are called; where layers repeat, plans in which these lie alike.
         solver: ``"elimination"``, which is built in and exact, and quick on what is nearly a chain or a tree; or
             ``"milp"``, HiGHS through SciPy (``pip install fspmd[auto]``). By default the first, where its tables fit.
 
@@ -177,11 +178,11 @@ def auto_spec(
     def peak(solved: Solver, found: Found) -> int | None:
         return peak_of(f, args, mesh, laid(solved, found))
 
-    def in_order(solved: Solver, found: Found) -> Iterator[Found]:
-        return _unlike(solved, found, itertools.islice(solved.others(found, _variables(solved)), _LOOKED))
+    def in_order(solved: Solver, found: Found) -> Iterator[tuple[Solver, Found]]:
+        return itertools.islice(others(solved, found), _LOOKED)
 
-    def holding_least(solved: Solver) -> list[Found]:
-        return solved.smallest(_variables(solved), _SMALLEST)
+    def holding_least(solved: Solver) -> list[tuple[Solver, Found]]:
+        return smallest(solved, _SMALLEST)
 
     held, allowed = None, memory_limit
     try:
@@ -200,11 +201,11 @@ def auto_spec(
             "it out"
         ) from None
 
-    others = [laid(solved, one) for one in solved.runners_up(best, _variables(solved), alternatives, allowed)]
+    after = [laid(*one) for one in runners_up(solved, best, alternatives, allowed)]
     if memory_limit is not None and held is not None:
-        peaks = [peak_of(f, args, mesh, plan) for plan in others]
-        others = [replace(plan, peak=n) for plan, n in zip(others, peaks, strict=True) if n and n <= memory_limit]
-    return replace(laid(solved, best), alternatives=tuple(others), peak=held)
+        peaks = [peak_of(f, args, mesh, plan) for plan in after]
+        after = [replace(plan, peak=n) for plan, n in zip(after, peaks, strict=True) if n and n <= memory_limit]
+    return replace(laid(solved, best), alternatives=tuple(after), peak=held)
 
 
 def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -> tuple[Solver, Found]:
@@ -219,27 +220,11 @@ def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -
             found = alike.best(limit)
     apart = solving(Ties())  # after the moves of the others are priced
     other = apart.best(limit, inf if found is None else found.time + 1e-12 * found.memory)
+    if alike is not None and found is not None:
+        apart.alike = alike, found
     if alike is None or found is None or other.time < found.time * (1 - _ROUNDING):
         return apart, other
     return alike, replace(found, bound=other.bound)
-
-
-def _unlike(solved: Solver, best: Found, plans: Iterator[Found]) -> Iterator[Found]:
-    """Those in which arguments lie otherwise than in any before, whatever axes that are alike are called."""
-    builder = solved.builder
-    names = alike(builder.program.mesh, builder.topology)
-    seen = set[tuple[TensorSpec, ...]]()
-    for plan in itertools.chain((best,), plans):
-        laid = [builder.chosen_value(number, plan.chosen) for number in builder.program.leaves]
-        if tuple(laid) not in seen and plan is not best:
-            yield plan
-        seen |= {tuple(renamed(spec, own) for spec in laid) for own in names}
-
-
-def _variables(solved: Solver) -> list[int]:
-    """Those of the arguments."""
-    builder = solved.builder
-    return list(dict.fromkeys(builder.of_value[number] for number in builder.program.leaves))
 
 
 def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:

@@ -23,7 +23,8 @@ from fspmd.programs.jit import jit
 from fspmd.programs.lower import Lowered
 from fspmd.spec import P, TensorSpec
 
-_ROUNDS = 4  # plans that are recorded
+_ROUNDS = 5  # plans that are recorded
+_MORE = (1.02, 1.05, 1.1, 1.4, 1.8, 2.0)  # of the least by the model, which often is not the least when it runs
 _QUICK, _MOST = 12, 24  # that are recorded where quicker ones may fit, or none has been found that does
 _SHARE = 0.6  # of what the model counts: a program that held less would be rare
 _ENOUGH = 0.98  # of the limit: a plan that holds so much could hardly hold more
@@ -72,8 +73,8 @@ def fitting(
     limit: float,
     solve: Callable[[float | None], tuple[Solver, Found]],
     peak: Callable[[Solver, Found], int | None],
-    others: Callable[[Solver, Found], Iterator[Found]],
-    holding_least: Callable[[Solver], Sequence[Found]],
+    others: Callable[[Solver, Found], Iterator[tuple[Solver, Found]]],
+    holding_least: Callable[[Solver], Sequence[tuple[Solver, Found]]],
 ) -> Fitting:
     """The quickest of a few plans that hold at most so many bytes; where none does, one of those ``holding_least``.
 
@@ -96,14 +97,14 @@ def fitting(
     allowed, over = found.memory * limit / held * (1 + _TIE), found.memory  # too many bytes by the model
     free, bound, least = found.bound, inf, held
     over_counts = held < found.memory
-    tried = {found.chosen}
+    tried, more = {found.chosen}, iter(_MORE)
     for _ in range(_ROUNDS):
         smallest = False
         try:
             solver, found = solve(allowed)
         except DoesNotFit as error:
             smallest = True
-            solver, found = solve(allowed := error.least * (1 + _ROUNDING))
+            solver, found = solve(allowed := error.least * next(more))
         if found.chosen in tried:
             break
         tried.add(found.chosen)
@@ -118,27 +119,27 @@ def fitting(
                 break
             allowed = guess if guess < over else (found.memory + over) / 2
         elif smallest:  # by the model; another may hold less
-            allowed = (found.memory + over) / 2
+            allowed = found.memory * next(more)
         else:
             over = min(over, found.memory)
             allowed = guess if best is None else max(guess, (found.memory + best.found.memory) / 2)
     recorded = 0
-    for found in others(free_solver, quickest):
+    for model, found in others(free_solver, quickest):
         if recorded == (_MOST if best is None else _QUICK):
             break
         if best is not None and found.time > best.found.time * (1 - _ROUNDING):
             break
         if found.chosen in tried or _SHARE * found.memory > limit:
             continue
-        held, recorded = peak(free_solver, found) or 0, recorded + 1
+        held, recorded = peak(model, found) or 0, recorded + 1
         least = min(least, held)
         if held <= limit:
-            best = Fitting(free_solver, found, held, found.memory * (1 + _TIE))
-    for found in holding_least(solver) if best is None else ():
-        held = peak(solver, found) or 0
+            best = Fitting(model, found, held, found.memory * (1 + _TIE))
+    for model, found in holding_least(solver) if best is None else ():
+        held = peak(model, found) or 0
         least = min(least, held)
         if held <= limit and (best is None or found.time < best.found.time):
-            best = Fitting(solver, found, held, found.memory * (1 + _TIE))
+            best = Fitting(model, found, held, found.memory * (1 + _TIE))
     if best is None:
         raise DoesNotFit(least)
     bound = free if over_counts or bound == inf else bound

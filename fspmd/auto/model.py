@@ -65,6 +65,7 @@ class Builder:
     ) -> None:
         self.program, self.topology, self.fixed, self.directly = program, topology, fixed, directly
         self.tables = {} if tables is None else tables  # what was reckoned, for other models of the program
+        self.learned = 0  # times that prices have changed
         self.model = Model()
         self.of_op: dict[int, int] = {}
         self.of_value: dict[int, int] = {}
@@ -252,6 +253,7 @@ class Builder:
     def _joined_anew(self, changed: Set[int]) -> None:
         """Where parts have changed."""
         if changed:
+            self.learned += 1
             self._joined.clear()
         for pair, parts in self._parts.items():
             if not changed.isdisjoint(parts):

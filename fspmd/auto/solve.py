@@ -7,10 +7,8 @@ get a price, at which the quickest plan that fits and what no plan can beat come
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -24,11 +22,8 @@ from fspmd.auto.model import Builder
 from fspmd.auto.prices import Cost
 
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
-_BYTES = 1e3  # µs for each byte: of all plans that which holds least
+BYTES = 1e3  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
-_LOOKED = 8  # plans, for each runner-up that is wanted: those that do not fit are none
-_SLACK = 1e-3  # of a bound: how far above it a plan is looked for at first
-_NEAR = 0.1  # of a bound: how far above it choices are told apart
 _SEARCHED = 5_000  # choices that are looked at, before what is known is good enough
 
 
@@ -56,6 +51,7 @@ class Solver:
     def __init__(self, builder: Builder, solver: str | None = None) -> None:
         self.builder, self.model = builder, builder.model
         self.price = _TIE
+        self.alike: tuple[Solver, Found] | None = None  # the model in which layers that repeat lie alike, and its best
         self.every = [torch.arange(len(own)) for own in builder.model.choices]
         self.order: list[int] = []
         self._axes = [axis for axis, n in builder.program.mesh.shape.items() if n > 1]
@@ -86,87 +82,44 @@ class Solver:
             raise DoesNotFit(smallest.memory)
         return self._within(limit, quickest, smallest)
 
-    def runners_up(self, best: Found, variables: Sequence[int], count: int, limit: float | None) -> list[Found]:
-        """The cheapest plans in which some of these values lies otherwise than in any before."""
-        others = itertools.islice(self.others(best, variables), _LOOKED * count)
-        fitting = (one for one in others if limit is None or one.memory <= limit)
-        return sorted(itertools.islice(fitting, count), key=lambda one: one.time)
+    def smallest(self) -> Found:
+        """The choice of the fewest bytes; of equals not the quickest."""
+        if self.integer:
+            return self._by_integers(None, BYTES)
+        return self._smallest()
 
-    def others(self, best: Found, variables: Sequence[int]) -> Iterator[Found]:
-        """Plans in which some of these values lies otherwise than in any before, the cheapest first.
-
-        A byte has the price that it had last. What is left of a set of plans without its best is parted by the first
-        value that lies otherwise (Lawler, "A Procedure for Computing the K Best Solutions", 1972); each part waits
-        until its bound is the least.
-        """
-        queue: list[tuple[float, int, dict[int, Tensor], Found | None]] = [(self._cost(best), 0, {}, best)]
-        number = itertools.count(1)
-        while queue:
-            least, _, allowed, plan = heapq.heappop(queue)
-            if plan is None:
-                plan = self._among(allowed)
-                if plan.time < inf:
-                    heapq.heappush(queue, (max(least, self._cost(plan)), next(number), allowed, plan))
-                continue
-            if plan is not best:
-                yield plan
-            bounds, fixed = self._bounds(allowed), dict(allowed)
-            for v in variables:
-                laid = self.model.choices[v]
-                same = torch.tensor([one.spec is laid[plan.chosen[v]].spec for one in laid])
-                mine = fixed.get(v, torch.ones(len(laid), dtype=torch.bool))
-                if (mine & ~same).any():
-                    ahead = max(least, float(bounds[v][mine & ~same].amin()))
-                    heapq.heappush(queue, (ahead, next(number), {**fixed, v: mine & ~same}, None))
-                fixed[v] = mine & same
-
-    def smallest(self, variables: Sequence[int], count: int) -> list[Found]:
-        """The plans of least memory, each with some of these values otherwise than in those before."""
-        before, self.price = self.price, _BYTES
-        least = self._by_integers(None, _BYTES) if self.integer else self._smallest()
-        found = [least, *self.runners_up(least, variables, count - 1, None)]
-        self.price = before
-        return sorted(found, key=lambda one: one.memory)
-
-    def _cost(self, found: Found) -> float:
+    def cost(self, found: Found) -> float:
+        """Its time, and its bytes by their price."""
         return found.time + self.price * found.memory
 
-    @contextmanager
-    def _only(self, allowed: Mapping[int, Tensor]) -> Iterator[None]:
-        """Nothing else is possible while the block runs."""
+    def solved(self, kept: Sequence[Tensor]) -> Solved:
+        """What some choices of each variable cost at least, by the prices that are known."""
+        return eliminate(self.model, self.order, self.price, kept)
+
+    def quickest(self, kept: Sequence[Tensor], most: float) -> Found | None:
+        """The least cost of some choices; None where it is more than ``most``."""
+        found, _ = self._least(self.price, kept, most)
+        return found if self.cost(found) <= most + _ROUNDING * abs(most) and found.time < inf else None
+
+    def by_integers(self, allowed: Mapping[int, Tensor]) -> Found | None:
+        """The least cost where variables have only some choices (masks), by an integer program; None: there is none."""
         before = {v: self.model.own[v] for v in allowed}
         for v, mine in allowed.items():
             self.model.own[v] = Cost(torch.where(mine, before[v].time, inf), before[v].memory)
         try:
-            yield
+            return self._by_integers(None, self.price)
+        except integer.Infeasible:
+            return None
         finally:
             for v, own in before.items():
                 self.model.own[v] = own
-
-    def _among(self, allowed: Mapping[int, Tensor]) -> Found:
-        with self._only(allowed):
-            if not self.integer:
-                return self._near(self.price)
-            try:
-                return self._by_integers(None, self.price)
-            except integer.Infeasible:
-                return Found((), inf, inf, inf)
-
-    def _bounds(self, allowed: Mapping[int, Tensor]) -> list[Tensor]:
-        """What each choice costs at least."""
-        if self.integer:
-            return [torch.zeros(len(own)) for own in self.model.choices]
-        with self._only(allowed):
-            solved = eliminate(self.model, self.order, self.price, self.every)
-            most = solved.cost + _NEAR * abs(solved.cost)
-            return [own.clamp(max=most) for own in solved.marginals(most)]
 
     def _by_integers(self, limit: float | None, price: float = _TIE) -> Found:
         """The same by an integer program."""
         try:
             chosen = integer.solve(self.model, limit, price)
         except integer.Infeasible:
-            smallest = integer.solve(self.model, None, _BYTES)
+            smallest = integer.solve(self.model, None, BYTES)
             raise DoesNotFit(self.model.cost(smallest)[1]) from None
         time, memory = self.model.cost(chosen)
         return Found(tuple(chosen), time, memory, time)
@@ -184,19 +137,6 @@ class Solver:
             most = time + price * memory
         return self._least(price, self.every, most)
 
-    def _near(self, price: float) -> Found:
-        """The least time, with µs for each byte, looked for among what may be little above the bound, then more."""
-        solved = eliminate(self.model, self.order, price, self.every)
-        if solved.cost == inf:
-            return Found((), inf, inf, inf)
-        slack = _SLACK * abs(solved.cost)
-        while True:
-            most = solved.cost + slack
-            found, _ = self._least(price, solved.within(most))
-            if found.time + price * found.memory <= most:
-                return found
-            slack *= 4
-
     def _by_axes(self, price: float) -> Found:
         """The same; a plan is made better over one mesh axis at a time, then over two, which is quickly done."""
         found = self._least(price, self.every, rounds=1)[0]
@@ -213,7 +153,7 @@ class Solver:
         """The least of some choices; those that no plan as cheap as a known one has are left out on the way."""
         for done in itertools.count(1):
             solved = eliminate(self.model, self.order, price, kept)
-            if solved.cost == inf:
+            if solved.cost == inf or solved.cost > most + _ROUNDING * abs(most):
                 break
             chosen = solved.best()
             if not self.builder.price(chosen) or done == rounds:
@@ -270,7 +210,35 @@ class Solver:
         self.price = price
         if found.memory <= limit and found.time < fits.time:
             fits = found
+        fits = self._between(limit, over, fits)
         return self._search(limit, bound, fits)
+
+    def _between(self, limit: float, over: Found, fits: Found) -> Found:
+        """The best that was found of plans in which some arguments lie as in one that is quicker but does not fit.
+
+        Both cost alike, with a price for bytes, and so does what some layers have of one and the others of the other.
+        """
+        builder = self.builder
+        variables = list(dict.fromkeys(builder.of_value[number] for number in builder.program.leaves))
+        differ = [v for v in variables if over.chosen[v] != fits.chosen[v]]
+        kept = self.solved(self.every).within(self.cost(over) + self.price * (over.memory - fits.memory))
+        best = fits
+        for first, rest in ((over, fits), (fits, over)):
+            few, many = 0, len(differ)
+            while many - few > 1:
+                middle = (few + many) // 2
+                chosen = [(v, (first if i < middle else rest).chosen[v]) for i, v in enumerate(differ)]
+                own = list(kept)
+                for v, choice in chosen:
+                    own[v] = torch.tensor([choice])
+                found, _ = self._least(self.price, own)
+                if found.memory <= limit and found.time < best.time:
+                    best = found
+                if (found.memory <= limit) is (first is over):
+                    few = middle
+                else:
+                    many = middle
+        return best
 
     def _search(self, limit: float, bound: float, fits: Found) -> Found:
         """All choices that may be quicker than what is known to fit, by what they cost more than the bound."""
