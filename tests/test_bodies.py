@@ -30,6 +30,8 @@ def _tied(x: Any) -> Any:
 
 CASES: dict[str, Case] = {
     "softmax": (lambda x: F.softmax(x, -1), ((5, 6),)),
+    "scatter at one place": (lambda x, s: x.scatter(0, torch.tensor(3), s.sum()), ((5,), (2,))),
+    "scatter_add at one place": (lambda x, s: x.scatter_add(0, torch.tensor(3), s.sum()), ((6,), (2,))),
     "softmax of rows": (lambda x: F.softmax(x, 0), ((4, 6),)),
     "log_softmax": (lambda x: F.log_softmax(x, 0), ((5, 6),)),
     "softmin": (lambda x: F.softmin(x, -1), ((4, 5),)),

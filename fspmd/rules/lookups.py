@@ -55,7 +55,7 @@ def scatter(whole: Whole) -> Factors:
     shared = {d for d in range(len(x)) if d != dim and all(len(s) == len(x) and s[d] == x[d] for s in others)}
     dims: Dims = tuple(d if d in shared else None for d in range(len(x)))
     own: Dims = tuple(d if d in shared or d == dim else None for d in range(len(x)))
-    return Factors((own, *(dims,) * len(others)), (own,), whole=frozenset({dim}))
+    return Factors((own, *(dims if s else () for s in others)), (own,), whole=frozenset({dim}))
 
 
 def select(whole: Whole) -> Factors:
