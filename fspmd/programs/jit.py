@@ -83,11 +83,13 @@ def jit(
     function gets all steps as a ``torch.fx.GraphModule``, with example inputs, and gives a function of such inputs:
     once for the steps of the call, once for those of its gradients, when they are run for the first time.
 
-    Of Python's state ``f`` is recorded as it finds it: globals, attributes, lists and numbers that it closes over are
-    constants. Tensors that leave it otherwise than as results, as in a list that it appends to, are those of the
-    recorded run, and on processes have no values. Tensors closed over are read anew, and modules that ran are recorded
-    anew in another mode (``eval()``) or with other parameters. While ``f`` is recorded other threads may draw from
-    torch's generators, but not seed them.
+    Each tensor of the arguments is one of its own within ``f``: of ``jit(f)(a, a)`` gradients are told by place.
+
+    Of Python's state ``f`` is recorded as it finds it: globals, attributes, hooks, lists and numbers that it closes
+    over are constants. Tensors that leave it otherwise than as results, as in a list that it appends to, are those of
+    the recorded run, and on processes have no values. Tensors closed over are read anew, and modules that ran are
+    recorded anew in another mode (``eval()``) or with other parameters. While ``f`` is recorded other threads may draw
+    from torch's generators, but not seed them.
 
     Raises:
         ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or
