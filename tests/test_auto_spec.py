@@ -771,6 +771,21 @@ def test_layers_that_repeat_lie_alike_and_lose_nothing_by_it() -> None:
         assert auto_spec(f, LINE, *args, fixed=fixed, alternatives=0).time <= other.time * (1 + 1e-9)
 
 
+@pytest.mark.usefixtures("slow")
+def test_runners_up_of_layers_that_repeat_take_what_is_predicted() -> None:
+    """Moves that were priced for layers that lie otherwise cost as much where these lie alike."""
+
+    def f(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = torch.tanh(x @ w)
+        return x
+
+    args = ([meta(6, 6) for _ in range(3)], meta(5, 6))
+    for other in auto_spec(f, GRID, *args, alternatives=20).alternatives:
+        fixed = {name: P(*spec.partition) for name, spec in other.leaves}
+        assert auto_spec(f, GRID, *args, fixed=fixed, alternatives=0).time <= other.time * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 def test_some_layers_are_sharded_where_not_all_need_to_be(mesh: Mesh) -> None:
     """Beside the free plan for the first layers and that of the least memory for the others."""

@@ -7,7 +7,7 @@ reads it share the price of the move between them; with one that makes it, which
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -73,6 +73,7 @@ class Builder:
         self._homes = dict(program.gradients) | dict(program.written)
         self._parts: dict[tuple[int, int], dict[int, tuple[Prices | Cost, int]]] = {}  # of a value and an op: how often
         self._priced_from: dict[TensorSpec, list[Prices]] = {}
+        self._joined_at: dict[Prices, int] = {}  # what had been learned of parts, which other models may share
         self._joined: dict[Any, Cost] = {}  # what a value and an op share, by what it is the sum of
         self._ways = [self._ways_of(op) for op in program.ops]
         self._read: dict[int, list[int]] = {}
@@ -145,6 +146,7 @@ class Builder:
         parts = {id(part): part for own in self._parts.values() for part, _ in own.values()}
         for part in parts.values():
             if isinstance(part, Prices):
+                self._joined_at[part] = part.learned
                 for spec in part.rows:
                     self._priced_from.setdefault(spec, []).append(part)
 
@@ -250,33 +252,36 @@ class Builder:
             self._joined[key] = whole if value < op else whole.mT
         self.model.pairs[(value, op) if value < op else (op, value)] = self._joined[key]
 
-    def _joined_anew(self, changed: Set[int]) -> None:
+    def _joined_anew(self) -> None:
         """Where parts have changed."""
-        if changed:
-            self.learned += 1
-            self._joined.clear()
+        changed = {id(part) for part in self._changed()}
+        self.learned += 1
+        self._joined.clear()
+        self._joined_at = {part: part.learned for part in self._joined_at}
         for pair, parts in self._parts.items():
             if not changed.isdisjoint(parts):
                 self._join(pair)
 
+    def _changed(self) -> list[Prices]:
+        """Parts of which more has been learned, for this model or another of the program."""
+        return [part for part, learned in self._joined_at.items() if part.learned != learned]
+
     def price(self, chosen: Sequence[int]) -> bool:
         """Price the moves of these choices; whether some cost more than they take at least."""
-        before, changed = list[tuple[Prices, int, int, float]](), set[int]()
         for (value, op), parts in self._parts.items():
             for part, _ in parts.values():
                 if isinstance(part, Prices):
                     i, k = chosen[value], int(part.places[chosen[op]])
                     if not part.exact[i, k]:
-                        before.append((part, i, k, float(part.cost.time[i, k])))
-        for part, i, k, _ in before:
-            if not part.exact[i, k]:
-                changed |= self._learn(part.laid[i].spec, part.needs[k].spec)
-        self._joined_anew(changed)
-        return any(float(part.cost.time[i, k]) > least + _ROUNDING for part, i, k, least in before)
+                        self._learn(part.laid[i].spec, part.needs[k].spec)
+        if not self._changed():
+            return False
+        least = self.model.cost(chosen)[0]
+        self._joined_anew()
+        return self.model.cost(chosen)[0] > least + _ROUNDING
 
-    def _learn(self, source: TensorSpec, target: TensorSpec) -> set[int]:
-        """Price a move wherever it is found, and those that differ by the names of alike axes; what has changed."""
-        changed = set[int]()
+    def _learn(self, source: TensorSpec, target: TensorSpec) -> None:
+        """Price a move wherever it is found, and those that differ by the names of alike axes."""
         for names in alike(source.mesh, self.topology):
             own = {name: axis for axis, name in names.items()}
             before, after = renamed(source, names), renamed(target, names)
@@ -288,8 +293,7 @@ class Builder:
                     for i in part.rows[before]:
                         if not part.exact[i, k]:
                             part.cost.time[i, k], part.exact[i, k] = time, True
-                            changed.add(id(part))
-        return changed
+                            part.learned += 1
 
     def price_all(self) -> None:
         """Price every move."""
@@ -297,7 +301,7 @@ class Builder:
             for i, k in (~part.exact).nonzero().tolist():
                 if not part.exact[i, k]:
                     self._learn(part.laid[i].spec, part.needs[k].spec)
-        self._joined_anew({id(part) for parts in self._parts.values() for part, _ in parts.values()})
+        self._joined_anew()
 
     def _reading(self, number: int, op: int, operand: int) -> Prices:
         """The moves of an operand."""

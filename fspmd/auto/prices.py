@@ -74,6 +74,7 @@ class Prices:
     exact: Tensor
     rows: dict[TensorSpec, list[int]]
     columns: dict[TensorSpec, list[int]]
+    learned: int = 0  # times that some have become exact
 
     def copied(self) -> Prices:
         """As it is, to be made exact by itself."""
