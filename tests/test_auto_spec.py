@@ -724,6 +724,12 @@ def test_tensors_without_elements_are_whole() -> None:
     assert device_get(found.apply(f)(*placed)).shape == (0, 4)
 
 
+@pytest.mark.parametrize("solver", ["elimination", "milp"])
+def test_a_program_without_tensors_has_one_plan(solver: str) -> None:
+    found = auto_spec(lambda: None, LINE, solver=solver)
+    assert (found.time, found.memory, found.alternatives) == (0.0, 0, ())
+
+
 def test_errors_say_what_to_write() -> None:
     args = ({"up": meta(8, 8), "down": meta(8, 8)}, meta(8, 8))
     with pytest.raises(ArgumentError, match=r"fixed has 'w.upp', which matches no argument; near it: 'w.up'"):
@@ -741,6 +747,9 @@ def test_errors_say_what_to_write() -> None:
     for limit in (-1, float("nan"), "80 GB"):
         with pytest.raises(ArgumentError, match="write a number of bytes, such as 80e9"):
             auto_spec(mlp, LINE, *args, memory_limit=limit)  # type: ignore[arg-type]
+    for count in (-1, 2.5, None):
+        with pytest.raises(ArgumentError, match="write how many are wanted, such as 3, or 0"):
+            auto_spec(mlp, LINE, *args, alternatives=count)  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
         auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))
 

@@ -156,6 +156,8 @@ def auto_spec(
             raise ArgumentError(f"auto_spec got {described(patterns)} for {name}; write a dict, from key paths")
     if memory_limit is not None and not (isinstance(memory_limit, (int, float)) and memory_limit > 0):
         raise ArgumentError(f"auto_spec got memory_limit={memory_limit!r}; write a number of bytes, such as 80e9")
+    if not isinstance(alternatives, int) or alternatives < 0:
+        raise ArgumentError(f"auto_spec got alternatives={alternatives!r}; write how many are wanted, such as 3, or 0")
     leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
     names = _names(f, args)
     given = _given(fixed or {}, [name for name, x in zip(names, leaves, strict=True) if is_value(x)], leaves, mesh)

@@ -65,6 +65,8 @@ def solve(model: Model, limit: float | None, tie: float) -> list[int]:
             "auto_spec: the graph of this function is too wide for the built-in solver; pip install fspmd[auto], which "
             "brings SciPy's"
         ) from None
+    if not model.choices:
+        return []
     columns, rows = _Columns(), _Rows()
     own = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in model.own]
     for taken in own:
