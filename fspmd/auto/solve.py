@@ -24,7 +24,6 @@ from fspmd.auto.prices import Cost
 _TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 BYTES = 1e3  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
-_NEAR = 0.1  # of what plans that are mixed cost: how much more that may be where they meet
 _SEARCHED = 5_000  # choices that are looked at, before what is known is good enough
 
 
@@ -222,7 +221,7 @@ class Solver:
         builder = self.builder
         variables = list(dict.fromkeys(builder.of_value[number] for number in builder.program.leaves))
         differ = [v for v in variables if over.chosen[v] != fits.chosen[v]]
-        kept = self.solved(self.every).within((1 + _NEAR) * max(map(self.cost, (over, fits))))
+        kept = [torch.tensor(sorted(pair)) for pair in map(set, zip(over.chosen, fits.chosen, strict=True))]
         best = fits
         for first, rest in ((over, fits), (fits, over)):
             few, many = 0, len(differ)
