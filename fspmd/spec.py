@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -217,6 +217,17 @@ class TensorSpec:
         f32[4, 6@x] on mesh(x=2)
         """
         return _unflattened(self) if self.flat else self
+
+    @property
+    def thinnest(self) -> float:
+        """The fewest elements that a rank has of a dim that is sharded, of each factor of a `Flat`; inf where none is.
+
+        >>> from fspmd import make_mesh
+        >>> TensorSpec(make_mesh((4,), ("x",)), P("x"), (5,), torch.float32).thinnest
+        0
+        """
+        spec = self.unflattened
+        return min((n for dim, _, parts in spec.cuts for _, n in blocks(spec.shape[dim], parts)), default=inf)
 
     def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
         for entry in self.partition if self.flat else ():

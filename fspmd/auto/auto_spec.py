@@ -222,9 +222,10 @@ def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -
             found = alike.best(limit)
     apart = solving(Ties())  # after the moves of the others are priced
     other = apart.best(limit, inf if found is None else found.time + 1e-12 * found.memory)
-    if alike is not None and found is not None:
-        apart.alike = alike, found
-    if alike is None or found is None or other.time < found.time * (1 - _ROUNDING):
+    if alike is None or found is None:
+        return apart, other
+    apart.alike = alike, found
+    if other.time < found.time * (1 - _ROUNDING):
         return apart, other
     return alike, replace(found, bound=other.bound)
 

@@ -6,6 +6,7 @@ bytes that a plan may have by the model are made fewer, or more, until the progr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -97,7 +98,7 @@ def fitting(
     allowed, over = found.memory * limit / held * (1 + _TIE), found.memory  # too many bytes by the model
     free, bound, least = found.bound, inf, held
     over_counts = held < found.memory
-    tried, more = {found.chosen}, iter(_MORE)
+    tried, more = {found.chosen}, itertools.chain(_MORE, itertools.repeat(_MORE[-1]))
     for _ in range(_ROUNDS):
         smallest = False
         try:

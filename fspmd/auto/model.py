@@ -95,6 +95,11 @@ class Builder:
             number = of
         return number
 
+    @property
+    def arguments(self) -> list[int]:
+        """The variables of the program's arguments."""
+        return list(dict.fromkeys(self.of_value[number] for number in self.program.leaves))
+
     def home(self, number: int) -> int:
         """The value whose variable a value shares."""
         root = self._root(number)

@@ -40,7 +40,7 @@ def smallest(solver: Solver, count: int) -> list[tuple[Solver, Found]]:
     solver = solver if solver.alike is None else solver.alike[0]
     before, solver.price = solver.price, BYTES
     least = solver.smallest()
-    found = [(solver, least), *((solver, one) for one in itertools.islice(_unlike(solver, least), count - 1))]
+    found = [(solver, least), *itertools.islice(others(solver, least), count - 1)]
     solver.price = before
     return sorted(found, key=lambda one: one[1].memory)
 
@@ -51,12 +51,11 @@ def others(solver: Solver, best: Found) -> Iterator[tuple[Solver, Found]]:
     Where layers repeat they lie alike in all of these. A byte has the price that it had last.
     """
     ranked, first = (solver, best) if solver.alike is None else solver.alike
-    if _laid(ranked, first) not in _names(solver, best):
-        yield ranked, first
-    taken = _names(solver, best)
-    for plan in _unlike(ranked, first):
-        if _laid(ranked, plan) not in taken:
+    seen = _names(solver, best)
+    for plan in itertools.chain((first,), _in_order(ranked, first)):
+        if _laid(ranked, plan) not in seen:
             yield ranked, plan
+            seen |= _names(ranked, plan)
 
 
 def _laid(solver: Solver, found: Found) -> tuple[TensorSpec, ...]:
@@ -71,19 +70,9 @@ def _names(solver: Solver, found: Found) -> set[tuple[TensorSpec, ...]]:
     return {tuple([renamed(spec, own) for spec in laid]) for own in names}
 
 
-def _unlike(solver: Solver, best: Found) -> Iterator[Found]:
-    """Those that are no other's over axes that are alike."""
-    seen = _names(solver, best)
-    for plan in _in_order(solver, best):
-        if _laid(solver, plan) not in seen:
-            yield plan
-            seen |= _names(solver, plan)
-
-
 def _in_order(solver: Solver, best: Found) -> Iterator[Found]:
     """All of one model."""
-    builder = solver.builder
-    variables = list(dict.fromkeys(builder.of_value[number] for number in builder.program.leaves))
+    variables = solver.builder.arguments
     near, number = _Near(solver, solver.cost(best)), itertools.count()
     queue: list[tuple[float, int, Masks, Found | _Part]] = [(solver.cost(best), next(number), {}, best)]
     while queue:

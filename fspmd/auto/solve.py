@@ -218,19 +218,16 @@ class Solver:
 
         Both cost alike, with a price for bytes, and so does what some layers have of one and the others of the other.
         """
-        builder = self.builder
-        variables = list(dict.fromkeys(builder.of_value[number] for number in builder.program.leaves))
-        differ = [v for v in variables if over.chosen[v] != fits.chosen[v]]
+        differ = [v for v in self.builder.arguments if over.chosen[v] != fits.chosen[v]]
         kept = [torch.tensor(sorted(pair)) for pair in map(set, zip(over.chosen, fits.chosen, strict=True))]
         best = fits
         for first, rest in ((over, fits), (fits, over)):
             few, many = 0, len(differ)
             while many - few > 1:
                 middle = (few + many) // 2
-                chosen = [(v, (first if i < middle else rest).chosen[v]) for i, v in enumerate(differ)]
                 own = list(kept)
-                for v, choice in chosen:
-                    own[v] = torch.tensor([choice])
+                for i, v in enumerate(differ):
+                    own[v] = torch.tensor([(first if i < middle else rest).chosen[v]])
                 found, _ = self._least(self.price, own)
                 if found.memory <= limit and found.time < best.time:
                     best = found

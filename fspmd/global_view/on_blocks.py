@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import as_copies, handed_on, is_packed
-from fspmd.entries import blocks
 from fspmd.global_view.outcomes import Shape
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.local_view.uneven import call_uneven, numbers_frame
@@ -46,11 +45,6 @@ def view_or_copy(local: Callable[..., Tensor], name: str, thin: bool, x: Tensor,
         return out
     copy: Tensor = as_copies(out, (x,), name, False)
     return copy
-
-
-def has_thin_blocks(spec: TensorSpec) -> bool:
-    """Whether some rank has one element of a dim that is sharded, or none; strides do not matter there."""
-    return any(min(length for _, length in blocks(spec.shape[dim], parts)) < 2 for dim, _, parts in spec.cuts)
 
 
 def of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

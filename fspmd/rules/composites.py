@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError
 from fspmd.redistribution.redistribute import to_blocks
 from fspmd.rules.losses import LOSSES
@@ -278,14 +278,6 @@ def renormed_embedding(
         used = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, places.flatten(), True)
         table.mul_(torch.where(used & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)[:, None])
     return F.embedding(places, table, padding_idx, None, norm_type, *args, **kw)
-
-
-def has_empty_block(x: Any) -> bool:
-    """Whether some rank has nothing of a `Sharded`."""
-    if not isinstance(x, Sharded):
-        return False
-    spec = x.spec.unflattened
-    return any(length == 0 for dim, _, parts in spec.cuts for _, length in blocks(spec.shape[dim], parts))
 
 
 def embedding(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:

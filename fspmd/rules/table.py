@@ -38,7 +38,6 @@ from fspmd.rules.composites import (
     COMPOSITES,
     constant_pad,
     embedding,
-    has_empty_block,
     in_pieces,
     renormed_embedding,
     set_number,
@@ -63,6 +62,7 @@ from fspmd.rules.scans import SCANS
 from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, notation
+from fspmd.sharded import Sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,8 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         place, name, instead, flags = _EMBEDDINGS[func]
         if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
             return None
-        return instead if has_empty_block(args[place] if len(args) > place else kwargs.get(name)) else None
+        places = args[place] if len(args) > place else kwargs.get(name)
+        return instead if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
     if func is F.pad:
         return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
     if func is Tensor.__setitem__:

@@ -121,9 +121,8 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
         for row in rows or (f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace))
     ]
     lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
-    fix, other = (
-        _pasted([need for need in found if inner is outer or need[0].assignable])  # it is made of has values of its own
-        for found in (needs, without)
+    fix, other = (  # what it is made of has values of its own
+        _pasted([need for need in found if inner is outer or need[0].assignable]) for found in (needs, without)
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {other}' if other else '')}")

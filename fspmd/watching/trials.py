@@ -65,7 +65,7 @@ def _with_values(x: Tensor | Sharded) -> Tensor:
 
 
 def _layouts(operands: list[Tensor]) -> Iterator[tuple[str, list[P]]]:
-    """One dim of one operand sharded, one pending, all reduced, and all whole."""
+    """One dim of one operand sharded, the others whole; and all whole."""
     whole = [P() for _ in operands]
     for i, x in enumerate(operands):
         for dim in range(x.ndim):
