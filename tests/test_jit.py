@@ -323,6 +323,8 @@ def _on_processes(seeds: range) -> None:
 def test_on_processes() -> None:
     with Processes(4) as pool:
         pool.run(passes.on_processes, range(4), seconds=120)
+        first, *others = pool.run(passes.collectives_in_order, range(12, 24), seconds=120)
+        assert all(one == first for one in others)
         pool.run(_on_processes, range(400 if FULL else 16), seconds=300)
 
 

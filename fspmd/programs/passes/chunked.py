@@ -19,6 +19,7 @@ from fspmd.programs.calls import (
     add_wait,
     is_alike,
     is_collective,
+    is_even,
     reading_what_it_gives,
     replace,
 )
@@ -59,7 +60,7 @@ class Chunked:
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Callable[[Program], int]:
         """The pass that is to run in front of ``others``."""
-        if not all(map(_is_even, program.graph.nodes)):
+        if not all(map(is_even, program.graph.nodes)):
             return self  # what ranks try would not take the same time
 
         def time(kinds: Collection[Kind]) -> float:
@@ -77,12 +78,6 @@ class Chunked:
         if time(every) < best:
             chosen = every
         return lambda program: len(_cut(program, self.chunks, chosen.__contains__))
-
-
-def _is_even(node: fx.Node) -> bool:
-    """Whether a step costs all ranks the same."""
-    call, held = node.meta.get("call"), node.meta.get("held")
-    return (call is None or is_alike(call)) and not (held and held[1])
 
 
 def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], bool]) -> list[Kind]:

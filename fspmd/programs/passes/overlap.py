@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import Routed, add_begun, add_wait, is_alike, is_collective, is_wait
+from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_even, is_wait
 from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
@@ -29,7 +29,7 @@ class Overlap:
     Collectives begin in the order in which they did, so all ranks begin them in one order. One that has nothing to
     compute meanwhile, or that does not fit the budget, stays a single step. With ``overtake=True`` they may begin
     before others, as gathers of the next layer's weights do; that is for functions whose Python takes the same way on
-    all ranks, and on meshes with uneven blocks the order stays.
+    all ranks, and where some block of the program is uneven the order stays.
 
     >>> import torch
     >>> from fspmd import P, jit, make_mesh, psum, shard_map
@@ -45,7 +45,8 @@ class Overlap:
     def __call__(self, program: Program) -> int:
         """How many more collectives are under way while something is computed."""
         nodes = list(program.graph.nodes)
-        made = _Schedule(nodes, dependencies(program), self.budget, self.overtake)
+        overtake = self.overtake and all(map(is_even, nodes))  # where how many bytes are under way is known to all
+        made = _Schedule(nodes, dependencies(program), self.budget, overtake)
         flights, views = made.flights, made.moved
         parts: dict[int, list[tuple[int, fx.Node]]] = {}
         for view in filter(views.__contains__, nodes):
@@ -106,8 +107,7 @@ class _Schedule:
                 last = max(last, (i + 1, _BEGIN))
             if not is_collective(node) or not moves(node.meta["call"].pair.kernel):
                 continue
-            overtakes = self.overtake and is_alike(node.meta["call"])
-            flight = self._flight(node, (0, _BEGIN) if overtakes else last) if _can_fly(node) else None
+            flight = self._flight(node, (0, _BEGIN) if self.overtake else last) if _can_fly(node) else None
             if flight is None or work[flight.wait[0]] == work[flight.begin[0]]:
                 last = max(last, (i + 1, _BEGIN))
                 continue

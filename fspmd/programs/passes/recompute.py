@@ -10,7 +10,7 @@ from math import inf, prod
 
 from torch import fx
 
-from fspmd.programs.calls import is_alike, is_aten, is_collective
+from fspmd.programs.calls import is_aten, is_collective, is_even
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
@@ -25,8 +25,8 @@ class Recompute:
     """A pass for `jit`: at most ``budget`` bytes are kept for backward, and the rest is computed again.
 
     First what frees most bytes in a µs of computing, by the topology. Random draws are never repeated, nor steps whose
-    operands are written into meanwhile; collectives are with ``collectives=True``, on meshes whose blocks are even, so
-    that all ranks choose alike. Arguments and results do not count, they are there anyway; single numbers are kept.
+    operands are written into meanwhile; collectives are with ``collectives=True``, where all blocks are even, so that
+    all ranks choose alike. Arguments and results do not count, they are there anyway; single numbers are kept.
 
     >>> import torch
     >>> from fspmd import grad, jit
@@ -64,7 +64,7 @@ class _Plan:
 
     def __init__(self, program: Program, collectives: bool) -> None:
         self.graph = program.graph
-        self.collectives = collectives
+        self.collectives = collectives and all(map(is_even, self.graph.nodes))
         self.memory = memory = Memory(program)
         self.ends = {*program.results, *program.gradients}
         late = program.deferred or [node for node in program.steps if node.meta["backward"]]
@@ -125,7 +125,7 @@ class _Plan:
     def _may_run_again(self, node: fx.Node, user: fx.Node) -> bool:
         if is_collective(node):
             call = node.meta["call"]
-            again = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or (self.collectives and is_alike(call)))
+            again = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or self.collectives)
         else:
             again = node.target in (shard_of, LocalTensor, operator.getitem) or (is_aten(node) and is_pure(node.target))
         return (
