@@ -23,22 +23,40 @@ WIDEST = 1 << 25  # elements of a table
 _ROUNDING = 1e-11  # of the cost
 
 
+Table = tuple[tuple[int, ...], Tensor]  # the variables of its dims, and what their choices cost
+
+
 class TooWide(Exception):
     """The tables would not fit in memory."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A variable that left: those whose choices it depends on, and what each of its own choices then costs."""
+    """A variable that left: those whose choices it depends on, and what each of its own choices then costs.
+
+    That is the sum of tables, which is made where it is needed: all of them together would take gigabytes.
+    """
 
     variable: int
     others: tuple[int, ...]
-    costs: Tensor  # [one dim for each of the others, its own choices]
-    least: Tensor  # of its own choices
+    tables: Sequence[Table]
+    least: Tensor  # of its own choices: one dim for each of the others
+
+    @property
+    def scope(self) -> tuple[int, ...]:
+        """The dims of its costs."""
+        return (*self.others, self.variable)
+
+    def costs(self, part: Mapping[int, Tensor]) -> Tensor:
+        """What its choices cost, at some places of the others."""
+        at = {v: i for i, v in enumerate(self.scope)}
+        return _sum([(own, _part(table, own, part)) for own, table in self.tables], at)
 
     def regrets(self, places: Sequence[int]) -> Tensor:
         """What each choice costs more than the best."""
-        costs = self.costs[tuple(places[other] for other in self.others)]
+        mine = self.variable
+        rows = [table[tuple([slice(None) if v == mine else places[v] for v in own])] for own, table in self.tables]
+        costs = functools.reduce(torch.add, rows)
         return costs - costs.amin()
 
 
@@ -78,10 +96,10 @@ class Solved:
         found: list[Tensor] = [Tensor()] * len(self.buckets)
         for i, bucket in reversed(list(enumerate(self.buckets))):
             rest = above.pop(bucket.variable) if bucket.others else self.cost - bucket.least
-            scope, part = (*bucket.others, bucket.variable), dict[int, Tensor]()
+            scope, part = bucket.scope, dict[int, Tensor]()
             if most < inf:
                 part = dict(zip(bucket.others, _possible(bucket.least + rest <= most), strict=True))
-            whole = _part(bucket.costs, scope, part) + _part(rest, bucket.others, part).unsqueeze(-1)
+            whole = bucket.costs(part) + _part(rest, bucket.others, part).unsqueeze(-1)
             found[bucket.variable] = _least_over(whole, scope, (bucket.variable,))
             for child in below[i]:
                 least = _part(child.least, child.others, part)
@@ -166,7 +184,7 @@ def order(model: Model, sizes: Sequence[int]) -> list[int]:
 def eliminate(model: Model, sequence: list[int], price: float | None, kept: Sequence[Tensor]) -> Solved:
     """Solve, by some choices of each variable; ``price``: µs for each byte, or None: bytes alone."""
     place = {v: i for i, v in enumerate(sequence)}
-    tables: list[list[tuple[tuple[int, ...], Tensor]]] = [[] for _ in sequence]
+    tables: list[list[Table]] = [[] for _ in sequence]
     known = _Known()
 
     def put(scope: tuple[int, ...], table: Tensor) -> None:
@@ -181,12 +199,13 @@ def eliminate(model: Model, sequence: list[int], price: float | None, kept: Sequ
     for v in sequence:
         found, tables[v] = tables[v], []
         others = tuple(sorted({other for scope, _ in found for other in scope} - {v}))
-        costs, least = known.sums(found, (*others, v))
-        buckets.append(Bucket(v, others, costs, least))
+        at = {u: i for i, u in enumerate((*others, v))}
+        found.sort(key=lambda row: (row[1].numel(), [at[u] for u in row[0]]))
+        buckets.append(Bucket(v, others, found, known.least(found, at)))
         if others:
-            put(others, least)
+            put(others, buckets[-1].least)
         else:
-            total += float(least)
+            total += float(buckets[-1].least)
     return Solved(total, buckets, kept)
 
 
@@ -211,20 +230,21 @@ class _Known:
         found: Tensor = self._made[key]
         return found
 
-    def sums(self, rows: list[tuple[tuple[int, ...], Tensor]], scope: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """The sum of tables, over a scope whose last variable leaves, and what is least over that."""
-        at = {v: i for i, v in enumerate(scope)}
-        placed = [(tuple([at[v] for v in own]), table) for own, table in rows]
-        placed.sort(key=lambda row: (row[1].numel(), row[0]))
-        key = tuple([(own, id(table)) for own, table in placed])
+    def least(self, rows: Sequence[Table], at: Mapping[int, int]) -> Tensor:
+        """Of the sum of tables what is least over the last variable, which leaves; ``at``: the dims of variables."""
+        key = tuple([(tuple([at[v] for v in own]), id(table)) for own, table in rows])
         if key not in self._made:
-            costs = functools.reduce(torch.add, [_aligned(table, own, len(scope)) for own, table in placed])
-            self._made[key] = costs, costs.amin(-1)
-        found: tuple[Tensor, Tensor] = self._made[key]
+            self._made[key] = _sum(rows, at).amin(-1)
+        found: Tensor = self._made[key]
         return found
 
 
-def _aligned(table: Tensor, own: tuple[int, ...], dims: int) -> Tensor:
+def _sum(rows: Sequence[Table], at: Mapping[int, int]) -> Tensor:
+    """Of tables over some variables, of which each has its dim."""
+    return functools.reduce(torch.add, [_aligned(table, [at[v] for v in own], len(at)) for own, table in rows])
+
+
+def _aligned(table: Tensor, own: Sequence[int], dims: int) -> Tensor:
     """A table over some dims, to be added to one over all."""
     order_of = sorted(range(len(own)), key=own.__getitem__)
     shape = [1] * dims
