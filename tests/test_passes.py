@@ -47,6 +47,7 @@ from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.capture import capture
 from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes.aliases import Memory, in_flight, is_view, wait_of, written
+from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
@@ -496,6 +497,23 @@ def test_large_collectives_stay_alone() -> None:
         set_topology(before)
 
 
+@pytest.mark.parametrize("what", [psum, all_gather, psum_scatter], ids=lambda what: what.__name__)
+def test_packing_takes_no_longer_by_the_model_whatever_is_first(what: Function) -> None:
+    """Of large ones the copies are dear; small ones are packed across them."""
+    mesh = make_mesh((8,), ("x",), transport="abstract")
+    tiled = {} if what is psum else {"tiled": True}
+    f = shard_map(
+        lambda *xs: tuple(what(x, "x", **tiled) for x in xs), mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+        check_vma=False,
+    )  # fmt: skip
+    for sizes in ((1 << 26, 64, 64), (64, 1 << 26, 64), (64, 64, 1 << 26), (1 << 26, 64, 1 << 23)):
+        args = [TensorSpec(mesh, P("x"), (size,), torch.float32) for size in sizes]
+        whole, packed = (jit(f, passes=p).lower(*args) for p in ([], [Coalesce(1 << 40)]))
+        assert packed.cost().time < whole.cost().time or sizes[-1] > 64
+        assert packed.cost().time <= whole.cost().time
+        assert len(packed.collectives()) <= (2 if sizes[-1] == 64 else 3)
+
+
 def flights(program: Program) -> list[int]:
     """Of each collective under way the steps that compute meanwhile, in the order in which they begin."""
     nodes = list(program.graph.nodes)
@@ -753,6 +771,20 @@ def test_matmuls_stay_whole_where_chunks_do_not_pay() -> None:
     check_gain(f, X, ["chunked"], ["all_gather"], ["all_gather"])
 
 
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("what", [psum, psum_scatter])
+def test_a_product_to_which_a_matrix_is_added_stays_whole(what: Function) -> None:
+    added = torch.arange(96, dtype=F64).reshape(16, 6)
+
+    def body(x: Tensor) -> Tensor:
+        one = torch.addmm(added, all_gather(x[:, 0], "x", axis=0, tiled=True), W)
+        return what(one.addmm(one, W[:6]), "x", **({"tiled": True} if what is psum_scatter else {}))
+
+    x = device_put(torch.arange(384, dtype=F64).reshape(16, 3, 8).sin(), P("x"), mesh=MESH)
+    name = "psum_varying" if what is psum else "psum_scatter"
+    check_gain(of_blocks(check_vma=False)(body), x, ["chunked"], ["all_gather", name], ["all_gather", name])
+
+
 def _mlp(x: Any, up: Any, down: Any) -> Any:
     y = F.gelu(reshard(x, P("dp", None, None)) @ up)
     return x + reshard(y @ down, P("dp", "tp", None))
@@ -817,6 +849,28 @@ def test_passes_by_name_with_options_or_none() -> None:
     jit(f, passes=[look, "equal_steps", look])(X)
     assert seen == [3, 2]
     assert len(programs_of(f, X, passes=())[1].steps) == 3
-    for wrong, said in (("dead_code", "passes=the string"), (["dead"], "one of equal_steps"), ([3], "the int 3")):
+    named: Any = jit(passes=(name for name in ["equal_steps"]))
+    assert len(named(f).lower(X).collectives()) == 1
+    for wrong, said in (
+        ("dead_code", "passes=the string"),
+        (["dead"], "one of equal_steps"),
+        ([3], "the int 3"),
+        ([Overlap], r"the class Overlap for a pass; write Overlap\(\)"),
+    ):
         with pytest.raises(ArgumentError, match=said):
             jit(f, passes=wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        *[(of, "a number of bytes from 0 on") for of in (Coalesce, Overlap, Recompute)],
+        (Chunked, "ints from 1 on"),
+        (lambda x: Overlap(overtake=x), "True or False"),
+        (lambda x: Recompute(collectives=x), "True or False"),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, float("nan"), None, "1", (0,), (2.5,), [None]])
+def test_options_that_are_none(make: Function, said: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"=...\\) got .*; expected {said}"):
+        make(value)

@@ -126,7 +126,7 @@ def jit(
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
-            passes=passes,
+            passes=changes,
             backend=backend,
         )
     if not callable(f):

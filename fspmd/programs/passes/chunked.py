@@ -27,6 +27,7 @@ from fspmd.programs.copied import copied
 from fspmd.programs.facts import aten
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
+from fspmd.programs.passes.options import check_counts
 from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
 from fspmd.programs.passes.rewrites import GATHERS, SUMS
 from fspmd.programs.program import Program, Value, owner
@@ -53,6 +54,9 @@ class Chunked:
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)
+
+    def __post_init__(self) -> None:
+        check_counts("Chunked(chunks=...)", self.chunks)
 
     def __call__(self, program: Program) -> int:
         """How many matmuls there are in chunks."""
@@ -85,7 +89,7 @@ def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], boo
     memory = Memory(program)
     found = []
     for node in list(program.graph.nodes):
-        if node.target in _LEFT and len(matrix_of(node)) == 2:
+        if node.target in _LEFT and len(matrix_of(node)) == 2 and not _adds_rows(node):
             shapes = tuple(one.meta["value"].shape for one in node.all_input_nodes)
             for take in (_after_gather, _before_sum):
                 kind = take.__name__, shapes, node.meta["backward"]
@@ -243,6 +247,12 @@ def _note(memory: Memory, first: fx.Node | None, here: fx.Node) -> None:
     while first is not None and first is not here:
         memory.place.setdefault(first, memory.place[here])
         first = first.next
+
+
+def _adds_rows(product: fx.Node) -> bool:
+    """Whether to each row of a product another one is added."""
+    added: Any = product.args[0]
+    return product.target is aten.addmm.default and len(added.meta["value"].shape) > 1
 
 
 def _rows(matrix: Shape, whole: Shape, dim: int) -> bool:

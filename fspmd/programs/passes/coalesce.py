@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from fspmd.pairs import Call, call
 from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, reading_what_it_gives, replace
 from fspmd.programs.passes.dead_code import has_effect
+from fspmd.programs.passes.options import check_bytes
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program, Value
 from fspmd.redistribution.cost import moves, price, topology
@@ -36,7 +37,10 @@ class Coalesce:
     1
     """
 
-    bucket: int = 25 << 20
+    bucket: float = 25 << 20
+
+    def __post_init__(self) -> None:
+        check_bytes("Coalesce(bucket=...)", self.bucket)
 
     def __call__(self, program: Program) -> int:
         """How many collectives there are less; where some have become one, others may be next to each other."""
@@ -69,6 +73,8 @@ class Coalesce:
                 continue
             bucket = open_.setdefault(key, _Bucket())
             if bucket.members and not (bucket.bytes + _bytes(node) <= self.bucket and bucket.pays(node)):
+                if bucket.bytes < _bytes(node):  # the smaller of both waits for others
+                    continue
                 done.append(bucket)
                 bucket = open_[key] = _Bucket()
             bucket.add(node, place)
@@ -99,7 +105,8 @@ class _Bucket:
         together = self.bytes + alone
         ratio = after / alone
         apart = _time(one, self.bytes, self.bytes * ratio) + _time(one, alone, after)
-        copies = 2 * (alone + after) / topology().memory
+        copied = alone if len(self.members) > 1 else together
+        copies = 2 * copied * (1 + ratio) / topology().memory
         return bool(_time(one, together, together * ratio) + copies < apart)
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_even, is_wait
 from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
+from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
 from fspmd.redistribution.cost import moves
@@ -41,6 +42,10 @@ class Overlap:
 
     budget: float = 1 << 29
     overtake: bool = False
+
+    def __post_init__(self) -> None:
+        check_bytes("Overlap(budget=...)", self.budget)
+        check_choice("Overlap(overtake=...)", self.overtake)
 
     def __call__(self, program: Program) -> int:
         """How many more collectives are under way while something is computed."""

@@ -14,6 +14,7 @@ from fspmd.programs.calls import is_aten, is_collective, is_even
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
+from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import bytes_of, price_of_step
 from fspmd.redistribution.cost import moves, topology, work
@@ -38,6 +39,10 @@ class Recompute:
 
     budget: float = 0.0
     collectives: bool = False
+
+    def __post_init__(self) -> None:
+        check_bytes("Recompute(budget=...)", self.budget)
+        check_choice("Recompute(collectives=...)", self.collectives)
 
     def __call__(self, program: Program) -> int:
         """How many bytes less are kept."""

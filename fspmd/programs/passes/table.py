@@ -42,6 +42,8 @@ def passes_of(given: Passes) -> tuple[Pass, ...]:
     found = []
     for one in given:
         known = PASSES.get(one) if isinstance(one, str) else one
+        if isinstance(known, type):
+            raise ArgumentError(f"jit got the class {known.__name__} for a pass; write {known.__name__}()")
         if not callable(known):
             raise ArgumentError(
                 f"jit got {described(one)} for a pass; expected one of {', '.join(PASSES)}, or a function"
