@@ -15,10 +15,25 @@ from fspmd.messages import Failure, a, counted, described, quoted, refuse
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 
+#: where dicts have their keys as they were put in, of which functions learn; elsewhere they are sorted
+_IN_ORDER: Final = "fspmd"
+_for_good = optree.dict_insertion_ordered(True, namespace=_IN_ORDER)
+_for_good.__enter__()
+
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and treedef; None is a leaf."""
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    return leaves, treedef
+
+
+def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The same, by the order in which dicts have their keys, in which treedefs then differ.
+
+    >>> flatten({"w": 1, "b": 2})[0], flatten_in_order({"w": 1, "b": 2})[0]
+    ([2, 1], [1, 2])
+    """
+    leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_IN_ORDER)
     return leaves, treedef
 
 
@@ -53,7 +68,7 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
             leaves.append(arg)
             specs.append(None)
         else:
-            return flatten(args)
+            return flatten_in_order(args)
     return leaves, tuple(specs)
 
 
@@ -63,14 +78,20 @@ def key_path(path: tuple[Any, ...]) -> str:
 
 
 def leaf_paths(
-    tree: Any, root: str, is_leaf: Callable[[Any], bool] | None = None, *, none_is_leaf: bool = True
+    tree: Any,
+    root: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+    *,
+    none_is_leaf: bool = True,
+    in_order: bool = False,
 ) -> list[str]:
-    """Each leaf as Python would reach it.
+    """Each leaf as Python would reach it; ``in_order``: as `flatten_in_order` has them.
 
     >>> leaf_paths({"w": [1, None]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    accessors = optree.tree_accessors(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
+    namespace = _IN_ORDER if in_order else ""
+    accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
     return [accessor.codify(root) for accessor in accessors]
 
 
@@ -90,7 +111,8 @@ def tree_text(treedef: optree.PyTreeSpec) -> str:
     >>> tree_text(flatten({"w": [1, 2]})[1])
     "{'w': [*, *]}"
     """
-    return str(treedef).removeprefix("PyTreeSpec(").removesuffix(")").removesuffix(", NoneIsLeaf")
+    text = str(treedef).removeprefix("PyTreeSpec(").removesuffix(")")
+    return text.removesuffix(f", namespace={_IN_ORDER!r}").removesuffix(", NoneIsLeaf")
 
 
 # --- prefixes: specs over trees of values, dims over trees of arguments ---------------------------------------------

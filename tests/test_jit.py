@@ -32,6 +32,7 @@ from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
 from torch import Tensor, func
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
@@ -962,6 +963,23 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "mask": (lambda x: x[x > 0], r"^jit cannot record index, which gives a result whose shape"),
     "numpy": (lambda x: x + torch.from_numpy(x.numpy().copy()), r"^jit cannot record x.numpy\(\), which makes"),
     "list": (lambda x: torch.tensor([x[0], x[1]]), r"^jit cannot record torch.tensor.* write torch.stack"),
+    "legacy list": (lambda x: torch.FloatTensor([x[0], x[1]]), r"^jit cannot record a branch or x.item\(\), which"),
+    "legacy list of ints": (lambda x: torch.LongTensor([x[0].long()]), r"^jit cannot record a branch or x.item\(\), w"),
+    "new": (lambda x: x.new([x[0], x[1]]), r"^jit cannot record x.new\(\[y, ...\]\) of tensors; write torch.stack. It"),
+    "address": (lambda x: x * (x.data_ptr() % 7), r"^jit cannot record x.data_ptr\(\), by which anybody may read"),
+    "packed": (
+        lambda x: pad_packed_sequence(PackedSequence(x[:, None], x.long()), total_length=3)[0],
+        r"^jit cannot record pad_packed_sequence of sizes that were computed; it, which makes",
+    ),
+    "sparse": (lambda x: x.to_sparse().to_dense(), r"^jit records dense tensors, but got one of layout sparse_coo; m"),
+    "nested": (
+        lambda x: torch.nested.as_nested_tensor([x]),
+        r"^jit records dense tensors, but got one of layout nested",
+    ),
+    "cond": (
+        lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+        r"^jit cannot record torch.cond, while_loop and others .* write torch.where\(condition, a, b\)",
+    ),
     "places": (lambda x: x.tensor_split((x[:1] > 0).long())[0], r"^jit cannot record x.tensor_split\(y\)"),
     "print": (lambda x: x * len(repr(x)), r"^jit cannot record print\(x\) or repr\(x\); write fspmd.debug_print"),
     "copied": (copy.deepcopy, r"^jit cannot record copy.deepcopy\(x\); write x.clone\(\)"),
@@ -1033,10 +1051,29 @@ def test_arguments_that_are_changed_otherwise_than_by_writes() -> None:
         jit(_put_in)([torch.ones(3)])
 
 
-@pytest.mark.parametrize("f", [lambda x: x * x.sum().item(), lambda x: x * x.sum(0).tolist()[0]])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x * x.sum(0).tolist()[0],
+        lambda x: torch.tensor_split(x, x[:1, 0].long())[0],
+        lambda x: x.tensor_split(tensor_indices_or_sections=x[:1, 0].long())[0],
+    ],
+)
 def test_values_of_sharded_tensors(f: Function) -> None:
     with pytest.raises(RecordError, match=r"makes a Python value"):
         jit(f)(device_put(X, P("x"), mesh=MESH))
+
+
+@pytest.mark.parametrize("lay", [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: torch.nested.as_nested_tensor([x])])
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+def test_tensors_that_are_not_dense(lay: Function) -> None:
+    x = torch.eye(3)
+    y = lay(x)
+    for f, argument in (lambda x: x * 2, y), (lambda x: y @ x, x):
+        for run in jit(f), jit(f).lower:
+            with pytest.raises(RecordError, match=r"^jit records dense tensors, but got one of layout (sparse|nested)"):
+                run(argument)
 
 
 def test_what_each_rank_knows_is_a_constant() -> None:

@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from simulated import MESH
@@ -29,6 +30,11 @@ class Kind(enum.Enum):
 class Config:
     scale: float
     table: Any = None
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def f(x: Tensor, how: Any, n: int = 1, *, name: str = "") -> Tensor:
@@ -87,10 +93,20 @@ def test_static_values_are_compared_by_type_and_equality() -> None:
             "a",
             ("a", (None,)),
             frozenset({1}),
+            frozenset({1.0}),
+            Config(1),
+            Config(1.0),
+            Config(True, (0.0,)),
+            Config(1, (-0.0,)),
+            Pair(1, 0.0),
+            Pair(1, -0.0),
+            np.float32(0.0),
+            np.float32(-0.0),
+            np.float64(0.0),
         ):
             recorded(X, value)
             recorded(X, X.shape, value)
-    assert recorded.cache_info() == (26, 26, 26)
+    assert recorded.cache_info() == (46, 46, 46)
     assert repr(seen[:2]) == repr([(1,), (X.shape, 1)])
 
 
@@ -194,7 +210,7 @@ MISSES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], list[str]]] = {
     "tree": (
         ({"w": [W]},),
         ({"w": [W], "b": W},),
-        ["x['b']: the record had none", "x: tree {'w': [*]} -> {'b': *, 'w': [*]}"],
+        ["x['b']: the record had none", "x: tree {'w': [*]} -> {'w': [*], 'b': *}"],
     ),
     "arguments": (
         ({"w": [W]},),
@@ -282,6 +298,42 @@ def _told(x: Tensor, y: Tensor) -> Any:
     facts = [(type(one), one.dtype, one.shape, one.requires_grad, one.is_conj(), one.is_neg()) for one in (x, y)]
     around = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
     return (x + 2 * y).sum(), (facts, around)
+
+
+def _shuffled(tree: Any, chosen: random.Random) -> Any:
+    """With the keys of dicts put in, by chance, in another order."""
+    if not isinstance(tree, dict):
+        return [_shuffled(one, chosen) for one in tree] if isinstance(tree, list) else tree
+    keys = chosen.sample(list(tree), len(tree))
+    return {key: _shuffled(tree[key], chosen) for key in keys}
+
+
+def _in_a_row(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [x for one in (tree.values() if isinstance(tree, dict) else tree) for x in _in_a_row(one)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_functions_see_the_keys_of_dicts_in_the_order_of_their_call(seed: int) -> None:
+    def f(tree: Any, **named: Any) -> Any:
+        return torch.cat(_in_a_row(tree) + _in_a_row(named)), named, {"b": tree, "a": 1}
+
+    def g(tree: Any) -> Any:
+        return torch.stack(_in_a_row(tree)).cumsum(0)
+
+    mapped = fspmd.shard_map(g, mesh=MESH, in_specs=P("x"), out_specs=P(None, "x"))
+    chosen, recorded = random.Random(seed), jit(f, donate_argnames="q")
+    for n in range(20):
+        parts = [torch.full((4,), 10.0 * n + i) for i in range(6)]
+        tree = {"w": parts[0], "b": [parts[1], {1: parts[2], 0: parts[3]}], "c": {"z": parts[4], "y": parts[5]}}
+        tree = _shuffled(tree, chosen)
+        named = _shuffled({"p": parts[0] + 1, "q": parts[1] + 1}, chosen)
+        expected, found = f(tree, **named), recorded(tree, **{k: x.clone() for k, x in named.items()})
+        assert str(found) == str(expected)
+        for one in mapped, jit(mapped):
+            assert torch.equal(fspmd.device_get(one(tree)), g(tree))
+    assert recorded.cache_info().hits < 20
 
 
 def _kinds() -> list[Callable[[], Tensor]]:

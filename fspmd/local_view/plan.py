@@ -37,6 +37,7 @@ class Plan:
     nested: bool
     simulated: bool
     widen: Call | None  # unchecked: the cast of a tensor closed over, whose gradients are summed
+    order: list[int] | None  # where leaves stand by the order in which dicts were made; None where that is theirs
     closes: bool = True  # False once a graph has shown that nothing differentiable is closed over
     exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
@@ -100,7 +101,7 @@ def make_plan(
     _check_call(f, args, names, name)
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)
-    labels = [path for root, arg in zip(roots, args, strict=True) for path in leaf_paths(arg, root, is_sharded)]
+    labels, made = (_labels(args, roots, in_order) for in_order in (False, True))
     leaves = optree.tree_leaves(args, is_leaf=is_sharded, none_is_leaf=True)
     rows = list(zip(leaves, specs, labels, strict=True))
     _check_meshes(rows, mesh, name)
@@ -126,7 +127,14 @@ def make_plan(
         nested=outer is not None,
         simulated=mesh.transport == "simulation",
         widen=None if checked else call("invariant_to_varying", whole, whole.ordered(new_axes)),
+        order=None if made == labels else list(map({path: i for i, path in enumerate(made)}.__getitem__, labels)),
     )
+
+
+def _labels(args: tuple[Any, ...], roots: list[str], in_order: bool) -> list[str]:
+    """Each leaf of the arguments as a message names it."""
+    rows = zip(roots, args, strict=True)
+    return [path for root, arg in rows for path in leaf_paths(arg, root, is_sharded, in_order=in_order)]
 
 
 def _name_of(f: Any) -> str:

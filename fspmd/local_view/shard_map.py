@@ -107,7 +107,10 @@ def shard_map(
         plan = plans.get(key)
         if plan is None:
             plan = plans[key] = make_plan(function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer)
-        return run(plan, function, leaves, names, type(structure) is tuple)
+        flat = type(structure) is tuple
+        if not flat and plan.order is not None:  # all ranks move leaves in one order
+            leaves = [leaves[i] for i in plan.order]
+        return run(plan, function, leaves, names, flat)
 
     return mapped
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated
+from fspmd.programs.escapes import not_compiled
 from fspmd.programs.facts import state_of
 from fspmd.programs.program import Program
 from fspmd.programs.reach import reached
@@ -20,7 +21,7 @@ from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states
-from fspmd.trees import filling, flatten
+from fspmd.trees import filling, flatten, flatten_in_order
 
 #: held by who records; others run functions as they are, or wait
 recording = threading.RLock()
@@ -59,7 +60,7 @@ def capture(
 
 
 def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imagines: bool) -> Capture:
-    leaves, treedef = flatten((args, kwargs))
+    leaves, treedef = flatten_in_order((args, kwargs))
     before = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tensors, filled = list(map(_apart, before)), filling(leaves, treedef)
 
@@ -108,6 +109,8 @@ def _run(recorder: Recorder, function: Callable[..., Any], given: Any, named: An
     try:
         out = function(*given, **named)
     except Exception as error:
+        if recorder.refused is None and type(error).__module__ == "torch._dynamo.exc":
+            raise not_compiled() from error
         if recorder.refused is None or error is recorder.refused:
             raise
         raise recorder.refused from error
@@ -125,7 +128,7 @@ def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
     """Raises where a function has changed its arguments otherwise than by writing into tensors."""
-    (was, tree), (now, other) = flatten(before), flatten(after)
+    (was, tree), (now, other) = flatten_in_order(before), flatten_in_order(after)
     if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
         raise RecordError(
             "jit cannot record a function that changes a list, a dict or a Sharded that it was given; return what "

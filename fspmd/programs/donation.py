@@ -13,7 +13,7 @@ from fspmd.errors import ArgumentError, DonationError
 from fspmd.programs.arguments import Chosen
 from fspmd.programs.reuse import own
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import flatten, leaf_paths, parameter_names
+from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
 
 _T: Any = Tensor
 #: what may still be asked of a tensor without memory
@@ -118,11 +118,11 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
     parameters = parameter_names(f, len(args))
     called = getattr(f, "__name__", None) or type(f).__name__
     trees = [(name, arg, i in which.numbers) for i, (name, arg) in enumerate(zip(parameters, args, strict=True))]
-    trees += [(name, kwargs[name], name in which.names) for name in sorted(kwargs)]
+    trees += [(name, kwargs[name], name in which.names) for name in kwargs]
     places, names, place = [], [], 0
     for name, tree, given in trees:
-        leaves = flatten(tree)[0]
-        for path, leaf in zip(leaf_paths(tree, name), leaves, strict=True):
+        leaves = flatten_in_order(tree)[0]
+        for path, leaf in zip(leaf_paths(tree, name, in_order=True), leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 continue
             if given and leaf.requires_grad and torch.is_grad_enabled():

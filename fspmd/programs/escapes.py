@@ -11,6 +11,8 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
+from fspmd.programs.facts import functorch
+from fspmd.sharded import Sharded
 from fspmd.watching.causes import trace
 
 Knows = Callable[[Tensor], bool]
@@ -28,6 +30,20 @@ def constant_of(what: str) -> RecordError:
         f"jit cannot record {what}: it would be a constant of the record. Compute it outside of the jitted function; "
         "or keep it a tensor: torch.where(condition, a, b) instead of a branch, masks instead of selections" + line()
     )
+
+
+def not_compiled() -> RecordError:
+    """The refusal of what torch would have its compiler take apart."""
+    return RecordError(
+        "jit cannot record torch.cond, while_loop and others that run functions as values tell; write "
+        f"torch.where(condition, a, b), or a loop of Python with a fixed number of steps{line()}"
+    )
+
+
+def not_dense(x: Tensor) -> RecordError:
+    """The refusal of a tensor that is sparse, nested, or lies in a way of its own."""
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return RecordError(f"jit records dense tensors, but got one of layout {kind}; make it dense before{line()}")
 
 
 _VALUES: Final = "{}, which makes a Python value of a tensor's"
@@ -58,10 +74,19 @@ _READING: Final[dict[Any, str]] = {
     torch.as_tensor: "torch.as_tensor([x, ...]) of tensors; write torch.stack. It",
     torch.asarray: "torch.asarray([x, ...]) of tensors; write torch.stack. It",
     _T.new_tensor: "x.new_tensor([y, ...]) of tensors; write torch.stack. It",
+    _T.new: "x.new([y, ...]) of tensors; write torch.stack. It",
 }
-_SPLITTING: Final = (torch.tensor_split, _T.tensor_split)
+#: functions that read values of their second argument, a tensor
+_PLACED: Final[dict[Any, str]] = {
+    **dict.fromkeys((torch.tensor_split, _T.tensor_split), "x.tensor_split(y) with a tensor of places; it"),
+    getattr(torch._VF, "_pad_packed_sequence"): "pad_packed_sequence of sizes that were computed; it",  # noqa: B009
+}
+#: what Python asks of a tensor with one element, where constructors such as torch.FloatTensor hide that from dispatch
+_NUMBERS: Final = frozenset({_T.__bool__, _T.__int__, _T.__index__, _T.__float__, _T.__complex__})
+_NUMBER: Final = "a branch or x.item(), which makes a Python value of a tensor's"
 _GRADIENTS: Final = {_T.grad.__get__: "reads", _T.grad.__set__: "sets", _T.grad.__delete__: "deletes"}
-_CHECKED: Final = frozenset({*_LEAVING, *_WRITING, *_READING, *_SPLITTING, *_GRADIENTS})
+_GIVING: Final = frozenset({*_LEAVING, *_READING, *_PLACED})
+_CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.data_ptr})
 
 
 class Escapes(TorchFunctionMode):
@@ -74,7 +99,7 @@ class Escapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKED and not self.recorder.paused:
             self.check(func, args, kwargs or {})
-            if self.recorder.imagines and (func in _LEAVING or func in _READING or func in _SPLITTING):
+            if self.recorder.imagines and func in _GIVING:
                 args = map_aggregate(tuple(args), self.recorder.values_of)
         out = func(*args, **(kwargs or {}))
         if not self.recorder.paused:
@@ -88,8 +113,13 @@ class Escapes(TorchFunctionMode):
         elif func in _READING:
             data = args[-1] if args else kwargs.get("data", kwargs.get("obj"))
             self.values(_READING[func], _within(data))
-        elif func in _SPLITTING:
-            self.values("x.tensor_split(y) with a tensor of places; it", [x for x in args[1:] if isinstance(x, Tensor)])
+        elif (name := _PLACED.get(func)) is not None:
+            given = (x.local if type(x) is Sharded else x for x in (*args[1:], *kwargs.values()))
+            self.values(name, [x for x in given if isinstance(x, Tensor)])
+        elif func in _NUMBERS:
+            self.number(args[0])
+        elif func is _T.data_ptr and self.recorder.is_value(args[0]):
+            raise self.recorder.refusal(constant_of("x.data_ptr(), by which anybody may read or write its values"))
         elif (name := _WRITING.get(func)) is not None:
             raise self.recorder.refusal(RecordError(f"jit cannot record {_WRITES.format(name)}{line()}"))
         elif (verb := _GRADIENTS.get(func)) is not None and self.recorder.was_there(args[0]):
@@ -99,6 +129,13 @@ class Escapes(TorchFunctionMode):
                     f"arguments, or make them by fspmd.grad, and return them{line()}"
                 )
             )
+
+    def number(self, x: Tensor) -> None:
+        """The same of what torch asks for a number; it asks tensors of many elements, too, if they are one."""
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+        if x.numel() == 1 and not self.recorder.is_constant(x):
+            raise self.recorder.refusal(constant_of(_NUMBER))
 
     def values(self, name: str, found: Iterable[Tensor]) -> None:
         """Raises where Python would learn of values that are no constants."""

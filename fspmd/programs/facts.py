@@ -31,6 +31,11 @@ def is_pure(func: Any) -> bool:
     return facts_of(func).pure
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor lies in memory by strides."""
+    return x.layout is torch.strided and not x.is_nested
+
+
 def draws(func: Any) -> bool:
     """Whether an aten function draws from a generator."""
     return facts_of(func).random

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fspmd.programs.escapes import not_dense
+from fspmd.programs.facts import is_dense
 from fspmd.programs.fake_results import Imagining
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -44,6 +46,8 @@ def _stand_in(leaf: Any, mode: FakeTensorMode) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+        if not is_dense(leaf):
+            raise not_dense(leaf)
         fake = _fake(leaf, mode)
         return torch.nn.Parameter(fake, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else fake
     return leaf

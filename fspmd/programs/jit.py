@@ -16,7 +16,7 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
-from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart
+from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart, without_key
 from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
@@ -156,7 +156,10 @@ class _Records(dict[Any, Record]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
     ) -> Any:
         """The result of a call; ``leaves``: of its arguments."""
-        kinds, values, strides = kinds_of(leaves)
+        try:
+            kinds, values, strides = kinds_of(leaves)
+        except RuntimeError as error:
+            raise without_key(leaves, error) from None
         try:
             record = self.get((around, kinds))
         except TypeError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from numbers import Number
 from typing import Any, Final
 
 import torch
@@ -12,8 +14,10 @@ from torch.utils._device import DeviceContext
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
+from fspmd.programs.escapes import not_dense
+from fspmd.programs.facts import is_dense
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import flatten, flatten_args
+from fspmd.trees import flatten, flatten_args, flatten_in_order
 
 _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
@@ -47,7 +51,7 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The leaves of the arguments of a call, and all of its key but what they are."""
-    leaves, structure = flatten((args, kwargs)) if kwargs else flatten_args(args)
+    leaves, structure = flatten_in_order((args, kwargs)) if kwargs else flatten_args(args)
     casts = autocasts() if _any_autocast() else ()
     around: tuple[Any, ...] = structure, _grad_enabled(), _default_dtype(), casts, current_mesh()
     if _function_modes():
@@ -99,11 +103,24 @@ def _kind(leaf: Any) -> Any:
 
 
 def identity(value: Any) -> Any:
-    """What tells one Python value from another: 1, 1.0 and True, two zeros; in tuples, too."""
+    """What tells one Python value from another: 1, 1.0 and True, two zeros; in tuples, sets and dataclasses, too."""
     kind = type(value)
-    if kind is float or kind is complex:
+    if kind in _TOLD:
+        return kind, value
+    if kind is float or (isinstance(value, Number) and not isinstance(value, int)):
         return kind, repr(value)
-    return kind, tuple(map(identity, value)) if kind is tuple else value
+    if isinstance(value, tuple):
+        return kind, value, tuple(map(identity, value))
+    if kind is frozenset:
+        return kind, frozenset(map(identity, value))
+    if (parameters := getattr(kind, "__dataclass_params__", None)) is not None and parameters.eq:
+        told = [one.name for one in fields(value) if one.compare and one.hash is not False]
+        return kind, value, tuple(identity(getattr(value, name)) for name in told)
+    return kind, value
+
+
+#: of equal values of one of these types nobody tells one from another
+_TOLD: Final = frozenset({int, bool, str, type(None)})
 
 
 class Static:
@@ -126,6 +143,11 @@ class Static:
 def strides_of(x: Tensor) -> Any:
     """How a tensor lies in memory."""
     return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
+
+
+def without_key(leaves: list[Any], error: Exception) -> Exception:
+    """Why leaves have no kind."""
+    return next((not_dense(x) for x in leaves if isinstance(x, Tensor) and not is_dense(x)), error)
 
 
 def not_hashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,7 +25,7 @@ from fspmd.programs.text import program_text
 from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.trees import leaf_paths, parameter_names
+from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
 from fspmd.watching.communication_log import CommunicationLog
 
 
@@ -206,11 +205,11 @@ def _uncollected() -> Iterator[None]:
 
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """What the user calls each tensor among the arguments."""
-    named = [*zip(parameter_names(function, len(args)), args, strict=True), *sorted(kwargs.items())]
+    named = [*zip(parameter_names(function, len(args)), args, strict=True), *kwargs.items()]
     found = []
     for name, tree in named:
-        leaves = optree.tree_leaves(tree, is_sharded, none_is_leaf=True)
-        paths = leaf_paths(tree, name, is_sharded)
+        leaves, _ = flatten_in_order(tree, is_sharded)
+        paths = leaf_paths(tree, name, is_sharded, in_order=True)
         found += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, (Tensor, Sharded))]
     return found
 

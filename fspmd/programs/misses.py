@@ -18,7 +18,7 @@ from fspmd.messages import counted
 from fspmd.programs.keys import Static, autocasts, default_device, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import leaf_paths, parameter_names, tree_text
+from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
 from fspmd.watching.causes import trace
 
 #: for each leaf of the arguments, and for the surroundings (""), its parts
@@ -93,7 +93,7 @@ def facts_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     names = parameter_names(f, len(args))
     found: Facts = {
         "": {
-            "arguments": ", ".join([*names, *(f"{name}=" for name in sorted(kwargs))]),
+            "arguments": ", ".join([*names, *(f"{name}=" for name in kwargs)]),
             "grad mode": torch.is_grad_enabled(),
             "default dtype": torch.get_default_dtype(),
             "default device": default_device(),
@@ -102,10 +102,10 @@ def facts_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         }
     }
     for name, tree in (*zip(names, args, strict=True), *kwargs.items()):
-        leaves, treedef = optree.tree_flatten(tree, is_sharded, none_is_leaf=True)
+        leaves, treedef = flatten_in_order(tree, is_sharded)
         if not optree.treespec_is_leaf(treedef):
             found[name] = {"tree": tree_text(treedef)}
-        for path, leaf in zip(leaf_paths(tree, name, is_sharded), leaves, strict=True):
+        for path, leaf in zip(leaf_paths(tree, name, is_sharded, in_order=True), leaves, strict=True):
             found[path] = _parts(leaf)
     return found
 

@@ -14,6 +14,7 @@ from torch._subclasses import fake_tensor
 
 from fspmd.errors import ValuesNeededError
 from fspmd.meshes.world import world_size
+from fspmd.messages import described
 from fspmd.programs.ahead import Compiled
 from fspmd.programs.arguments import Chosen, mark_static, with_static
 from fspmd.programs.donation import NOTHING, Donation, donation
@@ -84,7 +85,17 @@ class Recordable:
         """The program, which is not run."""
         given, named, mode = without_values(*self.marked(args, kwargs))
         donated = self.donated(given, named)
-        captured = imagined(self.plain, given, named, mode)
+        try:
+            captured = imagined(self.plain, given, named, mode)
+        except _NEEDS_VALUES as error:
+            if isinstance(error, ValuesNeededError):
+                raise
+            told = str(error).partition("\n")[0]
+            raise ValuesNeededError(
+                "jit(f).lower(...) knows shapes alone, from which torch cannot tell what a function in "
+                f"{described(self.function)} gives ({type(error).__name__}: {told}); call jit(f), or lower what stands "
+                "before and after it"
+            ) from error
         program = of_first_rank(captured.program)
         shown = captured if program is captured.program else replace(captured, program=program)
         for one in (captured,) if shown is captured else (shown, captured):

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -22,8 +23,8 @@ from fspmd.global_view.instead import Dispatch, instead_of_dispatch
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
-from fspmd.programs.escapes import Escapes
-from fspmd.programs.facts import aten, functorch
+from fspmd.programs.escapes import Escapes, not_compiled, not_dense
+from fspmd.programs.facts import aten, functorch, is_dense
 from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.other_random import OtherRandom
 from fspmd.programs.python_steps import check_reached, given_alone
@@ -42,6 +43,8 @@ _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
 class Recorder(Values):
     """What becomes of each call."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, reached: Iterable[Any] = (), imagines: bool = False) -> None:
         """``reached``: what the function is given and reaches, among it generators of random numbers."""
@@ -74,6 +77,8 @@ class Recorder(Values):
                 )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise self.refusal(not_compiled())
         if func is _DEVICE:  # asked of a fake tensor by what is not Python
             return args[0].device
         kwargs = kwargs or {}
@@ -188,6 +193,10 @@ class Recorder(Values):
                 self.generators.check_unread(value)
         except RecordError as error:
             raise self.refusal(error) from None
+
+    def check_dense(self, x: Tensor) -> None:
+        if not is_dense(x):
+            raise self.refusal(not_dense(x))
 
     def values_of(self, x: Any) -> Any:
         """A constant with its values, where it is imagined without."""

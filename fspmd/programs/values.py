@@ -93,6 +93,7 @@ class Values(RecordingMode):
         block = blocks_of(x)[0]
         while functorch.is_functorch_wrapped_tensor(block):
             block = functorch.get_unwrapped(block)
+        self.check_dense(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
                 self._stand_ins[id(block)] = block, stand_in(block, self.mode)
@@ -161,6 +162,9 @@ class Values(RecordingMode):
 
     def check_captured(self, value: Any) -> None:
         """Raises for what was there before and may be no constant, nor read anew."""
+
+    def check_dense(self, x: Tensor) -> None:
+        """Raises for a tensor that does not lie in memory by strides."""
 
     def _put(
         self,
