@@ -31,6 +31,7 @@ from fspmd import (
     Topology,
     all_gather,
     all_to_all,
+    axis_index,
     device_get,
     device_put,
     jit,
@@ -230,7 +231,42 @@ def collectives_in_order(seeds: range) -> list[Any]:
         for one in (Overlap(512, overtake=True), Recompute(256, collectives=True), "chunked"):
             lowered = jit(f, passes=[one, Overlap(overtake=True)]).lower(*args)
             found.append([(c.kind, c.axes) for c in lowered.collectives()])
+    for body in (_own_operand, _own_use, _own_need, _equal_by_size):
+        for rows in (8, 9):
+            x = device_put(torch.ones(rows, 2, dtype=F64).cumsum(0), P(("x", "y")), mesh=mesh)
+            f = shard_map(body, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")), check_vma=False)
+            expected = device_get(f(x))
+            for passes in (None, ["coalesce"], [Overlap(overtake=True)]):
+                torch.testing.assert_close(device_get(with_passes(passes)(f, x)), expected)
+                found.append([(c.kind, c.axes) for c in jit(f, passes=passes).lower(x).collectives()])
+    f = shard_map(lambda x: psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    assert jit(f).lower(torch.ones(8)).program.even  # whatever was uneven before
     return found
+
+
+def _own_operand(x: Tensor) -> Tensor:
+    """On the first rank the operands of both sums are made otherwise."""
+    y = x.sin() * 1.0 if axis_index(("x", "y")) == 0 else x.sin()
+    return x * (psum(x.sin().sum(), "x") + psum(y.sum(), "x"))
+
+
+def _own_use(x: Tensor) -> Tensor:
+    """On the first rank one sum needs another one."""
+    one = psum(x.sum(), "x")
+    y = x + 0 * one if int(axis_index(("x", "y"))) == 0 else x
+    return x * (one + psum(y.sum(), "x"))
+
+
+def _own_need(x: Tensor) -> Tensor:
+    """The first rank alone needs a sum."""
+    one = psum(x.sum(), "x")
+    return x + one * 0 if axis_index(("x", "y")).item() == 0 else x
+
+
+def _equal_by_size(x: Tensor) -> Tensor:
+    """Two rows, or fewer, and all: where blocks are uneven that is the same on some ranks."""
+    few, all_ = (x.narrow(0, 0, rows) for rows in (min(2, x.shape[0]), x.shape[0]))
+    return x * (psum(few.sum(), ("x", "y")) + psum(all_.sum(), ("x", "y")))
 
 
 @pytest.mark.skipif(not FULL, reason="a sample runs in test_jit, which has processes already")

@@ -11,9 +11,8 @@ from torch import Tensor, fx
 
 from fspmd.pairs import Call
 from fspmd.programs.program import Value, owner
-from fspmd.transport import Options, Pending
+from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
-from fspmd.transport.frame import UNEVEN
 from fspmd.transport.rows import Routes
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,24 +112,6 @@ def add_wait(graph: fx.Graph, begun: fx.Node, like: fx.Node) -> fx.Node:
     """A step that waits for what was begun."""
     call = begun.meta["call"]
     return add_step(graph, waiter(call), (begun,), like, _value_after(call, begun.all_input_nodes[0]))
-
-
-def is_alike(call: Call) -> bool:
-    """Whether all ranks that take part know of each other's blocks what they are like."""
-    return call.mesh.transport == "simulation" or call.mesh not in UNEVEN
-
-
-def is_even(node: fx.Node) -> bool:
-    """Whether nothing tells that a step has blocks of another shape on another rank."""
-    spec, held, call = map(node.meta.get, ("spec", "held", "call"))
-    if (spec is not None and not spec.even) or (held and held[1]):
-        return False
-    if call is None:
-        return True
-    o: Options = call.options
-    if o.move is not None and (o.move.across or not (o.move.source.even and o.move.target.even)):
-        return False
-    return o.sizes is None and o.concat_sizes is None and o.routes is None and is_alike(call)
 
 
 def add_step(

@@ -139,8 +139,10 @@ class Escapes(TorchFunctionMode):
 
     def values(self, name: str, found: Iterable[Tensor]) -> None:
         """Raises where Python would learn of values that are no constants."""
+        found = list(found)
         if not all(map(self.recorder.is_constant, found)):
             raise self.recorder.refusal(constant_of(_VALUES.format(name)))
+        self.recorder.learn(found)
 
 
 def _within(data: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ Its nodes say in ``meta`` what passes, prices and readers ask for:
 ``repeats``   it computes again what forward has computed; else absent
 ``call``      the `Call` of a collective; ``waits``: whether the step ends it, or only begins it
 ``constant``  the result is the same in every run of this rank
+``by_size``   it stands for several that are equal on this rank, and may not be on others; else absent
 ``effect``    the step does more than give its result
 """
 
@@ -73,12 +74,17 @@ class Program:
 
     ``inputs`` are the tensors among the arguments, then those closed over that have a gradient; ``cotangents`` are
     what deferred steps are given besides; ``constants`` are tensors that were there before, read in every run.
+
+    ``even``: no block has another shape on another rank. ``alike``: no Python has learnt which rank it runs on, so that
+    all ranks have the same steps. What is not, is not on any of them.
     """
 
     graph: fx.Graph
     inputs: list[fx.Node]
     constants: dict[fx.Node, Tensor]
     cotangents: list[fx.Node]
+    even: bool = True
+    alike: bool = True
 
     @staticmethod
     def of(

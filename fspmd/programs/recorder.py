@@ -91,6 +91,8 @@ class Recorder(Values):
         fixed = facts.pure and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
         if not fixed:
             check(func, args, kwargs, self)
+        elif facts.gives_values or facts.dynamic_shape:
+            self.learn(tensors_of((*args, *kwargs.values())))
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()} if kwargs else kwargs
         if facts.random:
@@ -142,6 +144,7 @@ class Recorder(Values):
     def collective(self, call: Call, x: Tensor, waits: bool) -> Any:
         """A call of the pair table."""
         placed = self._placed(x)
+        self.even &= _is_even(call)
         with self.pause():
             if (self.deferred or self.imagines) and call.mesh.transport != "simulation":
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
@@ -257,7 +260,7 @@ class Recorder(Values):
         def run(*args: Any) -> Any:
             out = dispatch(*args)
             if tracing.recorder() is self:
-                self.lies(out)
+                self.lies((*args[2], out))
             return out
 
         return run
@@ -270,6 +273,14 @@ class Recorder(Values):
         if not tracing.is_recording():
             return None
         return call if type(call) is _Recorded else _Recorded(call, self)
+
+
+def _is_even(call: Call) -> bool:
+    """Whether all ranks give a call blocks of one shape, and get such."""
+    o = call.options
+    if o.move is not None and (o.move.across or not (o.move.source.even and o.move.target.even)):
+        return False
+    return o.sizes is None and o.concat_sizes is None and o.routes is None
 
 
 class _Recorded(StandIn):

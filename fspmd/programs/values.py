@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, ref
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd import tracing
+from fspmd.body import state
 from fspmd.programs.facts import aten, functorch, memory_of, shard_of
 from fspmd.programs.fakes import active_mode, stand_in
 from fspmd.programs.program import value_of
@@ -41,8 +42,11 @@ class Values(RecordingMode):
         self.given: list[Tensor] = []  # arguments
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
+        self.even = True  # blocks are of one shape on all ranks
+        self.alike = True  # no Python has learnt which rank it runs on
         self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
+        self._of_rank: set[fx.Node] = set()  # of that, what each rank has for itself
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values, where others have none
         self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
@@ -108,6 +112,8 @@ class Values(RecordingMode):
             _describe(node, kept, memory_of(kept))
         self.check_captured(kept)
         self._gradients[node] = None
+        if value is None:
+            self._of_rank.add(node)
         copy = self._put(aten.clone.default, (node,), {}, constant=True)
         self._know(x, copy)
         return x
@@ -115,6 +121,7 @@ class Values(RecordingMode):
     def lies(self, out: Any) -> None:
         """Say of results in the global view how they lie."""
         if type(out) is Sharded:
+            self.even &= out.spec.even
             known = _entry(self._nodes, out.local)
             if known is None and type(out.local) is LocalTensor:  # which ours put together, and nothing has used
                 known = _entry(self._nodes, out.local.shards[0])
@@ -131,6 +138,14 @@ class Values(RecordingMode):
                 return bool(found[1].meta.get("constant")) and not x._version
         return False
 
+    def learn(self, values: Iterable[Any]) -> None:
+        """Python learns of constants: which rank it runs on, where they are made of that."""
+        waiting = [self.node_of(x) for x in values if isinstance(x, Tensor)]
+        while waiting and self.alike:
+            node = waiting.pop()
+            self.alike = node not in self._of_rank
+            waiting += node.all_input_nodes
+
     def is_value(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the recorded function, or was computed in it, and is no constant."""
         while functorch.is_functorch_wrapped_tensor(x):
@@ -146,6 +161,7 @@ class Values(RecordingMode):
         if "value" not in node.meta:
             _describe(node, x, self._memory(x))
         shards = x.shards if type(x) is LocalTensor else ()
+        self.even &= not shards or not x.uneven  # type: ignore[attr-defined]
         for i in reversed(range(len(shards))):  # of ranks that have one tensor it is the first one's
             self._shards[id(shards[i])] = ref(shards[i]), node, i
 
@@ -182,6 +198,7 @@ class Values(RecordingMode):
         node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
+        self.even &= state.body is None or not state.body.uneven
         return node
 
     def _cause(self) -> tuple[Cause, bool]:

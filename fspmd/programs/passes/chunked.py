@@ -17,9 +17,7 @@ from fspmd.programs.calls import (
     add_step,
     add_view,
     add_wait,
-    is_alike,
     is_collective,
-    is_even,
     reading_what_it_gives,
     replace,
 )
@@ -46,7 +44,7 @@ class Chunked:
 
     So each chunk is gathered, or summed up, while another one is computed: tensor parallelism that overlaps. The
     topology decides what pays: n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of
-    the copies which put results together. Not on meshes with uneven blocks, where ranks might differ.
+    the copies which put results together. Not where blocks are uneven: ranks might differ.
 
     What a later pass hides beside other steps is better left whole. So in front of `Overlap` with ``overtake=True``,
     which is for functions whose Python takes the same way on all ranks, it is tried on copies of the program which
@@ -64,8 +62,6 @@ class Chunked:
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Callable[[Program], int]:
         """The pass that is to run in front of ``others``."""
-        if not all(map(is_even, program.graph.nodes)):
-            return self  # what ranks try would not take the same time
 
         def time(kinds: Collection[Kind]) -> float:
             tried = copied(program)
@@ -86,6 +82,8 @@ class Chunked:
 
 def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], bool]) -> list[Kind]:
     """Matmuls of the kinds wanted; the kinds of those that are in chunks then."""
+    if not (program.even and program.alike):
+        return []
     memory = Memory(program)
     found = []
     for node in list(program.graph.nodes):
@@ -212,11 +210,7 @@ def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bo
 
 def _may_be_cut(memory: Memory, node: fx.Node) -> bool:
     one: Call = node.meta["call"]
-    (x,) = node.all_input_nodes
-    held = x.meta.get("held")
-    o = one.options
-    even = o.sizes is None and o.index_groups is None and not (held and held[1])
-    return bool(node.meta["waits"]) and even and is_alike(one) and one.mesh.axis_size(one.axes) > 1
+    return bool(node.meta["waits"]) and one.options.index_groups is None and one.mesh.axis_size(one.axes) > 1
 
 
 def _may_come_earlier(memory: Memory, product: fx.Node, here: fx.Node) -> bool:

@@ -45,6 +45,8 @@ class Coalesce:
     def __call__(self, program: Program) -> int:
         """How many collectives there are less; where some have become one, others may be next to each other."""
         gone = 0
+        if not program.alike:
+            return gone
         while packed := self._pack_all(program):
             gone += packed
         return gone

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch._ops import OpOverload
 
+from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.facts import draws, is_pure
 from fspmd.programs.passes.aliases import Memory, written
 from fspmd.programs.program import Program
@@ -24,7 +25,7 @@ def dead_code(program: Program) -> int:
         if node.op != "call_function":
             continue
         is_read = memory is not None and any(memory.of(x) in read for x in written(node))
-        if node in wanted or is_read or has_effect(node):
+        if node in wanted or is_read or has_effect(node) or (not program.alike and _is_of_all(node)):
             wanted.update(node.all_input_nodes)
             if memory is not None:
                 read.update(map(memory.of, node.all_input_nodes))
@@ -32,6 +33,11 @@ def dead_code(program: Program) -> int:
             program.graph.erase_node(node)
             gone += 1
     return gone
+
+
+def _is_of_all(node: fx.Node) -> bool:
+    """Whether a step is one that other ranks may need, too."""
+    return is_collective(node) or is_wait(node)
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -20,14 +20,17 @@ _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, 
 def equal_steps(program: Program) -> int:
     """Let the first of equal steps stand for the others; how many go.
 
-    Steps of forward and of backward stay apart: what `checkpoint` computes again is computed again.
+    Steps of forward and of backward stay apart: what `checkpoint` computes again is computed again. Collectives go on
+    all ranks or on none: those of steps that are equal because of a number, where it may be the size of a block that is
+    another one on other ranks, stay, and all where ranks may have other steps.
     """
     memory: Memory | None = None
     known: dict[Hashable, fx.Node] = {}
     ends = {*program.results, *program.gradients}
     gone = 0
     for node in list(program.graph.nodes):
-        if not _may_stand_for_others(node):
+        by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
+        if not _may_stand_for_others(node) or (is_collective(node) and (by_size or not program.alike)):
             continue
         key = _key(node)
         if key is None:
@@ -39,6 +42,8 @@ def equal_steps(program: Program) -> int:
         if node not in ends and not _is_changed(memory, first, node) and memory.may_be(node, first):
             memory.merge(node, first)
             replace(node, first)
+            if by_size or (not program.even and _has_numbers((first.args, first.kwargs))):
+                first.meta["by_size"] = True
             gone += 1
         else:
             known[key] = node
@@ -68,6 +73,12 @@ def _key(node: fx.Node) -> Hashable | None:
     except TypeError:  # an argument that is no literal
         return None
     return key
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return any(map(_has_numbers, value)) if isinstance(value, (list, tuple)) else type(value) in (int, float)
 
 
 def _frozen(value: Any) -> Any:

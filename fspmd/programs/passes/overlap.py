@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_even, is_wait
+from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_wait
 from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
 from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.passes.order import dependencies
@@ -50,7 +50,7 @@ class Overlap:
     def __call__(self, program: Program) -> int:
         """How many more collectives are under way while something is computed."""
         nodes = list(program.graph.nodes)
-        overtake = self.overtake and all(map(is_even, nodes))  # where how many bytes are under way is known to all
+        overtake = self.overtake and program.even and program.alike
         made = _Schedule(nodes, dependencies(program), self.budget, overtake)
         flights, views = made.flights, made.moved
         parts: dict[int, list[tuple[int, fx.Node]]] = {}

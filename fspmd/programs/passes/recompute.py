@@ -10,7 +10,7 @@ from math import inf, prod
 
 from torch import fx
 
-from fspmd.programs.calls import is_aten, is_collective, is_even
+from fspmd.programs.calls import is_aten, is_collective
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
@@ -69,7 +69,7 @@ class _Plan:
 
     def __init__(self, program: Program, collectives: bool) -> None:
         self.graph = program.graph
-        self.collectives = collectives and all(map(is_even, self.graph.nodes))
+        self.collectives = collectives and program.even and program.alike
         self.memory = memory = Memory(program)
         self.ends = {*program.results, *program.gradients}
         late = program.deferred or [node for node in program.steps if node.meta["backward"]]

@@ -104,7 +104,7 @@ _SECONDS: Final = frozenset(kernel for row in ROWS for kernel in row.second)
 def rewrites(program: Program) -> int:
     """Rewrite as long as a row applies; how many times."""
     nodes = list(program.graph.nodes)
-    if not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
+    if not program.alike or not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
         return 0
     memory = Memory(program)
     count = 0
