@@ -96,6 +96,16 @@ def test_random_bodies(drawn: Any) -> None:
     bodies.check(*drawn, lowered)
 
 
+def _in_flight(x: Tensor) -> Tensor:
+    begun = [fspmd.all_gather(x, "x", wait=False), fspmd.psum_scatter(x, "x", tiled=True, wait=False)]
+    return torch.stack([one.wait().sin().sum() for one in begun])
+
+
+def test_gradients_of_what_is_in_flight_are_of_the_line_where_it_began() -> None:
+    f = shard_map(_in_flight, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    lowered(f, torch.randn(4 * MESH.size, dtype=torch.float64, requires_grad=True))
+
+
 _ROWS: list[Callable[..., Any]] = [
     lambda x: torch.roll(x, 1, 0),
     lambda x: x.flip(0),
@@ -245,9 +255,11 @@ def _told(written: programs.Program, transport: str) -> Any:
     try:
         program = jit(value_and_grad(loss, argnums=(0, 1, 2))).lower(*leaves)
     except VarianceError as error:  # writes into what had to be moved
-        return [str(error)]
+        return str(error), ()
     told = [(one.kind, one.axes, one.shape, one.price, one.backward, one.cause.what) for one in program.collectives()]
-    return told, program.cost(), program.memory().peak, program.memory().given
+    cost, memory = program.cost(), program.memory()
+    exact = told, cost.flops, cost.model_flops, memory.peak, memory.given
+    return exact, (cost.time, cost.computation, cost.nbytes, cost.moved)
 
 
 @pytest.mark.parametrize("seed", range(0, 1000 if FULL else 16, 8))
@@ -256,11 +268,12 @@ def test_a_simulation_is_lowered_as_its_first_rank(seed: int) -> None:
     for one in range(seed, seed + 8):
         written = programs.program(one)
         simulated, alone = (_told(written, transport) for transport in ("simulation", "abstract"))
-        if len(simulated) == 1 or len(simulated[0]) == len(alone[0]):
-            assert simulated == alone, f"seed {one}"
+        if not simulated[1] or len(simulated[0][0]) == len(alone[0][0]):
+            assert simulated[0] == alone[0], f"seed {one}"
+            # of uneven blocks a simulation copies where some rank must, such as one whose block is empty
+            assert simulated[-1] == pytest.approx(alone[-1], rel=0.02), f"seed {one}"
         else:
-            assert [x.flops for x in (simulated[1], alone[1])] == [alone[1].flops] * 2
-            assert simulated[1].moved == alone[1].moved
+            assert simulated[0][1] == alone[0][1]
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])

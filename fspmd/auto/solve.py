@@ -74,13 +74,13 @@ class Solver:
         """
         if self.integer:
             return self._by_integers(limit)
-        quickest, _ = self._cheapest(_TIE, most)
-        if limit is None or quickest.memory <= limit:
-            return quickest
+        if limit is None:
+            return self._cheapest(_TIE, most)[0]
         smallest = self._smallest()
         if smallest.memory > limit:
             raise DoesNotFit(smallest.memory)
-        return self._within(limit, quickest, smallest)
+        quickest, _ = self._cheapest(_TIE, most)
+        return quickest if quickest.memory <= limit else self._within(limit, quickest, smallest)
 
     def smallest(self) -> Found:
         """The choice of the fewest bytes; of equals not the quickest."""

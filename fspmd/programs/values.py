@@ -206,7 +206,7 @@ class Values(RecordingMode):
         node: Any = torch._C._current_autograd_node()
         known = self._causes.get(node._sequence_nr()) if node is not None and not self.repeats else None
         found = known or trace().cause
-        self._causes.setdefault(torch.autograd._get_sequence_nr() - 1, found)  # type: ignore[attr-defined]
+        self._causes.setdefault(_last_of_autograd(), found)
         return found, node is not None or self.deferred
 
     def _results(self, out: Any, node: fx.Node) -> Any:
@@ -259,8 +259,14 @@ class _Landing(Pending):
         with recorder.pause():
             out = plain.wait()
         node = recorder._put(Pending.wait, (self.node,), {})
+        recorder._causes[_last_of_autograd()] = self.node.meta["cause"]  # gradients begin where this ends
         node.meta["effect"] = "call" in self.node.meta and bool(self.node.meta.get("effect"))  # it writes until then
         return recorder._results(out, node)  # type: ignore[no-any-return]
+
+
+def _last_of_autograd() -> int:
+    """The number of the node that autograd made last."""
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 
 
 def _entry(table: dict[int, Any], x: Tensor) -> Any:
