@@ -64,6 +64,12 @@ def recorder() -> Any:
     return None
 
 
+def take_apart(x: torch.Tensor) -> None:
+    """Tell who records of a value, before its blocks are used apart: else these would be there before, and it not."""
+    if _active and (records := recorder()) is not None:
+        records.node_of(x)
+
+
 _recompute = threading.local()
 
 

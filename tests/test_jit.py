@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import math
 import os
 import pickle
@@ -636,6 +637,82 @@ def test_modules_in_another_mode_or_with_other_parameters() -> None:
     for _ in range(2):
         assert torch.equal(recorded(x), model(x))
     assert recorded.cache_info() == (1, 3, 1)
+    model[0] = torch.nn.Linear(3, 3)
+    model.append(torch.nn.Linear(3, 2))
+    assert torch.equal(recorded(x), model(x))
+    model.double()
+    for _ in range(2):
+        assert torch.equal(recorded(x.double()), model(x.double()))
+
+
+def _laid(x: Tensor) -> list[Tensor]:
+    return [x, x[:2, :1], x.double(), x.t().contiguous().t(), x.bfloat16(), x[:1].expand(3, 2)]
+
+
+@pytest.mark.parametrize("lay", [lambda x: x, lambda x: device_put(x, P("x"), mesh=MESH)], ids=["plain", "sharded"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tensors_closed_over_that_change_their_kind(lay: Function, seed: int) -> None:
+    """Shapes, dtypes and strides are constants of a record; values are not, nor whether there is a gradient."""
+    chosen = random.Random(seed)
+    w = lay(torch.arange(6.0).view(3, 2))
+    block = w.local if isinstance(w, Sharded) else w
+
+    def f(x: Tensor) -> tuple[Any, ...]:
+        return (w * x).sum() / w.numel(), w.reshape(-1), w.dtype, w.stride() if w is block else ()
+
+    recorded = jit(f)
+    with fspmd.explain_cache_misses() as misses:
+        for n in range(12):
+            if w is block:
+                block.data = chosen.choice(_laid(torch.rand(3, 2) + n))
+            trained = w.requires_grad_(chosen.random() < 0.5).requires_grad
+            x = lay(torch.ones(()).to(w.dtype)) if w is block else 1.0
+            for _ in range(2):
+                found, expected = recorded(x), f(x)
+                assert found[2:] == expected[2:]
+                assert found[0].requires_grad is trained
+                for one, other in zip(found[:2], expected[:2], strict=True):
+                    assert torch.equal(device_get(one), device_get(other))
+                if trained:
+                    w.grad = None
+                    found[0].backward()
+                    assert torch.equal(device_get(w.grad), torch.full_like(device_get(w.detach()), 1 / w.numel()))
+    assert recorded.cache_info().hits >= 12
+    assert w is not block or any("that it closes over: " in str(miss) for miss in misses)
+
+
+def test_gradients_of_uneven_values_closed_over() -> None:
+    """Though their blocks are used apart before they are used whole."""
+    whole = torch.rand(5, 3)
+    programs: list[Function] = [torch.mul, lambda w, x: w @ x.mT, lambda w, x: w.exp()[1:] + x[:-1], lambda w, x: w]
+    for mesh, spec, f in itertools.product((MESH, GRID), (P("x"), P(None, "x")), programs):
+        w, x = (device_put(whole, spec, mesh=mesh).requires_grad_() for _ in range(2))
+        a, b = (whole.clone().requires_grad_() for _ in range(2))
+        recorded = jit(lambda x, w=w, f=f: f(w, x).sum())
+        f(a, b).sum().backward()
+        for _ in range(2):
+            w.grad = x.grad = None
+            recorded(x).backward()
+            for one, other in (w, a), (x, b):
+                assert (one.grad is None) == (other.grad is None)
+                if other.grad is not None:
+                    torch.testing.assert_close(device_get(one.grad), other.grad)
+
+
+def test_results_that_are_arguments_are_the_objects_that_were_given() -> None:
+    """Else what a step hands on would have a graph that grows from step to step."""
+    for trained in True, False:
+        p, x = torch.ones(2, 3, requires_grad=trained), torch.rand(2, 3)
+        for step in jit(lambda p, x: (x, {"p": p}, (p * x).sum())), jit(lambda p, x: (x, {"p": p}, p @ x.T)):
+            for one in p, p, p.detach().t().contiguous().t().requires_grad_(trained):
+                y, held, out = step(one, x)
+                assert y is x
+                assert held["p"] is one
+                if trained:
+                    (held["p"].sum() + out.sum()).backward()
+        if trained:
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, 4 + 2 * x + 2 * x.sum(0))
 
 
 def test_functional_calls_of_modules() -> None:

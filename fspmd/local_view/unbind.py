@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError
+from fspmd.tracing import take_apart
 from fspmd.transport.frame import Frame, frame, groups, union
 from fspmd.transport.local_tensor import LocalTensor, common_frame, frame_of, resolved, shards_of
 
@@ -38,6 +39,7 @@ class _Unbind(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
         whole = union(frame_of(x, held.mesh), held)
+        take_apart(x)
         shards = list(map(_alias, shards_of(x, whole)))
         if whole is held:
             return tuple(shards)

@@ -30,7 +30,7 @@ class Compiled:
         """Run it."""
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
-        if known not in self._accepted or self._record.frozen or self._record.modules:
+        if known not in self._accepted or self._record.closed or self._record.modules:
             self._accept(facts_of(self._function, args, kwargs))
             self._accepted.add(known)
         return replayed(self._record, values, strides)

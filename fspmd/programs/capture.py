@@ -37,6 +37,7 @@ class Capture:
     given: list[Tensor]  # the tensors among the arguments
     leaves: list[Tensor]  # what the function had in their place
     results: list[Tensor]  # the tensors among those of ``out``
+    same: dict[int, int]  # results that are arguments, by their places among ``results`` and ``given``
     again: Callable[[Sequence[Tensor]], list[Tensor]]  # the function, of the tensors among its arguments
     drawn: Any  # the states of generators before
     closed: tuple[Tensor, ...]  # tensors closed over
@@ -87,6 +88,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
         program.even, program.alike = recorder.even, recorder.alike
+    places = {id(x): i for i, x in enumerate(tensors)}
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
     if not imagines:
         _write_back([(before[i], tensors[i]) for i in written])
@@ -97,9 +99,10 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         before,
         tensors,
         results,
+        {i: places[id(x)] for i, x in enumerate(results) if id(x) in places},
         again,
         drawn,
-        tuple(recorder.captured.values()),
+        tuple(x for node, x in recorder.captured.items() if node not in recorder.made),
         written,
         tuple((module, state_of(module)) for module in recorder.modules.values()),
     )

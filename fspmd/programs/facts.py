@@ -16,8 +16,8 @@ functorch: Final = torch._C._functorch
 
 
 def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What of a module is a constant of a record: its mode, and which tensors are its parameters and buffers."""
-    return module.training, *module._parameters.values(), *module._buffers.values()
+    """What of a module is a constant of a record: its mode, and which are its parameters, buffers and submodules."""
+    return module.training, *module._parameters.values(), *module._buffers.values(), *module._modules.values()
 
 
 def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:

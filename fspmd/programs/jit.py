@@ -20,7 +20,7 @@ from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart, with
 from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
-from fspmd.programs.records import Record, changed, replayed, thawed
+from fspmd.programs.records import Record, changed, replayed
 from fspmd.tracing import is_recording
 from fspmd.watching.watch import hears_of_records, tell
 
@@ -167,7 +167,7 @@ class _Records(dict[Any, Record]):
         except TypeError:
             raise not_hashable(args, kwargs) from None
         ran = None
-        if record is None or thawed(record) or changed(record):
+        if record is None or changed(record):
             if (found := self.made((around, kinds), args, kwargs)) is None:
                 return self.recordable.plain(*args, **kwargs)
             record, ran = found
@@ -194,8 +194,10 @@ class _Records(dict[Any, Record]):
 
     def bring_near(self, record: Record, around: Any, leaves: list[Any]) -> None:
         """Have calls with leaves like these find a record sooner."""
-        if not (record.frozen or record.modules) and (check := guard(leaves)) is not None:
-            self.near[around] = [(check, record), *self.near.get(around, ())][:_NEAR]
+        closed = record.closed.tensors
+        if not record.modules and (check := guard([*leaves, *closed])) is not None:
+            is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
+            self.near[around] = [(is_alike, record), *self.near.get(around, ())][:_NEAR]
 
     def info(self) -> CacheInfo:
         """What ``cache_info`` tells."""

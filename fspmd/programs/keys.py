@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from numbers import Number
 from typing import Any, Final
@@ -78,7 +78,7 @@ def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any
     return tuple(kinds), values, strides
 
 
-def guard(leaves: list[Any]) -> Callable[..., bool] | None:
+def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
     """What tells of other leaves, in one call, whether they are of the same kinds and lie alike in memory.
 
     It may miss some that are. None where leaves are other than plain tensors, or one stands in several places, to which

@@ -13,6 +13,7 @@ from torch import Tensor
 from fspmd.errors import RecordError
 from fspmd.programs.backward import Halves, followed, halves_of, replay
 from fspmd.programs.capture import Capture, capture
+from fspmd.programs.closed import Closed
 from fspmd.programs.donation import Donation
 from fspmd.programs.facts import is_as, memory_of
 from fspmd.programs.keys import autocasts, strides_of
@@ -35,8 +36,9 @@ class Record:
     run: Callable[..., tuple[Any, ...]]  # of the tensors among the leaves of the arguments: those of the result
     strides: list[Any]  # of those when they were recorded
     written: tuple[int, ...]  # those that it writes into
+    same: dict[int, int]  # results that are arguments
     rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
-    frozen: tuple[Tensor, ...]  # tensors closed over that had no gradient
+    closed: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and how they were
     facts: Facts  # what its key is made of
     donation: Donation  # the tensors among the leaves that ``run`` takes out of lists
@@ -73,7 +75,12 @@ def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
         for i in record.written:
             if i not in donated and laid[i] is not values[i]:
                 values[i].copy_(laid[i])
-    return out
+    return in_place_of(out, {i: place for i, place in record.same.items() if place not in donated}, values)
+
+
+def in_place_of(results: Sequence[Any], same: dict[int, int], values: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Results, of which some are among the values."""
+    return tuple(values[same[i]] if i in same else x for i, x in enumerate(results))
 
 
 def _lying(x: Tensor, strides: Any) -> Tensor:
@@ -88,30 +95,21 @@ def _empty(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
-def thawed(record: Record) -> bool:
-    """Whether a tensor that had no gradient when it was closed over has one now."""
-    return any(x.requires_grad for x in record.frozen)
-
-
 def changed(record: Record) -> bool:
-    """Whether a module is in another mode, or has other parameters, than when it was recorded."""
-    return any(not is_as(module, was) for module, was in record.modules)
+    """Whether a module is in another mode or has other parts, or a tensor closed over is of another kind."""
+    return not record.closed.holds() or any(not is_as(module, was) for module, was in record.modules)
 
 
 def stale(record: Record) -> tuple[str, ...]:
     """Why a record with the right key is of no use."""
-    tensors = [
-        f"a tensor of shape {tuple(x.shape)} that it closes over: requires_grad False -> True"
-        for x in record.frozen
-        if x.requires_grad
-    ]
+    parts = "has other parameters, buffers or submodules"
     modules = [
         f"a module {type(module).__name__}: "
-        + ("has other parameters or buffers" if module.training == was[0] else f"training {was[0]} -> {not was[0]}")
+        + (parts if module.training == was[0] else f"training {was[0]} -> {not was[0]}")
         for module, was in record.modules
         if not is_as(module, was)
     ]
-    return *tensors, *modules
+    return *record.closed.changes(), *modules
 
 
 def recorded(
@@ -128,10 +126,12 @@ def recorded(
     transform(found.program, passes)
     record = record_of(found, facts, donation, make)
     given = [x[0] if type(x) is list else x for x in donation.given(found.given)]
-    if record.halves is None:
+    if record.halves is None and not found.same:
         return record, found.out
-    results = followed(record.halves, found.drawn, given, found.leaves, found.results)
-    return record, record.rebuild(tuple(results))
+    results = found.results
+    if record.halves is not None:
+        results = followed(record.halves, found.drawn, given, found.leaves, results)
+    return record, record.rebuild(in_place_of(results, found.same, given))
 
 
 def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
@@ -148,15 +148,21 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     else:
         halves = halves_of(program, found.followed, found.again, make)
         run = replay(halves)
+        if found.same:
+            run = _handing_on(run, found.same)
         if donation:
             run = taken(run)  # autograd keeps them
     if autocasts():
         run = _as_recorded(run)
     moved = told_before(program.steps)
-    frozen = tuple(x for x in found.closed if _may_thaw(x)) if torch.is_grad_enabled() else ()
     strides = list(map(strides_of, found.leaves))
-    out, written = _rebuilder(found.out), found.written
-    return Record(run, strides, written, out, frozen, found.modules, facts, donation, halves, moved, not donation)
+    made_of = found.written, found.same, _rebuilder(found.out), Closed(found.closed), found.modules
+    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation)
+
+
+def _handing_on(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
+    """The same where some results are arguments, which autograd's functions would give as values of their own."""
+    return lambda *values: in_place_of(run(*values), same, values)
 
 
 def settled(found: Capture, donation: Donation, make: Maker) -> Donation:
@@ -177,10 +183,6 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*values)
 
     return without
-
-
-def _may_thaw(x: Tensor) -> bool:
-    return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
 
 
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:

@@ -45,6 +45,7 @@ class Values(RecordingMode):
         self.even = True  # blocks are of one shape on all ranks
         self.alike = True  # no Python has learnt which rank it runs on
         self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
+        self.made: set[fx.Node] = set()  # those among them that are our own, and stay what they are
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
         self._of_rank: set[fx.Node] = set()  # of that, what each rank has for itself
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
@@ -111,6 +112,7 @@ class Values(RecordingMode):
             kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
             _describe(node, kept, memory_of(kept))
         self.check_captured(kept)
+        self.made.add(node)
         self._gradients[node] = None
         if value is None:
             self._of_rank.add(node)
