@@ -44,6 +44,7 @@ class Halves(Followed):
     draws: bool
     moved: tuple[Communication, ...]  # what backward communicates
     shared: tuple[int, ...]  # which of what backward needs are views of results, or of what those are views of
+    apart: tuple[int, ...]  # results that lie where another one or an argument does, such as one without its gradient
 
 
 def differentiated(
@@ -67,7 +68,7 @@ def differentiated(
             )
     values = [*leaves, *closed.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
-    followed = [i for i, x in enumerate(results) if x.requires_grad]
+    followed = [i for i, x in enumerate(results) if has_gradient(x)]
     if not wanted:
         raise RecordError(
             f"jit cannot record a function whose result of shape {tuple(results[followed[0]].shape)} has a gradient "
@@ -98,11 +99,22 @@ def differentiated(
     )
 
 
+def has_gradient(x: Tensor) -> bool:
+    """Whether autograd follows a result; of a view that was taken without, torch says that it requires one, too."""
+    return x.requires_grad and not (x.grad_fn is None and x._is_view())
+
+
 def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tensor]], make: Maker = compiled) -> Halves:
     """Both parts of a program as functions, which ``make`` makes."""
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
+    theirs = {*program.inputs, *program.constants}
+    apart = tuple(
+        i
+        for i, node in enumerate(program.results)
+        if node in program.results[:i] or (i in facts.constants and (owner(node) is not node or node in theirs))
+    )
     return Halves(
         facts.closed,
         facts.results,
@@ -116,6 +128,7 @@ def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tenso
         any(has_randomness(node) for node in program.steps),
         told_before(program.deferred),
         shared,
+        apart,
     )
 
 
@@ -200,7 +213,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, halves: Halves, *inputs: Tensor) -> Any:
         ctx.drawn = kept_states() if halves.draws else None
         every = halves.forward(*inputs)
-        outs, saved = every[: halves.results], list(every[halves.results :])
+        outs, saved = list(every[: halves.results]), list(every[halves.results :])
+        for i in halves.apart:  # each has a cotangent of its own
+            outs[i] = outs[i].detach()
         for i in halves.shared:  # autograd would take results for new values, and these for views of the old ones
             saved[i] = saved[i].detach()
         ctx.halves = halves
@@ -210,7 +225,7 @@ class _Replay(torch.autograd.Function):
         ctx.save_for_backward(*inputs[: ctx.count], *(x for x in saved if isinstance(x, Tensor)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(outs[i] for i in halves.constants))
-        return outs
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:

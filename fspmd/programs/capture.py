@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.programs.backward import Followed, differentiated
+from fspmd.programs.backward import Followed, differentiated, has_gradient
 from fspmd.programs.escapes import not_compiled
 from fspmd.programs.facts import state_of
 from fspmd.programs.program import Program
@@ -83,7 +83,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         results = _tensors(out)
         outputs = [recorder.node_of(x) for x in results]
         facts = None
-        if any(x.requires_grad for x in results):
+        if any(map(has_gradient, results)):
             program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)

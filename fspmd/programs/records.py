@@ -19,6 +19,7 @@ from fspmd.programs.facts import is_as, memory_of
 from fspmd.programs.keys import autocasts, strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
+from fspmd.programs.program import owner
 from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.telling import tell_when_they_run, told_before
@@ -143,6 +144,8 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
         run = make(Part(program.steps, inputs, program.results, program.constants, donated))
+        if apart := _apart(found):
+            run = _detaching(run, apart)
         if any(x.requires_grad for x in (*found.leaves, *found.closed)):
             run = below_autograd(run)
     else:
@@ -163,6 +166,27 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
 def _handing_on(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
     """The same where some results are arguments, which autograd's functions would give as values of their own."""
     return lambda *values: in_place_of(run(*values), same, values)
+
+
+def _apart(found: Capture) -> tuple[int, ...]:
+    """Results in the memory of an argument, a tensor closed over or another result that are none of these."""
+    program, given = (
+        found.program,
+        dict(zip(found.program.inputs, found.leaves, strict=False)) | found.program.constants,
+    )
+    apart, seen = [], dict[Any, list[Tensor]]()
+    for i, (node, x) in enumerate(zip(program.results, found.results, strict=True)):
+        before = seen.setdefault(node, [given[node]] if node in given else [])
+        is_other = bool(before) or owner(node) in given
+        if is_other and i not in found.same and not any(x is one for one in before):
+            apart.append(i)
+        before.append(x)
+    return tuple(apart)
+
+
+def _detaching(run: Callable[..., Any], apart: Sequence[int]) -> Callable[..., Any]:
+    """The same where some results are tensors of their own, without a gradient."""
+    return lambda *values: tuple([x.detach() if i in apart else x for i, x in enumerate(run(*values))])
 
 
 def settled(found: Capture, donation: Donation, make: Maker) -> Donation:
