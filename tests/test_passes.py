@@ -80,6 +80,8 @@ def programs_of(f: Function, *args: Any, passes: Any) -> tuple[Program, Program]
     before, after = (capture(f, args, {}).program for _ in range(2))
     transform(after, passes_of(passes))
     after.graph.lint()
+    alive = set(after.graph.nodes)
+    assert all(owner(node) in alive for node in alive if "memory" in node.meta)
     return before, after
 
 
@@ -286,6 +288,7 @@ def test_a_pass_finds_nothing_in_what_it_has_changed(name: str) -> None:
         args = [device_put(x, spec, mesh=MESH).requires_grad_() for x, spec in zip(leaves, specs, strict=True)]
         _, after = programs_of(f, *args, passes=[name])
         assert not PASSES[name](after)
+        programs_of(f, *args, passes=some_passes(seed))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ def test_collectives_in_a_row(name: str) -> None:
     def f(x: Sharded) -> Sharded:
         for spec in path:
             x = reshard(x, spec)
-        return x * 2
+        return x.t() * 2
 
     check_gain(f, x, ["rewrites"], before, after)
 
@@ -752,6 +755,7 @@ def test_matmuls_in_chunks(name: str) -> None:
     for passes in (["chunked"], ["equal_steps", "rewrites", "dead_code", "chunked", "overlap"]):
         was, now = programs_of(f, x, passes=())[1], check_gain(f, x, passes, [what], [what] * chunks)
         assert len([steps for steps in flights(now) if steps]) >= chunks - 1
+        assert not PASSES["dead_code"](now)
         assert _time(now) < _time(was)
         y, z = (x.detach().requires_grad_() for _ in range(2))
         device_get(with_passes(passes)(f, y)).sin().sum().backward()
@@ -830,19 +834,28 @@ def _mlp_of_cut_weights(x: Any, up: Any, down: Any) -> Any:
     return _mlp(x, reshard(up, P(None, "tp")), reshard(down, P("tp", None)))
 
 
-@pytest.mark.parametrize("others", [[Overlap(overtake=True)], ["coalesce", Overlap(1 << 24, True)]])
-def test_chunks_leave_whole_what_later_passes_hide(others: Any) -> None:
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ("chunked", []),
+        ("chunked", ["overlap"]),
+        ("chunked", [Overlap(overtake=True)]),
+        ("chunked", ["coalesce", Overlap(1 << 24, True)]),
+        ("coalesce", ["overlap"]),
+    ],
+)
+def test_passes_leave_alone_what_later_ones_hide(first: str, others: Any) -> None:
     """By the schedule no program takes longer for them, and some take less."""
     mesh = make_mesh((4, 8), ("dp", "tp"), transport="abstract")
     gains = []
     for f, weights in ((_mlp, (P(None, "tp"), P("tp", None))), (_mlp_of_cut_weights, (P("dp", "tp"), P("tp", "dp")))):
-        for rows, width in ((2048, 4096), (1024, 8192), (256, 1024)):
+        for rows, width in ((2048, 4096), (256, 1024)):
             shapes = [((16, rows, width), P("dp", "tp", None)), ((width, 4 * width), weights[0])]
             shapes.append(((4 * width, width), weights[1]))
             args = [TensorSpec(mesh, spec, shape, torch.bfloat16) for shape, spec in shapes]
             step = value_and_grad(lambda *a, f=f: f(*a).square().mean(), argnums=(0, 1, 2))
             for g in (f, step):
-                was, now = (jit(g, passes=[*first, *others]).lower(*args).cost().time for first in ([], ["chunked"]))
+                was, now = (jit(g, passes=[*one, *others]).lower(*args).cost().time for one in ([], [first]))
                 gains.append(was - now)
     assert min(gains) >= 0
     assert max(gains) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
@@ -150,9 +150,21 @@ def reading_what_it_gives(function: F) -> F:
 
 def replace(node: fx.Node, other: fx.Node) -> None:
     """Whoever used a step uses another one; the step goes, and its views are views of the other."""
-    node.meta["memory"] = owner(other)
+    before, now = owner(node), owner(other)
+    for view in _views(node, before) if before is not now else ():
+        view.meta["memory"] = now
+    node.meta["memory"] = now
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
+
+
+def _views(node: fx.Node, memory: fx.Node) -> Iterator[fx.Node]:
+    """The steps that give parts of a value, which lies in a memory."""
+    for user in node.users:
+        if "memory" not in user.meta or (owner(user) is memory and user is not memory):
+            yield from _views(user, memory)
+            if "memory" in user.meta:
+                yield user
 
 
 def is_aten(node: fx.Node) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from fspmd.programs.calls import is_wait
+from fspmd.programs.copied import copied
 from fspmd.programs.flops import flops_of
 from fspmd.programs.program import Program, Value, owner
 from fspmd.redistribution.cost import Price, Topology, topology, work
@@ -60,6 +62,14 @@ def schedule(program: Program, links: Topology | None = None) -> list[Event]:
 def end_of(events: Iterable[Event]) -> float:
     """µs from the first step to the end of the last."""
     return max((one.start + one.duration for one in events), default=0.0)
+
+
+def time_after(program: Program, *passes: Callable[[Program], Any]) -> float:
+    """µs that a program takes after some passes, which change a copy of it."""
+    tried = copied(program)
+    for one in passes:
+        one(tried)
+    return end_of(schedule(tried))
 
 
 def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:

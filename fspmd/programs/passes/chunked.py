@@ -29,7 +29,7 @@ from fspmd.programs.passes.options import check_counts
 from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
 from fspmd.programs.passes.rewrites import GATHERS, SUMS
 from fspmd.programs.program import Program, Value, owner
-from fspmd.programs.schedule import end_of, schedule
+from fspmd.programs.schedule import time_after
 from fspmd.redistribution.cost import price, topology, work
 
 Shape = tuple[int, ...]
@@ -46,9 +46,9 @@ class Chunked:
     topology decides what pays: n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of
     the copies which put results together. Not where blocks are uneven: ranks might differ.
 
-    What a later pass hides beside other steps is better left whole. So in front of `Overlap` with ``overtake=True``,
-    which is for functions whose Python takes the same way on all ranks, it is tried on copies of the program which
-    matmuls to cut, those of one kind alike, so that least time is taken when all passes have run.
+    What a later pass hides beside other steps is better left whole. So it is tried on copies of the program which
+    matmuls to cut, those of one kind alike, so that least time is taken when all passes have run. That is for functions
+    whose Python takes the same way on all ranks; where it asks `axis_index`, nothing is cut.
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)
@@ -58,19 +58,20 @@ class Chunked:
 
     def __call__(self, program: Program) -> int:
         """How many matmuls there are in chunks."""
-        return len(_cut(program, self.chunks, lambda kind: True))
+        return self.before(program, lambda tried: None)(program)
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Callable[[Program], int]:
         """The pass that is to run in front of ``others``."""
+        if not (program.even and program.alike):
+            return lambda program: 0
 
         def time(kinds: Collection[Kind]) -> float:
-            tried = copied(program)
-            _cut(tried, self.chunks, kinds.__contains__)
-            others(tried)
-            return end_of(schedule(tried))
+            return time_after(program, lambda tried: _cut(tried, self.chunks, kinds.__contains__), others)
 
-        every = set(_cut(copied(program), self.chunks, lambda kind: True))
         chosen: set[Kind] = set()
+        every = set(_cut(copied(program), self.chunks, lambda kind: True))
+        if not every:
+            return lambda program: 0
         best = time(chosen)
         for kind in sorted(every, key=repr):
             if (found := time(chosen | {kind})) < best:
@@ -82,8 +83,6 @@ class Chunked:
 
 def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], bool]) -> list[Kind]:
     """Matmuls of the kinds wanted; the kinds of those that are in chunks then."""
-    if not (program.even and program.alike):
-        return []
     memory = Memory(program)
     found = []
     for node in list(program.graph.nodes):
@@ -345,5 +344,5 @@ def _erase(node: fx.Node) -> None:
     before = node.all_input_nodes
     node.graph.erase_node(node)
     for one in before:
-        if is_reshaped(one) or one.target in _LEFT or is_collective(one, *GATHERS):
+        if is_reshaped(one) or one.target in (*_LEFT, aten.add.Tensor) or is_collective(one, *GATHERS):
             _erase(one)

@@ -16,10 +16,12 @@ from fspmd.programs.passes.dead_code import has_effect
 from fspmd.programs.passes.options import check_bytes
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program, Value
+from fspmd.programs.schedule import time_after
 from fspmd.redistribution.cost import moves, price, topology
 from fspmd.transport import Options
 
 Shape = tuple[int, ...]
+_LESS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Coalesce:
     Where the copies take less time than beginning each, by the topology. Steps that use a result wait for the packed
     one; none of them is a collective, so the others keep their order. Values are equal; sums may be added up by the
     backend in another order.
+
+    What waits for others is hidden beside fewer steps. So in front of `Overlap` it is tried on copies of the program
+    whether to pack up to ``bucket``, less, or nothing, unless ranks might differ: where blocks are uneven, or Python
+    asks `axis_index`.
 
     >>> from fspmd import P, jit, make_mesh, psum, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -50,6 +56,13 @@ class Coalesce:
         while packed := self._pack_all(program):
             gone += packed
         return gone
+
+    def before(self, program: Program, others: Callable[[Program], None]) -> Coalesce:
+        """The pass that is to run in front of ``others``."""
+        if not (program.even and program.alike):
+            return self
+        choices = self, Coalesce(self.bucket / _LESS), Coalesce(0)
+        return min(choices, key=lambda one: time_after(program, one, others))
 
     def _pack_all(self, program: Program) -> int:
         gone = 0

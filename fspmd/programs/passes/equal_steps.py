@@ -13,7 +13,9 @@ from fspmd.programs.calls import is_aten, is_collective, replace
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import Memory, is_view
 from fspmd.programs.program import Program
+from fspmd.transport.local_tensor import LocalTensor
 
+_PARTS: Final = (shard_of, operator.getitem, LocalTensor)  # steps that name parts, or put them together
 _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
 
 
@@ -42,7 +44,7 @@ def equal_steps(program: Program) -> int:
         if node not in ends and not _is_changed(memory, first, node) and memory.may_be(node, first):
             memory.merge(node, first)
             replace(node, first)
-            if by_size or (not program.even and _has_numbers((first.args, first.kwargs))):
+            if by_size or (not program.even and _has_numbers(first)):
                 first.meta["by_size"] = True
             gone += 1
         else:
@@ -55,7 +57,7 @@ def _may_stand_for_others(node: fx.Node) -> bool:
         return False
     if is_collective(node):
         return bool(node.meta["waits"])
-    return node.target in (shard_of, operator.getitem) or (is_aten(node) and is_pure(node.target))
+    return node.target in _PARTS or (is_aten(node) and is_pure(node.target))
 
 
 def _is_changed(memory: Memory, first: fx.Node, node: fx.Node) -> bool:
@@ -75,10 +77,11 @@ def _key(node: fx.Node) -> Hashable | None:
     return key
 
 
-def _has_numbers(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return any(map(_has_numbers, value)) if isinstance(value, (list, tuple)) else type(value) in (int, float)
+def _has_numbers(node: fx.Node) -> bool:
+    """Whether an argument of a step may be the size of a block."""
+    literals: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), literals.append)
+    return node.target not in _PARTS and any(type(one) in (int, float) for one in literals)
 
 
 def _frozen(value: Any) -> Any:

@@ -52,15 +52,16 @@ def passes_of(given: Passes) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def transform(program: Program, passes: Iterable[Pass]) -> None:
+def transform(program: Program, passes: Iterable[Pass], tries: bool = True) -> None:
     """Run passes, in the order given.
 
-    Which matmuls are cut is tried with the passes that follow, where one of these tells that all ranks have the same
-    steps.
+    Which matmuls are cut, and in front of overlaps which collectives are packed, is tried with the passes that follow,
+    as they are by themselves.
     """
     passes = tuple(passes)
     for i, one in enumerate(passes):
         run, others = one, passes[i + 1 :]
-        if isinstance(one, Chunked) and any(isinstance(after, Overlap) and after.overtake for after in others):
-            run = one.before(program, partial(transform, passes=others))
+        hides = any(isinstance(after, Overlap) for after in others)
+        if tries and (isinstance(one, Chunked) or (isinstance(one, Coalesce) and hides)):
+            run = one.before(program, partial(transform, passes=others, tries=False))
         run(program)
