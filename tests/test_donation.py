@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
 from fspmd import ArgumentError, DonationError, P, device_get, device_put, jit
+from fspmd.programs.calls import is_wait
+from fspmd.programs.passes.aliases import in_flight, written
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 Function = Callable[..., Any]
@@ -339,3 +341,33 @@ def test_chains_of_torch_calls_on_donated_values(seed: int) -> None:
                 torch.testing.assert_close(device_get(one), device_get(two), equal_nan=True)
             for one, two in zip(kept, values[::2], strict=True):
                 torch.testing.assert_close(device_get(one), two, equal_nan=True)
+
+
+SENT: dict[str, Function] = {
+    "psum": lambda x, waits: fspmd.psum(x, "x", wait=waits),
+    "gather": lambda x, waits: fspmd.all_gather(x, "x", tiled=True, wait=waits),
+    "scatter": lambda x, waits: fspmd.psum_scatter(x, "x", tiled=True, wait=waits),
+    "exchange": lambda x, waits: fspmd.all_to_all(x, "x", 0, 0, tiled=True, wait=waits),
+    "permute": lambda x, waits: fspmd.ppermute(x, "x", [(0, 1)], wait=waits),
+}
+
+
+@pytest.mark.parametrize("sent", SENT)
+@pytest.mark.parametrize("passes", [[], ["overlap"], ["coalesce", "overlap", "dead_code"]], ids=str)
+def test_what_is_being_sent_is_not_written_into(sent: str, passes: list[str]) -> None:
+    """Until it is waited for; from there on it is."""
+
+    def body(x: Tensor) -> tuple[Tensor, ...]:
+        view = x.view(-1, 2)
+        landing = SENT[sent](view, waits := passes != [])
+        first = (x * 2).sin()
+        landed = landing if waits else landing.wait()
+        return first, landed, (x * landed.sum()).exp()
+
+    f = fspmd.shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    program = jit(f, passes=passes, donate_argnums=0).lower(device_put(torch.ones(64, 2), P("x"), mesh=MESH)).program
+    steps = list(program.graph.nodes)
+    (begin,), (wait,) = ([i for i, node in enumerate(steps) if is_(node)] for is_ in (in_flight, is_wait))
+    writes = [i for i, node in enumerate(steps) if written(node)]
+    assert writes
+    assert begin < wait < min(writes)

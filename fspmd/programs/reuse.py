@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fspmd.programs.capture import Capture
 from fspmd.programs.facts import shard_of
-from fspmd.programs.passes.aliases import is_unknown
+from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
@@ -70,8 +70,9 @@ class _Readers:
         self.odd = False
 
     def add(self, views: list[fx.Node]) -> None:
-        """Those of values that lie in the memory, too."""
+        """Those of values that lie in the memory, too; what a collective under way reads, it reads until its wait."""
         users = {user for node in views for user in node.users}
+        users |= {wait for user in users if in_flight(user) for wait in user.users}
         self.odd = self.odd or any(map(_is_odd, users))
         known = users if self.last is None else {self.last, *users}
         self.last = max(known, key=self.place.__getitem__, default=None)
