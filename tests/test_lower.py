@@ -20,9 +20,11 @@ import pytest
 import test_global_programs as chains
 import test_random_programs as bodies
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
+from test_donation import Peak
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -414,6 +416,30 @@ def test_results_that_nobody_takes_are_held_with_the_others() -> None:
     x = TensorSpec(make_mesh((1,), ("x",), transport="abstract"), P(), (512,), torch.float64)
     memory = jit(lambda x: x.sort().values).lower(x).memory()
     assert memory.peak == 3 * 8 * 512  # x, the values, and where they were
+
+
+_SEVERAL: dict[str, Callable[..., Any]] = {
+    "sort": lambda x: (x + 1).sort().indices * 1,
+    "both": lambda x: [y + 1 for y in (x + 1).sort()],
+    "topk": lambda x: (x * 2).topk(5).values.sum(),
+    "moments": lambda x: torch.sub(*torch.var_mean(x * 2, 0)),
+    "layer norm": fspmd.grad(lambda x: F.layer_norm(x * 2, (64,)).cos().sum()),
+    "max": fspmd.grad(lambda x: ((x * 2).max(0).values * (x * 3).min(1).values).sum()),
+    "parts": lambda x: [y.exp() for y in (x * 2).split(16)],
+    "svd": lambda x: torch.linalg.svd(x * 2)[1] * 2,
+}
+
+
+@pytest.mark.parametrize("name", _SEVERAL)
+def test_all_results_of_a_step_are_held_until_the_last_is_taken(name: str) -> None:
+    """The peak is what is counted when it runs, to the byte."""
+    step = jit(_SEVERAL[name])
+    step(torch.rand(64, 64))
+    x = torch.rand(64, 64)
+    with Peak(x) as counted:
+        out = step(x)
+    assert step.lower(x).memory().peak == counted.bytes
+    del out
 
 
 def test_a_lowered_program_is_what_runs() -> None:

@@ -84,9 +84,13 @@ def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, 
     given = (*program.inputs, *program.constants)
     begins = {owner(one): 0 for one in given}
     ends: dict[fx.Node, int] = {}
+    places = {node: i for i, node in enumerate(steps)}
     for i, node in enumerate(steps):
-        begins.update((one, i) for one in _allocated(node))
+        made = places[node.args[0]] if node.target is operator.getitem else i  # type: ignore[index]
+        begins.update((one, made) for one in _allocated(node))
         ends.update((one, i) for one in _used(node))
+        if (last := _last_taken(node, places)) is not None:
+            ends.update((one, last) for one in made_by(node))
     gone = set(donated)
     stays = [one for one in given if one not in gone]
     stays += [one for one in (*program.results, *program.gradients) if one is not None]
@@ -100,14 +104,21 @@ def levels(found: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> l
     for one, (start, end) in found.items():
         changes[start] += one.meta["value"].nbytes
         changes[max(end, start) + 1] -= one.meta["value"].nbytes
-    held = list(accumulate(changes))[: len(steps)]
+    held, places = list(accumulate(changes))[: len(steps)], {node: i for i, node in enumerate(steps)}
     for i, node in enumerate(steps):
-        if "parts" in node.meta and not _gives_views(node):  # what nobody takes of them is there as long as they are
+        if "parts" in node.meta and not _gives_views(node):
             taken = {user.args[1] for user in node.users if user.target is operator.getitem}
             lost = sum(nbytes for part, nbytes in enumerate(node.meta["parts"]) if part not in taken)
-            for at in range(i, min(i + 1 + len(taken), len(steps))):
+            for at in range(i, (_last_taken(node, places) or i) + 1):
                 held[at] += lost
     return held
+
+
+def _last_taken(node: fx.Node, places: dict[fx.Node, int]) -> int | None:
+    """When the last result is taken of a step that gives several: until then all are there."""
+    if "parts" not in node.meta:
+        return None
+    return max((places[user] for user in node.users if user in places), default=None)
 
 
 def _gives_views(node: fx.Node) -> bool:
