@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -393,6 +394,42 @@ def _repeated(w: Any, x: Any) -> Any:
     return x.sum()
 
 
+def _held(f: Any, args: tuple[Any, ...], found: Any) -> int:
+    laid = iter([spec for _, spec in found.leaves])
+    peak: int = jit(found.apply(f)).lower(*optree.tree_map(lambda _: next(laid), args)).memory().peak
+    return peak
+
+
+def _rounds(w: Any, x: Any) -> Any:
+    for one in w:
+        x = torch.tanh(x @ one)
+    return x.sum()
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3)])
+@pytest.mark.parametrize(
+    ("f", "args"),
+    [
+        (value_and_grad(mlp_loss), ({"up": meta(64, 256), "down": meta(256, 64)}, meta(32, 64))),
+        (value_and_grad(_rounds), ([meta(128, 128)] * 3, meta(64, 128))),
+    ],
+)
+def test_runners_up_under_a_limit(f: Any, args: tuple[Any, ...], sizes: tuple[int, ...]) -> None:
+    """No later than those of plans without one that hold no more, each lowered by itself."""
+    mesh = make_mesh(sizes, ("x", "y")[: len(sizes)], transport="abstract")
+    free = auto_spec(f, mesh, *args, alternatives=16)
+    plans = [(_held(f, args, one), one.time) for one in (free, *free.alternatives)]
+    for limit in sorted({held for held, _ in plans})[::3]:
+        fit = [time for held, time in plans if held <= limit]
+        found = auto_spec(f, mesh, *args, memory_limit=limit)
+        every = [found, *found.alternatives]
+        assert [one.time for one in every] == sorted(one.time for one in every)
+        assert len(every) >= min(4, len(fit))
+        assert all(one.time <= time * (1 + 1e-9) for one, time in zip(every, fit, strict=False))
+        assert all(_held(f, args, one) == one.peak for one in every)
+        assert max(one.peak or 0 for one in every) <= limit
+
+
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("sizes", [(4,), (2, 3)])
 @pytest.mark.parametrize(
@@ -408,11 +445,7 @@ def test_programs_hold_what_they_may(f: Any, args: tuple[Any, ...], sizes: tuple
     """By what is held in the recorded program, of which the model is an estimate."""
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)], transport="abstract")
 
-    def held(found: Any) -> int:
-        laid = iter([spec for _, spec in found.leaves])
-        peak: int = jit(found.apply(f)).lower(*optree.tree_map(lambda _: next(laid), args)).memory().peak
-        return peak
-
+    held = functools.partial(_held, f, args)
     free = auto_spec(f, mesh, *args, alternatives=0)
     most, fitted = held(free), 0
     for share in (1.0, 0.85, 0.6):
@@ -744,7 +777,7 @@ def test_errors_say_what_to_write() -> None:
         auto_spec(mlp, LINE, *args, solver="simplex")
     with pytest.raises(ArgumentError, match=r"auto_spec got the list \['x'\] for fixed; write a dict"):
         auto_spec(mlp, LINE, *args, fixed=["x"])  # type: ignore[arg-type]
-    for limit in (-1, float("nan"), "80 GB"):
+    for limit in (-1, 0.5, True, float("nan"), "80 GB"):
         with pytest.raises(ArgumentError, match="write a number of bytes, such as 80e9"):
             auto_spec(mlp, LINE, *args, memory_limit=limit)  # type: ignore[arg-type]
     for count in (-1, 2.5, None):

@@ -154,7 +154,7 @@ def auto_spec(
     for name, patterns in (("fixed", fixed), ("carried", carried)):
         if not isinstance(patterns, (Mapping, NoneType)):
             raise ArgumentError(f"auto_spec got {described(patterns)} for {name}; write a dict, from key paths")
-    if memory_limit is not None and not (isinstance(memory_limit, (int, float)) and memory_limit > 0):
+    if memory_limit is not None and not (type(memory_limit) in (int, float) and memory_limit >= 1):
         raise ArgumentError(f"auto_spec got memory_limit={memory_limit!r}; write a number of bytes, such as 80e9")
     if not isinstance(alternatives, int) or alternatives < 0:
         raise ArgumentError(f"auto_spec got alternatives={alternatives!r}; write how many are wanted, such as 3, or 0")
@@ -186,12 +186,13 @@ def auto_spec(
     def holding_least(solved: Solver) -> list[tuple[Solver, Found]]:
         return smallest(solved, _SMALLEST)
 
-    held, allowed = None, memory_limit
     try:
-        if memory_limit is None:
-            solved, best = solve(None)
-        else:
-            solved, best, held, allowed = fitting(memory_limit, solve, peak, in_order, holding_least)
+        if memory_limit is not None:
+            fit = fitting(memory_limit, solve, peak, in_order, holding_least, alternatives, len(program.ops))
+            if fit is not None:
+                best, *after = [replace(laid(one.solver, one.found), peak=one.peak) for one in fit]
+                return replace(best, alternatives=tuple(after))
+        solved, found = solve(memory_limit)
     except DoesNotFit as error:
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that was found is "
@@ -203,11 +204,8 @@ def auto_spec(
             "it out"
         ) from None
 
-    after = [laid(*one) for one in runners_up(solved, best, alternatives, allowed)]
-    if memory_limit is not None and held is not None:
-        peaks = [peak_of(f, args, mesh, plan) for plan in after]
-        after = [replace(plan, peak=n) for plan, n in zip(after, peaks, strict=True) if n and n <= memory_limit]
-    return replace(laid(solved, best), alternatives=tuple(after), peak=held)
+    after = [laid(*one) for one in runners_up(solved, found, alternatives, memory_limit)]
+    return replace(laid(solved, found), alternatives=tuple(after))
 
 
 def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -> tuple[Solver, Found]:

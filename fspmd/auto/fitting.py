@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import optree
 
 from fspmd.auto.apply import Step, applied
+from fspmd.auto.others import names
 from fspmd.auto.record import is_value
 from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import FspmdError
@@ -24,9 +25,9 @@ from fspmd.programs.jit import jit
 from fspmd.programs.lower import Lowered
 from fspmd.spec import P, TensorSpec
 
-_ROUNDS = 5  # plans that are recorded
+_ROUNDS = 5  # limits of the model that are tried
 _MORE = (1.02, 1.05, 1.1, 1.4, 1.8, 2.0)  # of the least by the model, which often is not the least when it runs
-_QUICK, _MOST = 12, 24  # that are recorded where quicker ones may fit, or none has been found that does
+_FEW, _MANY, _OPS = 12, 60, 6000  # plans that are recorded besides, and ops of them all
 _SHARE = 0.6  # of what the model counts: a program that held less would be rare
 _ENOUGH = 0.98  # of the limit: a plan that holds so much could hardly hold more
 _ROUNDING, _TIE = 1e-6, 1e-12
@@ -44,12 +45,50 @@ class Plan(Protocol):
 
 
 class Fitting(NamedTuple):
-    """What fits."""
+    """A plan that fits."""
 
     solver: Solver
     found: Found
     peak: int | None  # bytes that a rank holds at most
-    allowed: float | None  # those that the plan may have by the model
+
+
+class _Recorded:
+    """Plans that were recorded, each once: what they hold, and which of them fit."""
+
+    def __init__(self, limit: float, peak: Callable[[Solver, Found], int | None]) -> None:
+        self._limit, self._peak = limit, peak
+        self._known: dict[tuple[int, ...], float] = {}
+        self._fit: dict[Any, Fitting] = {}  # by how arguments lie
+        self.over_counts = False  # the model has counted more than a program held
+        self.least = inf
+
+    def __contains__(self, found: Found) -> bool:
+        return found.chosen in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def held(self, solver: Solver, found: Found) -> float:
+        """Bytes that a rank holds at most; infinitely many where that cannot be told."""
+        if found not in self:
+            peak = self._peak(solver, found)
+            self._known[found.chosen] = held = inf if peak is None else peak
+            self.least = min(self.least, held)
+            self.over_counts |= held < found.memory
+            if held <= self._limit:
+                name = frozenset(names(solver, found))
+                if name not in self._fit or found.time < self._fit[name].found.time:
+                    self._fit[name] = Fitting(solver, found, peak)
+        return self._known[found.chosen]
+
+    @property
+    def fit(self) -> list[Fitting]:
+        """Those that fit, the quickest first."""
+        return sorted(self._fit.values(), key=lambda one: one.found.time)
+
+    def quicker(self, time: float) -> int:
+        """How many fit that are as quick."""
+        return sum(one.found.time <= time * (1 + _ROUNDING) for one in self._fit.values())
 
 
 def peak_of(f: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh, plan: Plan) -> int | None:
@@ -76,11 +115,15 @@ def fitting(
     peak: Callable[[Solver, Found], int | None],
     others: Callable[[Solver, Found], Iterator[tuple[Solver, Found]]],
     holding_least: Callable[[Solver], Sequence[tuple[Solver, Found]]],
-) -> Fitting:
-    """The quickest of a few plans that hold at most so many bytes; where none does, one of those ``holding_least``.
+    count: int,
+    ops: int,
+) -> list[Fitting] | None:
+    """The quickest plan that holds at most so many bytes, and after it up to ``count`` runners-up that do.
 
-    A few are the best by the model under limits that are set anew, and, where these are quicker, the ``others``, the
-    runners-up without a limit in their order: what lives only while an op runs may be far less of them.
+    A few are the best by the model under limits that are set anew. What lives only while an op runs may be far less of
+    others, so the ``others``, the runners-up without a limit, are recorded in their order, until enough fit that are as
+    quick; then those of the last price of a byte; where none has fitted, those ``holding_least``. ``ops``: how many one
+    has. None where the function cannot be recorded.
 
     Where the model has counted too much of one, others may fit though they hold too much by it; then no plan beats the
     best one without a limit, and that is all that is known.
@@ -88,17 +131,49 @@ def fitting(
     Raises:
         DoesNotFit: there is none among them.
     """
-    solver, found = free_solver, quickest = solve(None)
-    held = peak(solver, found)
-    if held is None:
-        return Fitting(*solve(limit), None, limit)
-    if held <= limit:
-        return Fitting(solver, found, held, None)
-    best: Fitting | None = None
-    allowed, over = found.memory * limit / held * (1 + _TIE), found.memory  # too many bytes by the model
-    free, bound, least = found.bound, inf, held
-    over_counts = held < found.memory
-    tried, more = {found.chosen}, itertools.chain(_MORE, itertools.repeat(_MORE[-1]))
+    free, quickest = solve(None)
+    recorded = _Recorded(limit, peak)
+    held = recorded.held(free, quickest)
+    if held == inf:
+        return None
+    allowed = quickest.memory * limit / held * (1 + _TIE)
+    priced, best, bound = (
+        (free, quickest, inf) if held <= limit else _limited(limit, solve, allowed, quickest.memory, recorded)
+    )
+    more = min(max(_OPS // ops, _FEW), _MANY)
+    most = len(recorded) + more
+    for model, found in others(free, quickest):
+        if recorded.quicker(found.time) > count or len(recorded) >= most:
+            break
+        if _SHARE * found.memory <= limit:
+            recorded.held(model, found)
+    most = len(recorded) + more
+    for model, found in others(priced, best) if priced is not free else ():
+        if len(recorded.fit) > count or len(recorded) >= most:
+            break
+        recorded.held(model, found)
+    for model, found in holding_least(priced) if not recorded.fit else ():
+        recorded.held(model, found)
+    if not recorded.fit:
+        raise DoesNotFit(recorded.least)
+    first, *rest = recorded.fit[: count + 1]
+    bound = quickest.bound if recorded.over_counts or bound == inf else bound
+    return [first._replace(found=replace(first.found, bound=min(bound, first.found.time))), *rest]
+
+
+def _limited(
+    limit: float,
+    solve: Callable[[float | None], tuple[Solver, Found]],
+    allowed: float,
+    over: float,
+    recorded: _Recorded,
+) -> tuple[Solver, Found, float]:
+    """Plans under limits of the model that are set anew: the last one, and the time that none beats by it.
+
+    ``allowed``: its first limit; ``over``: bytes by the model that are too many.
+    """
+    bound = inf
+    more = itertools.chain(_MORE, itertools.repeat(_MORE[-1]))
     for _ in range(_ROUNDS):
         smallest = False
         try:
@@ -106,16 +181,12 @@ def fitting(
         except DoesNotFit as error:
             smallest = True
             solver, found = solve(allowed := error.least * next(more))
-        if found.chosen in tried:
+        if found in recorded:
             break
-        tried.add(found.chosen)
-        held = peak(solver, found) or 0
-        bound, least = min(bound, found.bound), min(least, held)
-        over_counts |= held < found.memory
-        guess = found.memory * limit / held * (1 + _TIE) if held else inf
+        held, fit = recorded.held(solver, found), recorded.fit
+        bound = min(bound, found.bound)
+        guess = found.memory * limit / held * (1 + _TIE)
         if held <= limit:
-            if best is None or found.time < best.found.time:
-                best = Fitting(solver, found, held, allowed)
             if held > _ENOUGH * limit:
                 break
             allowed = guess if guess < over else (found.memory + over) / 2
@@ -123,25 +194,5 @@ def fitting(
             allowed = found.memory * next(more)
         else:
             over = min(over, found.memory)
-            allowed = guess if best is None else max(guess, (found.memory + best.found.memory) / 2)
-    recorded = 0
-    for model, found in others(free_solver, quickest):
-        if recorded == (_MOST if best is None else _QUICK):
-            break
-        if best is not None and found.time > best.found.time * (1 - _ROUNDING):
-            break
-        if found.chosen in tried or _SHARE * found.memory > limit:
-            continue
-        held, recorded = peak(model, found) or 0, recorded + 1
-        least = min(least, held)
-        if held <= limit:
-            best = Fitting(model, found, held, found.memory * (1 + _TIE))
-    for model, found in holding_least(solver) if best is None else ():
-        held = peak(model, found) or 0
-        least = min(least, held)
-        if held <= limit and (best is None or found.time < best.found.time):
-            best = Fitting(model, found, held, found.memory * (1 + _TIE))
-    if best is None:
-        raise DoesNotFit(least)
-    bound = free if over_counts or bound == inf else bound
-    return best._replace(found=replace(best.found, bound=min(bound, best.found.time)))
+            allowed = max(guess, (found.memory + fit[0].found.memory) / 2) if fit else guess
+    return solver, found, bound

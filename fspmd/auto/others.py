@@ -51,11 +51,11 @@ def others(solver: Solver, best: Found) -> Iterator[tuple[Solver, Found]]:
     Where layers repeat they lie alike in all of these. A byte has the price that it had last.
     """
     ranked, first = (solver, best) if solver.alike is None else solver.alike
-    seen = _names(solver, best)
+    seen = names(solver, best)
     for plan in itertools.chain((first,), _in_order(ranked, first)):
         if _laid(ranked, plan) not in seen:
             yield ranked, plan
-            seen |= _names(ranked, plan)
+            seen |= names(ranked, plan)
 
 
 def _laid(solver: Solver, found: Found) -> tuple[TensorSpec, ...]:
@@ -64,10 +64,10 @@ def _laid(solver: Solver, found: Found) -> tuple[TensorSpec, ...]:
     return tuple([builder.chosen_value(number, found.chosen) for number in builder.program.leaves])
 
 
-def _names(solver: Solver, found: Found) -> set[tuple[TensorSpec, ...]]:
-    """The same over axes that are alike."""
-    names, laid = alike(solver.builder.program.mesh, solver.builder.topology), _laid(solver, found)
-    return {tuple([renamed(spec, own) for spec in laid]) for own in names}
+def names(solver: Solver, found: Found) -> set[tuple[TensorSpec, ...]]:
+    """How the arguments lie, by all names of axes that are alike."""
+    axes, laid = alike(solver.builder.program.mesh, solver.builder.topology), _laid(solver, found)
+    return {tuple([renamed(spec, own) for spec in laid]) for own in axes}
 
 
 def _in_order(solver: Solver, best: Found) -> Iterator[Found]:
