@@ -6,6 +6,7 @@ judge of values is the function run without `jit`; gains are counted in the prog
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ from fspmd import (
 )
 from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.capture import capture
+from fspmd.programs.copied import copied
 from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes.aliases import Memory, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.chunked import Chunked
@@ -591,6 +593,33 @@ def test_bytes_under_way_stay_within_the_budget(results: int) -> None:
     assert flights(now) == {0: [], 1: [4, 4, 1], 2: [4, 8, 1]}[results]
 
 
+def under_way(program: Program) -> int:
+    """The most bytes of results that are awaited at once."""
+    held, most = 0, 0
+    for node in program.graph.nodes:
+        wait = wait_of(node) if in_flight(node) else node if is_wait(node) else None
+        if wait is not None:
+            held += wait.meta["value"].nbytes * (-1 if wait is node else 1)
+            most = max(most, held)
+    assert not held
+    return most
+
+
+@pytest.mark.parametrize("overtake", [False, True])
+def test_bytes_under_way_are_counted_while_one_lands_and_another_begins(overtake: bool) -> None:
+    flown = 0
+    for seed in range(200 if FULL else 8):
+        f, leaves, specs = generated(seed, MESH)
+        program = capture(
+            f, tuple(device_put(x, to, mesh=MESH) for x, to in zip(leaves, specs, strict=True)), {}
+        ).program
+        for budget in (0, 64, 256, 384, 1024):
+            tried = copied(program)
+            flown += Overlap(budget, overtake)(tried)
+            assert under_way(tried) <= budget
+    assert flown
+
+
 def test_gathers_overtake_where_they_may() -> None:
     """Those of the next layer begin before the sum of this one is there."""
 
@@ -624,9 +653,9 @@ def test_an_operand_is_not_written_into_while_it_is_under_way() -> None:
     assert flights(now)[0] == 2
 
 
-def deep(x: Any, w: Any) -> Any:
+def deep(x: Any, w: Any, layers: int = 4) -> Any:
     """Layers of which backward needs matmuls, which are dear, and functions of elements, which are not."""
-    for _ in range(4):
+    for _ in range(layers):
         x = ((x @ w).sin() * 2).tanh().exp()
     return x.mean()
 
@@ -671,6 +700,21 @@ def test_recompute_in_steps_that_compute_their_own_gradients() -> None:
         torch.testing.assert_close(device_get(found), device_get(want), rtol=1e-12, atol=1e-12)
 
 
+def test_recompute_without_a_budget_keeps_what_lowers_the_peak() -> None:
+    """Nothing kept would be all computed again at once."""
+    mesh = make_mesh((4,), ("x",), transport="abstract")
+    args = TensorSpec(mesh, P("x"), (1024, 64), F64), TensorSpec(mesh, P(), (64, 64), F64)
+
+    def lowered(*passes: Any) -> Any:
+        return jit(value_and_grad(functools.partial(deep, layers=12), argnums=1), passes=passes).lower(*args)
+
+    peaks = [lowered(Recompute(budget)).memory().peak for budget in (0, 1 << 18, 1 << 20)]
+    found = lowered("recompute")
+    assert found.memory().peak <= min(peaks)
+    assert found.memory().peak < 0.6 * lowered().memory().peak
+    assert found.cost().time < lowered(Recompute(0)).cost().time
+
+
 def test_recompute_repeats_no_draws_and_collectives_only_when_asked() -> None:
     def f(x: Sharded, w: Sharded) -> Any:
         return (torch.nn.functional.dropout(x, 0.5) @ reshard(w, P())).sin().sum()
@@ -679,8 +723,8 @@ def test_recompute_repeats_no_draws_and_collectives_only_when_asked() -> None:
     w = device_put(torch.eye(64, dtype=F64).cumsum(0), P("x"), mesh=MESH).requires_grad_()
     x.requires_grad_()
     whole, mask = 64 * 64 * 8, 256 * 64 // 4
-    assert kept_bytes(programs_of(f, x, w, passes=[Recompute()])[1]) in (whole + 8 * mask, whole + mask)
-    asked = programs_of(f, x, w, passes=[Recompute(collectives=True)])[1]
+    assert kept_bytes(programs_of(f, x, w, passes=[Recompute(0)])[1]) in (whole + 8 * mask, whole + mask)
+    asked = programs_of(f, x, w, passes=[Recompute(0, collectives=True)])[1]
     assert kept_bytes(asked) in (8 * mask, mask)
     assert collectives(asked).count("all_gather_invariant") == 2
 
@@ -913,7 +957,7 @@ def test_passes_by_name_with_options_or_none() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        *[(of, "a number of bytes from 0 on") for of in (Coalesce, Overlap, Recompute)],
+        *[(of, "a number of bytes from 0 on") for of in (Coalesce, Overlap, lambda x: Recompute(x or -1))],
         (Chunked, "ints from 1 on"),
         (lambda x: Overlap(overtake=x), "True or False"),
         (lambda x: Recompute(collectives=x), "True or False"),

@@ -94,18 +94,18 @@ class _Schedule:
     _index: dict[fx.Node, int] = field(default_factory=dict)
     _needed: dict[fx.Node, int] = field(default_factory=dict)  # by which step first
     _landed: dict[fx.Node, Place] = field(default_factory=dict)  # from where on the results of flights are there
-    _load: list[float] = field(default_factory=list)  # bytes under way during each step
+    _load: list[float] = field(default_factory=list)  # bytes under way before each step, as others begin, and during it
 
     def __post_init__(self) -> None:
         self._index = {node: i for i, node in enumerate(self.nodes)}
         for i, node in enumerate(self.nodes):
             for one in self.before[node]:
                 self._needed.setdefault(one, i)
-        self._load = [0.0] * len(self.nodes)
+        self._load = [0.0] * (2 * len(self.nodes))
         work = [0, *accumulate(map(_computes, self.nodes))]
         for node in filter(in_flight, self.nodes):
             if (wait := wait_of(node)) is not None:
-                self._fly(self._index[node] + 1, self._index[wait], wait.meta["value"].nbytes)
+                self._fly(2 * self._index[node] + 1, 2 * self._index[wait] + 1, wait.meta["value"].nbytes)
         last: Place = 0, _BEGIN
         for i, node in enumerate(self.nodes):
             if isinstance(node.target, Routed) or ("call" in node.meta and not is_collective(node)):  # with effects
@@ -120,24 +120,25 @@ class _Schedule:
             for view in flight.views:
                 self.moved[view] = min(flight.begin, self.moved.get(view, flight.begin))
             self._landed[node] = flight.wait[0], _AFTER_WAIT
-            self._fly(flight.begin[0], flight.wait[0], node.meta["value"].nbytes)
+            self._fly(_moment(flight.begin), _moment(flight.wait), node.meta["value"].nbytes)
             last = max(last, flight.begin)
 
     def _fly(self, begin: int, wait: int, nbytes: int) -> None:
-        for i in range(begin, wait):
+        for i in range(begin, wait + 1):
             self._load[i] += nbytes
 
     def _flight(self, node: fx.Node, last: Place) -> _Flight | None:
         """As long as the budget allows."""
         here, wait = self._index[node], self._needed.get(node, 0)
         earliest = max([last, *map(self._ready, self.before[node])])
-        begin, room = wait, self.budget - node.meta["value"].nbytes
-        while begin > earliest[0] and self._load[begin - 1] <= room:
-            begin -= 1
-        if begin > here or wait <= here:
+        moment, room = 2 * wait + 1, self.budget - node.meta["value"].nbytes
+        while moment > _moment(earliest) and self._load[moment - 1] <= room:
+            moment -= 1
+        begin = moment // 2, _AFTER_WAIT if moment % 2 else _BEGIN
+        if begin[0] > here or wait <= here:
             return None
-        views = [one for one in _views_of(node) if self._index[one] >= begin]
-        return _Flight(node, views, max(earliest, (begin, _BEGIN)), (wait, _WAIT))
+        views = [one for one in _views_of(node) if self._index[one] >= begin[0]]
+        return _Flight(node, views, max(earliest, begin), (wait, _WAIT))
 
     def _ready(self, node: fx.Node) -> Place:
         """From where on the result of a step is there; views are taken when they are needed."""
@@ -146,6 +147,11 @@ class _Schedule:
         if _is_moved_along(node):
             return max([(0, _BEGIN), *map(self._ready, self.before[node])])
         return self._index[node] + 1, _BEGIN
+
+
+def _moment(place: Place) -> int:
+    """Of each step there are two: before others that begin there have landed, and after."""
+    return 2 * place[0] + (place[1] == _AFTER_WAIT)
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:

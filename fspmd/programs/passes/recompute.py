@@ -7,12 +7,15 @@ import operator
 import warnings
 from dataclasses import dataclass
 from math import inf, prod
+from typing import Final
 
 from torch import fx
 
 from fspmd.programs.calls import is_aten, is_collective
+from fspmd.programs.copied import copied
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.flops import flops_of
+from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes.aliases import Memory
 from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.program import Program, owner
@@ -20,14 +23,19 @@ from fspmd.programs.schedule import bytes_of, price_of_step
 from fspmd.redistribution.cost import moves, topology, work
 from fspmd.transport.local_tensor import LocalTensor
 
+_PARTS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # of what is kept otherwise, to be tried
+
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """A pass for `jit`: at most ``budget`` bytes are kept for backward, and the rest is computed again.
 
-    First what frees most bytes in a µs of computing, by the topology. Random draws are never repeated, nor steps whose
-    operands are written into meanwhile; collectives are with ``collectives=True``, where all blocks are even, so that
-    all ranks choose alike. Arguments and results do not count, they are there anyway; single numbers are kept.
+    What is computed again is held, too, from where it is first needed to where it is last: where less is kept more may
+    be held at the peak. Without a ``budget`` as much is kept as makes the predicted peak lowest.
+
+    First goes what frees most bytes in a µs of computing, by the topology. Random draws are never repeated, nor steps
+    whose operands are written into meanwhile; collectives are with ``collectives=True``, where all blocks are even, so
+    that all ranks choose alike. Arguments and results do not count, they are there anyway; single numbers are kept.
 
     >>> import torch
     >>> from fspmd import grad, jit
@@ -37,19 +45,41 @@ class Recompute:
     True
     """
 
-    budget: float = 0.0
+    budget: float | None = None
     collectives: bool = False
 
     def __post_init__(self) -> None:
-        check_bytes("Recompute(budget=...)", self.budget)
+        if self.budget is not None:
+            check_bytes("Recompute(budget=...)", self.budget)
         check_choice("Recompute(collectives=...)", self.collectives)
 
     def __call__(self, program: Program) -> int:
         """How many bytes less are kept."""
+        if self.budget is not None:
+            return self._within(program, self.budget)
+        gained = 0
+        while found := self._within(program, self._lowest(program)):
+            gained += found
+        return gained
+
+    def _lowest(self, program: Program) -> float:
+        """The budget of those tried with which least is held at the peak; of two as good the one that computes less."""
+        plan = _Plan(program, False)
+        kept = sum(map(plan.bytes_of, plan.groups))
+
+        def peak(budget: float) -> int:
+            tried = copied(program)
+            self._within(tried, budget)
+            return memory_of_program(tried).peak
+
+        return min((kept * part for part in _PARTS), key=peak) if kept else 0.0
+
+    def _within(self, program: Program, budget: float) -> int:
+        """The same with a budget."""
         plan = _Plan(program, self.collectives)
         before = held = sum(map(plan.bytes_of, plan.groups))
         waiting = [(-inf, i, group) for i, group in enumerate(plan.groups) if not plan.is_number(group)]
-        while waiting and held > self.budget:
+        while waiting and held > budget:
             _, i, group = heapq.heappop(waiting)
             cost = plan.cost(group)
             if cost is None:
