@@ -16,6 +16,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -1041,6 +1042,25 @@ def _on_ranks(body: Function) -> Function:
     return shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
 
 
+def _in_a_thread(f: Function) -> Function:
+    def run(x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        thread = threading.Thread(target=lambda: made.append(f(x)))
+        thread.start()
+        thread.join()
+        return made[0]
+
+    return run
+
+
+POOL = ThreadPoolExecutor(1)
+
+
+def _in_a_pool(x: Tensor) -> Tensor:
+    (y,) = POOL.map(torch.sin, [x])
+    return x * y
+
+
 def _put_in(x: list[Tensor]) -> Tensor:
     x.append(x[0] * 2)
     return x[0]
@@ -1117,6 +1137,11 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "caught": (_caught, r"^jit cannot record a branch or x.item\(\)"),
     "data": (_through_data, r"^jit cannot record a branch or x.item\(\)"),
     "other data": (_another_data, r"^jit cannot record x.data = y, which writes"),
+    "thread": (_in_a_thread(lambda x: x * 3), r"^jit cannot record tensors that other threads compute, such as"),
+    "thread of a pool": (
+        _in_a_pool,
+        r"^jit cannot record tensors that other threads compute, such as one",
+    ),
     "backward": (lambda x: (x * V).sum().backward(), r"^jit cannot record backward\(\) into .grad .* use fspmd.grad"),
     "gradient": (lambda x: x * 2 if V.grad is None else x, r"^the jitted function reads .grad of a tensor that was"),
     "requires_grad_": (lambda x: x.requires_grad_() * 2, r"^jit cannot record a function that gives a gradient to an"),
@@ -1177,6 +1202,16 @@ def test_arguments_that_are_changed_otherwise_than_by_writes() -> None:
 def test_values_of_sharded_tensors(f: Function) -> None:
     with pytest.raises(RecordError, match=r"makes a Python value"):
         jit(f)(device_put(X, P("x"), mesh=MESH))
+
+
+def test_threads_that_give_nothing_of_the_record() -> None:
+    table = torch.arange(3.0)
+    f = _in_a_thread(lambda x: table)
+    x = torch.ones(3)
+    for _ in range(2):
+        assert torch.equal(replayed(lambda x: f(x) * x + torch.from_numpy(np.ones(3, np.float32)), x), table + 1)
+        table.add_(1)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("lay", [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: torch.nested.as_nested_tensor([x])])

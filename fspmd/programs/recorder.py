@@ -29,6 +29,7 @@ from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.other_random import OtherRandom
 from fspmd.programs.python_steps import check_reached, given_alone
 from fspmd.programs.refusals import check, check_writes
+from fspmd.programs.threads import Threads
 from fspmd.programs.values import Values
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
@@ -53,6 +54,7 @@ class Recorder(Values):
         reached = list(reached)
         self.generators, self.other_random = Generators(reached), OtherRandom(reached)
         self.modules: dict[int, torch.nn.Module] = {}  # those that ran
+        self.threads = Threads()
 
     def refusal(self, error: RecordError) -> RecordError:
         """An error to be raised, now and at the end."""
@@ -75,6 +77,13 @@ class Recorder(Values):
                     "over: it happens once, and not in the record; use fspmd.grad or torch.autograd.grad, and return "
                     "the gradients"
                 )
+
+    def nodes_of(self, results: Iterable[Tensor]) -> list[fx.Node]:
+        """Of the results of the function; raises where other threads have made them, or what they are made of."""
+        nodes = list(map(self.node_of, results))
+        with self.real():
+            self.threads.check(x for node, x in self.captured.items() if node not in self.made)
+        return nodes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
@@ -241,6 +250,7 @@ class Recorder(Values):
                 Escapes(self),
                 instead_of_dispatch(self._typed),
                 self.generators.unread(self._check_unread),
+                self.threads.watched(lambda: tracing.recorder() is self),
                 torch.autograd.set_detect_anomaly(False),  # which looks at values; replays are looked at as a whole
             ):
                 yield
