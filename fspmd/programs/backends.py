@@ -14,6 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
 from fspmd.programs.inductor import by_inductor
+from fspmd.programs.program import value_of
 from fspmd.programs.replay import Maker, Part, compiled, taken
 from fspmd.programs.segments import is_plain
 
@@ -46,20 +47,33 @@ def _by_function(backend: Compiler, part: Part) -> Callable[..., Any]:
     made: list[Callable[..., Any]] = []
 
     def run(*values: Any) -> Any:
-        if not made:
-            found = backend(module, list(values))
-            if not callable(found):
-                raise ArgumentError(f"the backend of jit gave {described(found)}; it must give a function")
-            made.append(found)
-        out = made[0](*values)
+        function = made[0] if made else backend(module, list(values))
+        if not callable(function):
+            raise ArgumentError(f"the backend of jit gave {described(function)}; it must give a function")
+        out = function(*values)
         if not isinstance(out, (tuple, list)) or len(out) != count:
             raise ArgumentError(
                 f"what the backend of jit made gave {described(out)}; it must give a tuple of {count} values, "
                 "as the graph does"
             )
+        if not made:
+            for i, (x, node) in enumerate(zip(out, part.outputs, strict=True)):
+                _check_result(i, x, node)
+            made.append(function)
         return tuple(out)
 
     return taken(run) if part.donated else run
+
+
+def _check_result(i: int, x: Any, node: Any) -> None:
+    """Raises where a result is no tensor of the shape and the dtype that the graph gives."""
+    expected = node.meta.get("value") if isinstance(node, fx.Node) else None
+    if expected is not None and (not isinstance(x, Tensor) or value_of(x) != expected):
+        given = f"a tensor {value_of(x)}" if isinstance(x, Tensor) else described(x)
+        raise ArgumentError(
+            f"what the backend of jit made gave {given} for result {i}; expected a tensor {expected}, "
+            "as the graph gives"
+        )
 
 
 def module_of(part: Part) -> fx.GraphModule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import fx
 
 from fspmd.programs.program import Program, owner
@@ -11,10 +13,12 @@ def copied(program: Program) -> Program:
     """The same program of nodes of its own."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        if node.op != "output":
-            known[node] = graph.node_copy(node, known.__getitem__)
-            remember(known[node], node, known)
+    with warnings.catch_warnings():  # of sizes that differ from rank to rank
+        warnings.simplefilter("ignore")
+        for node in program.graph.nodes:
+            if node.op != "output":
+                known[node] = graph.node_copy(node, known.__getitem__)
+                remember(known[node], node, known)
     return rebuilt(program, graph, known)
 
 
