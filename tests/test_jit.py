@@ -407,6 +407,26 @@ def test_gradients_twice_through_pending_sums_between_two_records() -> None:
         torch.testing.assert_close(found[1], expected)
 
 
+@pytest.mark.parametrize("spec", [P("x"), P("y", "x"), P(None, ("x", "y")), P(unreduced={"x"})], ids=str)
+def test_gradients_twice_where_both_are_taken_by_name(spec: P) -> None:
+    """The function runs again within a derivative of ours, on `Sharded` values, too."""
+    programs: list[Function] = [
+        lambda w: torch.tanh(w @ w.mT).pow(2).sum(),
+        lambda w: F.layer_norm(w, (3,)).exp().mean() + torch.logsumexp(w, 0).sum(),
+    ]
+    whole = torch.linspace(-1, 1, 15, dtype=F64).view(5, 3)
+    w = device_put(whole, spec, mesh=GRID)
+
+    def twice(f: Function) -> Function:
+        return fspmd.grad(lambda w: (fspmd.grad(f)(w) ** 2).sum())
+
+    for f in programs:
+        expected = twice(f)(whole)
+        for through in (twice(jit(f)), jit(twice(f)), jit(twice(jit(f)))):
+            for _ in range(2):
+                torch.testing.assert_close(device_get(through(w)), expected)
+
+
 def test_a_generator_that_is_an_argument() -> None:
     recorded = jit(lambda x, g: x + torch.rand(3, generator=g))
     a, b = (torch.Generator().manual_seed(3) for _ in range(2))

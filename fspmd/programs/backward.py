@@ -279,7 +279,8 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     now = kept_states()
     if drawn is not None:
         go_on(drawn)
-    outs = halves.again(inputs)
+    with torch._C._EnableTorchFunction():  # derivatives may have disabled what `Sharded` values need
+        outs = halves.again(inputs)
     go_on(now)
     followed = [x for i, x in enumerate(outs) if i not in halves.constants]
     every = (*inputs, *halves.closed)
