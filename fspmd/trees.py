@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,20 +41,29 @@ def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
 def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequence[Tensor]], Any]:
     """What makes the tree of other tensors in the places of those among its leaves; it keeps none of these.
 
+    Of leaves that whoever has them may write into, sets and arrays, each tree has copies of its own.
+
     >>> import torch
     >>> filling(*flatten({"w": torch.zeros(2), "rate": 0.5}))([torch.ones(1)])
     {'w': tensor([1.]), 'rate': 0.5}
     """
-    fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    fixed = [None if isinstance(leaf, Tensor) else copy(leaf) if _is_mutable(leaf) else leaf for leaf in leaves]
+    copied = [i for i, leaf in enumerate(fixed) if _is_mutable(leaf)]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def filled(values: Sequence[Tensor]) -> Any:
         full = list(fixed)
+        for i in copied:
+            full[i] = copy(full[i])
         for i, x in zip(places, values, strict=True):
             full[i] = x
         return treedef.unflatten(full)
 
     return filled
+
+
+def _is_mutable(leaf: Any) -> bool:
+    return isinstance(leaf, (set, bytearray)) or hasattr(type(leaf), "__array_interface__")
 
 
 def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:

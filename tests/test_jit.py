@@ -852,6 +852,17 @@ def test_tensors_of_inference_mode() -> None:
     assert recorded.cache_info().hits == 2
 
 
+def test_results_that_are_no_tensors_are_of_their_call_alone() -> None:
+    recorded = jit(lambda x: (x * 2, {1}, [bytearray(b"a"), {"k": [np.zeros(2)]}], slice(1)))
+    for _ in range(3):
+        _, numbers, (letters, tree), _ = recorded(torch.ones(2))
+        assert (numbers, letters, tree["k"][0].tolist()) == ({1}, b"a", [0, 0])
+        numbers.add(2)
+        letters.append(1)
+        tree["k"][0] += 1
+        tree["k"].append(3)
+
+
 def test_a_record_keeps_no_arguments() -> None:
     recorded = jit(lambda x, *, y: (x.sin() * y).sum())
     x, y = torch.ones(3).requires_grad_(), torch.ones(3)

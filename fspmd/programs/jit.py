@@ -51,8 +51,9 @@ def jit(
 ) -> Callable[..., Any]:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
-    The kind is the tree of the arguments, the specs of `Sharded` ones, shape, strides and dtype of tensors and whether
-    they have a gradient, the values of all else; and the grad mode, the mesh of `set_mesh`, the default dtype. A replay
+    The kind is the tree of the arguments, the specs of `Sharded` ones, shape and dtype of tensors and whether they have
+    a gradient, the values of all else; and the grad mode, the mesh of `set_mesh`, the default dtype. Tensors that lie
+    in memory otherwise than when they were recorded are copied so that they do, which takes time. A replay
     runs the functions of blocks and the collectives that the first call ran, forward and backward, in their order, and
     none of the Python around them: no rules, no types, no autograd. Random functions draw anew, as they would without
     `jit`. Results are followed by autograd where arguments, or tensors that ``f`` closes over, have a gradient.

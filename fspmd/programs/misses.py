@@ -134,7 +134,9 @@ def _parts(leaf: Any) -> dict[str, Any]:
 def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
     """What differs from the record that differs least."""
     found = [differences(now, before) for before in known]
-    return min(reversed(found), key=len) or ("the blocks of an argument lie over its ranks in another way",)
+    return min(reversed(found), key=len) or (
+        "an argument is a torch.nn.Parameter and was none, or was one, or its blocks lie over its ranks in another way",
+    )
 
 
 def differences(now: Facts, before: Facts) -> tuple[str, ...]:
