@@ -33,6 +33,8 @@ from fspmd import (
     all_gather,
     all_to_all,
     axis_index,
+    checkpoint,
+    communication_log,
     device_get,
     device_put,
     jit,
@@ -243,6 +245,11 @@ def collectives_in_order(seeds: range) -> list[Any]:
             for passes in (None, ["coalesce"], [Overlap(overtake=True)]):
                 torch.testing.assert_close(device_get(with_passes(passes)(f, x)), expected)
                 found.append([(c.kind, c.axes) for c in jit(f, passes=passes).lower(x).collectives()])
+    few = [device_put(torch.ones(2, 2, dtype=F64), to, mesh=mesh) for to in (P(None, ("x", "y")), P(("x", "y")))]
+    g = checkpoint(lambda u, v: u.sin() @ v + u.sin() * v.cos())
+    with communication_log() as log:  # torch repeats a run until it has what it saved: not the same of empty blocks
+        value_and_grad(lambda u, v: g(u, v).sum(), argnums=(0, 1))(*few)
+    found.append([(c.kind, c.axes) for c in log])
     f = shard_map(lambda x: psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
     assert jit(f).lower(torch.ones(8)).program.even  # whatever was uneven before
     return found
@@ -420,7 +427,7 @@ def test_results_stay_apart_where_users_may_write_into_them() -> None:
 
 
 def test_what_checkpoint_computes_again_is_computed_again() -> None:
-    from fspmd import checkpoint, grad
+    from fspmd import grad
 
     def f(x: Sharded) -> Any:
         return grad(checkpoint(lambda x: (reshard(x, P()).sin() ** 2).sum()))(x)
