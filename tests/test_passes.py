@@ -250,6 +250,9 @@ def collectives_in_order(seeds: range) -> list[Any]:
     with communication_log() as log:  # torch repeats a run until it has what it saved: not the same of empty blocks
         value_and_grad(lambda u, v: g(u, v).sum(), argnums=(0, 1))(*few)
     found.append([(c.kind, c.axes) for c in log])
+    step = value_and_grad(lambda u, v: (u.sin().sum() * v.sum() * g(u, v)).sum(), argnums=(0, 1))
+    for passes in (None, ["coalesce"], list(PASSES)):
+        found.append([(c.kind, c.axes) for c in jit(step, passes=passes).lower(*few).collectives()])
     f = shard_map(lambda x: psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
     assert jit(f).lower(torch.ones(8)).program.even  # whatever was uneven before
     return found

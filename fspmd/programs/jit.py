@@ -77,7 +77,7 @@ def jit(
     order in which they run. By default the first three, which always gain, and change no numbers but by the order of
     sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out. They rely on
     it that the Python of ``f`` takes the same way on all processes; where it learns which rank it runs on, as in a
-    branch on `axis_index`, they leave collectives as they are.
+    branch on `axis_index`, and where a block is empty, they leave collectives as they are.
 
     ``backend`` runs what was recorded: ``"replay"`` calls step by step; ``"inductor"`` has the steps between
     collectives compiled by ``torch.compile``'s inductor, and rounds as that does; ``"cudagraphs"`` has them, on a GPU,

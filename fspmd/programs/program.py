@@ -75,8 +75,8 @@ class Program:
     ``inputs`` are the tensors among the arguments, then those closed over that have a gradient; ``cotangents`` are
     what deferred steps are given besides; ``constants`` are tensors that were there before, read in every run.
 
-    ``even``: no block has another shape on another rank. ``alike``: no Python has learnt which rank it runs on, so that
-    all ranks have the same steps. What is not, is not on any of them.
+    ``even``: no block has another shape on another rank. ``alike``: no Python has learnt which rank it runs on, and no
+    block is empty, so that all ranks have the same steps. What is not, is not on any of them.
     """
 
     graph: fx.Graph

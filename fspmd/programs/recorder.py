@@ -153,7 +153,11 @@ class Recorder(Values):
     def collective(self, call: Call, x: Tensor, waits: bool) -> Any:
         """A call of the pair table."""
         placed = self._placed(x)
+        o = call.options
+        for spec in (o.move.source, o.move.target) if o.move is not None else ():
+            self.blocks(spec)
         self.even &= _is_even(call)
+        self.alike &= 0 not in (*(o.sizes or ()), *(o.concat_sizes or ()))
         with self.pause():
             if (self.deferred or self.imagines) and call.mesh.transport != "simulation":
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)

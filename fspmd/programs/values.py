@@ -19,6 +19,7 @@ from fspmd.programs.facts import aten, functorch, memory_of, shard_of
 from fspmd.programs.fakes import active_mode, stand_in
 from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded
+from fspmd.spec import TensorSpec
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
@@ -43,7 +44,7 @@ class Values(RecordingMode):
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
         self.even = True  # blocks are of one shape on all ranks
-        self.alike = True  # no Python has learnt which rank it runs on
+        self.alike = True  # no Python has learnt which rank it runs on, and no block is empty
         self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
         self.made: set[fx.Node] = set()  # those among them that are our own, and stay what they are
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
@@ -123,7 +124,7 @@ class Values(RecordingMode):
     def lies(self, out: Any) -> None:
         """Say of results in the global view how they lie."""
         if type(out) is Sharded:
-            self.even &= out.spec.even
+            self.blocks(out.spec)
             known = _entry(self._nodes, out.local)
             if known is None and type(out.local) is LocalTensor:  # which ours put together, and nothing has used
                 known = _entry(self._nodes, out.local.shards[0])
@@ -132,6 +133,13 @@ class Values(RecordingMode):
         elif isinstance(out, (tuple, list)):
             for one in out:
                 self.lies(one)
+
+    def blocks(self, spec: TensorSpec) -> None:
+        """What blocks there are: in backward an empty one has other steps than those of other ranks."""
+        if not spec.even:
+            self.even = False
+            last = tuple(n - 1 for n in spec.mesh.shape.values())  # no block is smaller
+            self.alike &= 0 not in spec.local_shape(last)
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
