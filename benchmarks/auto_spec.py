@@ -85,6 +85,15 @@ def main() -> None:
         ours, theirs = found.time / 1e3, hand.time / 1e3
         row = f"{seconds:.1f} s | {ours:.2f} ms | {name} | {theirs:.2f} ms | {ours / theirs:.2f}x"
         print(f"| {mesh!r} | {layers} | {row} |")
+    print()
+    print("| mesh | layers | memory_limit | solved in | predicted | holds at most | above what can be, at most |")
+    print("|------|--------|--------------|-----------|-----------|---------------|----------------------------|")
+    for mesh in (line, grid, cube):
+        for limit in (2e9, 1.5e9):
+            found, seconds = solved(mesh, 32, memory_limit=limit)
+            held, gap = (found.peak or 0) / 1e9, 100 * (found.time / found.bound - 1)
+            row = f"{limit / 1e9:.1f} GB | {seconds:.1f} s | {found.time / 1e3:.2f} ms | {held:.2f} GB | {gap:.1f} %"
+            print(f"| {mesh!r} | 32 | {row} |")
 
 
 if __name__ == "__main__":
