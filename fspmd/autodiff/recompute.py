@@ -7,14 +7,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
-import optree
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
-from fspmd.sharded import is_sharded
 from fspmd.tracing import RecomputeContext, recompute_context, recomputing
 
 Q = ParamSpec("Q")
@@ -73,11 +70,4 @@ def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             finally:
                 tracker.casts = casts
 
-    with set_checkpoint_early_stop(not _may_be_empty((args, kwargs))):
-        return torch_checkpoint(run, *args, use_reentrant=False)
-
-
-def _may_be_empty(given: Any) -> bool:
-    """Whether a block may be empty, where torch saves other tensors, and would stop at another collective."""
-    leaves = optree.tree_leaves(given, is_sharded, none_is_leaf=True)
-    return (state.body is not None and state.body.uneven) or any(is_sharded(x) and not x.spec.even for x in leaves)
+    return torch_checkpoint(run, *args, use_reentrant=False)
