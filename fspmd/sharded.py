@@ -14,7 +14,7 @@ import torch.utils._pytree
 from torch import Tensor
 
 from fspmd.copies import forget_marks
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ArgumentError, ShapeError, TreeError
 from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.spec import SAVED, TensorSpec
@@ -344,7 +344,9 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:
 
 
 def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
-    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error."""
+    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error, and
+    so what is no block.
+    """
     (local,) = children
     if isinstance(local, Tensor):
         if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != spec.block_shape):
@@ -356,6 +358,12 @@ def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
             )
         if local.dtype is not spec.dtype:
             spec = TensorSpec(spec.mesh, spec.partition, spec.shape, local.dtype)
+    elif isinstance(local, Sharded):
+        raise TreeError(
+            f"a tree function put {local!r} in the place of a block into Sharded {spec!r}: it called its function with "
+            "blocks, and one of them met a Sharded value; write tree_map(f, tree, is_leaf=lambda x: isinstance(x, "
+            "Sharded)), which calls f with Sharded values, however each lies"
+        )
     return Sharded(local, spec)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import torch
 
-from fspmd import ArgumentError, MeshError, P, ShapeError, Sharded, device_put
+from fspmd import ArgumentError, MeshError, P, ShapeError, Sharded, TreeError, device_put
 from mistakes import Setting, mistake
 
 
@@ -52,6 +52,16 @@ def sum_by_a_tree_map(m: Setting) -> None:
     """
     sums: Any = optree.tree_map(torch.sum, {"w": rows(m)})
     sums["w"]
+
+
+@mistake(TreeError)
+def sharded_number_in_a_tree_map(m: Setting) -> None:
+    """a tree function put Sharded f32[2] on mesh(x=4) in the place of a block into Sharded f32[2] on mesh(x=4): it \
+    called its function with blocks, and one of them met a Sharded value; write tree_map(f, tree, is_leaf=lambda x: \
+    isinstance(x, Sharded)), which calls f with Sharded values, however each lies
+    """
+    rate: Any = device_put(torch.tensor(0.5), P(), mesh=m.line)
+    optree.tree_map(lambda x: rate * x, {"w": device_put(torch.ones(2), P(), mesh=m.line)})["w"]
 
 
 @mistake(MeshError, transports=("simulation",))
