@@ -888,3 +888,58 @@ def test_other_threads_dispatch_as_ever() -> None:
 
     auto_spec(f, LINE, meta(8))
     assert torch.equal(seen[0], 2 * torch.ones(8))
+
+
+_PLACES, _ONES = torch.arange(8), torch.ones(8, 8, dtype=torch.float64)
+#: functions of a value and of tensors that are none of the arguments, such as classes that are counted
+BESIDE_PLAIN: dict[str, Any] = {
+    "cross_entropy": lambda x: F.cross_entropy(x.T, _PLACES, weight=_ONES[0]),
+    "multi_margin_loss": lambda x: F.multi_margin_loss(x, _PLACES),
+    "take_along_dim": lambda x: torch.take_along_dim(x, _PLACES[:, None], 1),
+    "solve": lambda x: torch.linalg.solve(x, _ONES[:, :1]),
+    "one_hot": lambda x: x * F.one_hot(x.topk(1, -1)[1][:, 0], 8),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid().detach()) * x,
+    "scatter_": lambda x: (2 * x).scatter_(1, _PLACES[:, None], _ONES[:, :1]),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_PLAIN)
+def test_tensors_that_are_no_arguments_stand_beside_values_without_data(name: str) -> None:
+    def loss(x: Any) -> Any:
+        return BESIDE_PLAIN[name](x).square().sum()
+
+    x = torch.eye(8, dtype=torch.float64) + torch.randn(8, 8, dtype=torch.float64)
+    found = auto_spec(value_and_grad(loss), LINE, x, fixed={"x": P("x")}, alternatives=0)
+    (laid,) = device_put((x,), found.specs, mesh=LINE)
+    torch.manual_seed(0)
+    expected = value_and_grad(loss)(device_put(x, P(), mesh=LINE))
+    torch.manual_seed(0)
+    value, gradient = jit(found.apply(value_and_grad(loss)))(laid)
+    torch.testing.assert_close(device_get(value), device_get(expected[0]))
+    torch.testing.assert_close(device_get(gradient), device_get(expected[1]))
+
+
+#: writes into a value that no rule of one op decides
+WRITES: dict[str, Any] = {
+    "index_copy_": lambda y, x: y.index_copy_(0, _PLACES[:1], x[:1]),
+    "index_add_": lambda y, x: y.index_add_(0, _PLACES[:3], x[:3]),
+    "x[...] =": lambda y, x: y.__setitem__((slice(None), 2), x[:, 1]),
+    "relu": lambda y, x: F.relu(y, inplace=True),
+    "cumsum_": lambda y, x: y.cumsum_(0).addcmul_(x, x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("fixed", [P(), P("x"), P(None, "x")])
+def test_what_is_written_is_read_where_it_was_written(name: str, fixed: P) -> None:
+    def f(x: Any, w: Any) -> Any:
+        y = x * 2
+        WRITES[name](y, x + 1)
+        return y @ w
+
+    x = torch.randn(8, 8, dtype=torch.float64)
+    found = auto_spec(f, LINE, x, x, fixed={"x": fixed}, alternatives=0)
+    laid, jitted = device_put((x, x), found.specs, mesh=LINE), jit(found.apply(f))
+    torch.testing.assert_close(device_get(jitted(*laid)), f(x, x))
+    lowered = getattr(jit(found.apply(f), passes=()), "lower")(*laid)  # noqa: B009
+    assert lowered.cost().communication == pytest.approx(found.communication)

@@ -991,6 +991,20 @@ def test_within_bodies_transforms_and_other_recordings() -> None:
     assert logs[0] == logs[1] != []
 
 
+@pytest.mark.parametrize("spec", [None, P(), P("x")])
+def test_hessian_vector_products_of_a_mean_loss(spec: P | None) -> None:
+    """Multiples of tangents that are zero, at which torch ends the process where a mode sees them."""
+    target = torch.ones(8, dtype=torch.float64)
+
+    def product(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: fspmd.jvp(fspmd.grad(lambda x: loss(torch.tanh(x), target)), (x,), (x,))[1]
+
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64)
+    laid: Any = x if spec is None else device_put(x, spec, mesh=MESH)
+    expected = product(lambda x, y: ((x - y) ** 2).mean())(x)
+    torch.testing.assert_close(device_get(jit(product(F.mse_loss))(laid)), expected)
+
+
 def test_a_log_is_alike_whether_a_function_runs_is_recorded_or_replayed() -> None:
     x, w = (device_put(torch.randn(6, 4), spec, mesh=MESH) for spec in (P("x"), P()))
     f = fspmd.value_and_grad(lambda x, w: (x * w).sum().exp(), argnums=(0, 1))

@@ -199,7 +199,7 @@ class Recorder(DispatchMode):
             raise RecordError(f"{shown(func)} got the blocks of all simulated ranks; pass the Sharded itself")
         asked = self._calls.ask(func, args, kwargs)
         if asked.run is not None:
-            return asked.run(args, kwargs)
+            return asked.run(*_without_data(args, kwargs))
         if self._counting is not None and self._counting.again:
             return self._counting.repeated(func, args, kwargs)
         if asked.gathers:
@@ -326,6 +326,17 @@ def _is_followed(x: Any) -> bool:
 
 def _is_float(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _without_data(args: Any, kwargs: Any) -> Any:
+    """Arguments whose plain tensors are on the device that stand-ins are on."""
+    if all(isinstance(x, Sharded) or x.is_meta for x in tensors_of(args, kwargs)):
+        return args, kwargs
+
+    def moved(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    return optree.tree_map(moved, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
 
 
 def _memory(x: Tensor) -> int:

@@ -256,6 +256,8 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
 
     symbols = _symbols() if symbolic else None
     operands = [leaves[place] for place in places]
+    # plain tensors beside values without data, as `auto_spec` has them, need have none either
+    is_meta = any(x.device.type == "meta" for x in operands if isinstance(x, Sharded))
     try:
         with (
             outside_transforms(),
@@ -263,7 +265,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         ):
             for i, x in enumerate(operands):
                 if i not in floats:
-                    operands[i] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                    operands[i] = torch.empty(x.shape, dtype=x.dtype, device="meta" if is_meta else x.device)
                 elif symbols is not None:
                     operands[i] = symbols.of(x, i)
         with torch.no_grad(), outside_transforms(), mode:  # one graph, within a transform or not

@@ -28,7 +28,6 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
-from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -257,7 +256,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     refuse_copy(x.local, shown(func))
     copy = above.dispatch(Tensor.clone, (), (x,), {})
     new: Sharded = above.dispatch(func, (), (copy, *args[1:]), {**kwargs, "inplace": False})
-    x.local.copy_(redistribute(new.local, new.spec, x.spec))
+    above.dispatch(Tensor.copy_, (), (x, new), {})
     return x
 
 

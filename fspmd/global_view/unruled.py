@@ -114,7 +114,7 @@ def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
     if isinstance(x, Sharded):
-        x.local.copy_(redistribute(new.local, new.spec, x.spec))
+        above.dispatch(Tensor.copy_, (), (x, new), {})
     else:
         x.copy_(redistribute(new.local, new.spec, new.spec.with_partition(P())))
     return x

@@ -38,6 +38,7 @@ from fspmd.watching.causes import trace
 
 _DEVICE: Final = torch.ops.prim.device.default
 _LIFT: Final = aten.lift_fresh.default
+_NO_TANGENT: Final = torch.ops.aten._efficientzerotensor.default
 #: what torch does without being asked, and replays need not
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
@@ -96,6 +97,8 @@ class Recorder(Values):
         if func is _LIFT:
             with self.pause():
                 return self.constant(func(*args), args[0])
+        if func is _NO_TANGENT:  # torch ends the process where a mode has seen it, and it is multiplied by a number
+            func = torch.ops.aten.zeros.default
         facts = facts_of(func)
         fixed = facts.pure and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
         if not fixed:

@@ -31,6 +31,8 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
 
 @reading
 def _require(good: Tensor, message: str) -> None:
+    if good.is_meta:
+        return  # values that nobody has
     with outside_transforms():
         if not all(bool(block.all()) for block in blocks_of(unwrapped(good))):
             raise ArgumentError(message)
