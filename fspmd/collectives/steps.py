@@ -135,7 +135,7 @@ def run(
             for i, step in enumerate(steps):
                 if step is not None:
                     set_variance(results[i], step.variance if kept is None else kept[i])
-                    if step.variance is INVARIANT and body.checked and type(results[i]) is Tensor:
+                    if step.variance is INVARIANT and body.checked:
                         setattr(results[i], ATTRIBUTE, INVARIANT)  # seen, and invariant
         return optree.tree_unflatten(treedef, results)
 

@@ -27,13 +27,14 @@ from fspmd.programs.replay import Maker
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: what torch, or we, cannot work out without values
-_NEEDS_VALUES: Final = (
+#: what torch, or we, cannot work out without values; of some tangents it takes the device of fakes for that of values
+_NEEDS_VALUES: Final[tuple[type[Exception], ...]] = (
     ValuesNeededError,
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
+    getattr(fake_tensor, "FakeTensorDeviceMismatchError", ValuesNeededError),
 )
 
 
