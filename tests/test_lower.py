@@ -184,6 +184,15 @@ def test_a_mesh_without_ranks() -> None:
         (torch.bmm, [(8, 16, 32), (8, 32, 16)], 2 * 2 * 16 * 32 * 16),
         (torch.dot, [(64,), (64,)], 2 * 16),
         (torch.nn.functional.conv1d, [(8, 3, 10), (6, 3, 3)], 2 * 2 * 6 * 8 * 9),
+        *[
+            (grad(lambda *tensors, f=f: f(*tensors).sum(), argnums=argnums), shapes, (1 + len(argnums)) * flops)
+            for argnums in ((0,), (1,), (0, 1))
+            for f, shapes, flops in (
+                (torch.nn.functional.conv1d, [(8, 3, 10), (6, 3, 3)], 2 * 2 * 6 * 8 * 9),
+                (lambda x, w: torch.nn.functional.conv1d(x, w, groups=2), [(8, 4, 10), (6, 2, 3)], 2 * 2 * 6 * 8 * 6),
+                (torch.nn.functional.conv_transpose1d, [(8, 3, 10), (3, 6, 3)], 2 * 2 * 3 * 10 * 18),
+            )
+        ],
         (grad(lambda a, b: (a @ b).sum(), argnums=(0, 1)), [(64, 32), (32, 16)], 6 * 16 * 32 * 16),
         (
             lambda a: torch.nn.functional.scaled_dot_product_attention(a, a, a),

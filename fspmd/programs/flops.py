@@ -24,7 +24,16 @@ _ATTENTION: Final = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-_ON_VECTORS: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table lacks
+
+
+def _of_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
+    """Of a convolution, with groups or without: as many as forward for each of input and weight that is wanted."""
+    transposed, wanted = options[-4], options[-1]
+    return int(sum(wanted[:2]) * flop_counter.conv_flop_count(x, w, grad, transposed))
+
+
+_OWN: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table lacks, or has of all results at hand
+    aten.convolution_backward: _of_gradients,
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
     aten.dot: lambda a, b, **_: 2 * prod(a),
@@ -140,8 +149,8 @@ def _needed(node: fx.Node, flops: int) -> int:
 @functools.cache
 def _formula(target: Any) -> Callable[..., int] | None:
     packet: Any = getattr(target, "overloadpacket", None)
-    if packet in _ON_VECTORS:
-        return flop_counter.shape_wrapper(_ON_VECTORS[packet])  # type: ignore[no-any-return]
+    if packet in _OWN:
+        return flop_counter.shape_wrapper(_OWN[packet])  # type: ignore[no-any-return]
     registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
     return registry.get(_ATTENTION.get(packet, packet))
 
