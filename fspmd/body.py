@@ -24,6 +24,7 @@ class Body:
         "axes",
         "calls",
         "checked",
+        "empty",
         "foreign",
         "mesh",
         "name",
@@ -37,6 +38,7 @@ class Body:
     typed: frozenset[str]  # axes over which the types of values are known
     foreign: frozenset[str]  # axes of enclosing bodies whose types are not kept as they are here: no collectives
     uneven: bool  # a block's shape may differ from rank to rank (`mark_uneven`)
+    empty: bool  # some rank is known to have a block without elements
     asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
@@ -51,11 +53,12 @@ class Body:
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True
-        self.uneven = False
+        self.uneven = self.empty = False
 
-    def mark_uneven(self) -> None:
-        """A block's shape may differ from rank to rank."""
+    def mark_uneven(self, empty: bool = False) -> None:
+        """A block's shape may differ from rank to rank; ``empty``: on some there is none."""
         self.uneven = True
+        self.empty |= empty
         if self.mesh.transport != "simulation":  # there a size that does differ says so
             UNEVEN.add(self.mesh)
 

@@ -208,7 +208,9 @@ class Values(RecordingMode):
         node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
-        self.even &= state.body is None or not state.body.uneven
+        if state.body is not None:
+            self.even &= not state.body.uneven
+            self.alike &= not state.body.empty
         return node
 
     def _cause(self) -> tuple[Cause, bool]:

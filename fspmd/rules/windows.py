@@ -63,7 +63,7 @@ def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], 
 def _note_lengths(lengths: Sequence[int]) -> None:
     """Ranks that take more or fewer rows than others have other blocks from here on, of which some may be empty."""
     if len(set(lengths)) > 1 and state.body is not None:
-        state.body.mark_uneven()
+        state.body.mark_uneven(0 in lengths)
 
 
 def block_places(cut: Sequence[tuple[int, int]], at: int) -> Tensor:
