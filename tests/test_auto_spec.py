@@ -464,6 +464,10 @@ def test_programs_hold_what_they_may(f: Any, args: tuple[Any, ...], sizes: tuple
     assert fitted
 
 
+def test_a_program_that_holds_nothing_fits() -> None:
+    assert auto_spec(lambda x: x.t(), LINE, meta(0, 4), memory_limit=1).peak == 0
+
+
 @pytest.mark.usefixtures("slow")
 def test_what_holds_more_by_the_model_may_fit() -> None:
     """Beside a plan of brute force that fits: the arguments cut over all axes."""

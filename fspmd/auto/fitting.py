@@ -49,7 +49,7 @@ class Fitting(NamedTuple):
 
     solver: Solver
     found: Found
-    peak: int | None  # bytes that a rank holds at most
+    peak: int  # bytes that a rank holds at most
 
 
 class _Recorded:
@@ -75,7 +75,7 @@ class _Recorded:
             self._known[found.chosen] = held = inf if peak is None else peak
             self.least = min(self.least, held)
             self.over_counts |= held < found.memory
-            if held <= self._limit:
+            if peak is not None and held <= self._limit:
                 name = frozenset(names(solver, found))
                 if name not in self._fit or found.time < self._fit[name].found.time:
                     self._fit[name] = Fitting(solver, found, peak)
@@ -136,18 +136,17 @@ def fitting(
     held = recorded.held(free, quickest)
     if held == inf:
         return None
-    allowed = quickest.memory * limit / held * (1 + _TIE)
-    priced, best, bound = (
-        (free, quickest, inf) if held <= limit else _limited(limit, solve, allowed, quickest.memory, recorded)
-    )
-    more = min(max(_OPS // ops, _FEW), _MANY)
-    most = len(recorded) + more
+    priced, best, bound = free, quickest, inf
+    if held > limit:
+        priced, best, bound = _limited(limit, solve, quickest, held, recorded)
+    besides = min(max(_OPS // max(ops, 1), _FEW), _MANY)
+    most = len(recorded) + besides
     for model, found in others(free, quickest):
         if recorded.quicker(found.time) > count or len(recorded) >= most:
             break
         if _SHARE * found.memory <= limit:
             recorded.held(model, found)
-    most = len(recorded) + more
+    most = len(recorded) + besides
     for model, found in others(priced, best) if priced is not free else ():
         if len(recorded.fit) > count or len(recorded) >= most:
             break
@@ -164,15 +163,16 @@ def fitting(
 def _limited(
     limit: float,
     solve: Callable[[float | None], tuple[Solver, Found]],
-    allowed: float,
-    over: float,
+    quickest: Found,
+    held: float,
     recorded: _Recorded,
 ) -> tuple[Solver, Found, float]:
     """Plans under limits of the model that are set anew: the last one, and the time that none beats by it.
 
-    ``allowed``: its first limit; ``over``: bytes by the model that are too many.
+    ``held``: what the quickest holds, which is too much.
     """
-    bound = inf
+    over, bound = quickest.memory, inf  # too many bytes by the model
+    allowed = over * limit / held * (1 + _TIE)
     more = itertools.chain(_MORE, itertools.repeat(_MORE[-1]))
     for _ in range(_ROUNDS):
         smallest = False
@@ -185,7 +185,7 @@ def _limited(
             break
         held, fit = recorded.held(solver, found), recorded.fit
         bound = min(bound, found.bound)
-        guess = found.memory * limit / held * (1 + _TIE)
+        guess = found.memory * limit / max(held, 1) * (1 + _TIE)
         if held <= limit:
             if held > _ENOUGH * limit:
                 break

@@ -170,10 +170,8 @@ def _handing_on(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., 
 
 def _apart(found: Capture) -> tuple[int, ...]:
     """Results in the memory of an argument, a tensor closed over or another result that are none of these."""
-    program, given = (
-        found.program,
-        dict(zip(found.program.inputs, found.leaves, strict=False)) | found.program.constants,
-    )
+    program = found.program
+    given = dict(zip(program.inputs, found.leaves, strict=True)) | program.constants
     apart, seen = [], dict[Any, list[Tensor]]()
     for i, (node, x) in enumerate(zip(program.results, found.results, strict=True)):
         before = seen.setdefault(node, [given[node]] if node in given else [])
