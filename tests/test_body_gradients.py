@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from simulated import MESH, run, shards, typed, types
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_calls import F64
 
 import fspmd
@@ -342,3 +344,33 @@ def test_a_value_of_one_call_is_typed_anew_in_the_next() -> None:
     assert typed(lambda x: x * 1, x, specs=P("x")) == {"{V:x}"}
     assert typed(lambda x: x * 1, x, specs=P()) == {"{}"}
     assert typed(lambda x, y: [x * 1, y * 1], x, x, specs=(P("x"), P())) == {"{V:x}", "{}"}
+
+
+@pytest.mark.parametrize("remember", [fspmd.checkpoint, lambda f: partial(checkpoint, f, use_reentrant=False)])
+@pytest.mark.parametrize("inner", ["grad", "value_and_grad", "vjp", "grad of grad", "written"])
+def test_a_gradient_within_a_checkpoint_has_its_function_run_once_before_backward(remember: Any, inner: str) -> None:
+    runs = 0
+
+    def energy(x: Tensor) -> Tensor:
+        y = x.sin() if inner != "written" else x.sin().mul_(x)
+        return (y.exp() * x).sum()
+
+    def f(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if inner == "vjp":
+            (g,) = fspmd.vjp(energy, x)[1](torch.ones((), dtype=F64))
+        elif inner == "value_and_grad":
+            g = fspmd.value_and_grad(energy)(x)[1]
+        elif inner == "grad of grad":
+            g = fspmd.grad(lambda x: fspmd.grad(energy)(x).sin().sum())(x)
+        else:
+            g = fspmd.grad(energy)(x)
+        return (g * x).cos().sum()
+
+    x = X.clone().requires_grad_()
+    out = remember(f)(x)
+    assert runs == 1
+    (got,) = torch.autograd.grad(out, x)
+    assert runs == 2
+    torch.testing.assert_close(got, torch.autograd.grad(f(x), x)[0], rtol=1e-12, atol=1e-12)

@@ -20,7 +20,7 @@ from processes import Processes
 from torch import Tensor
 
 import fspmd
-from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh
+from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh, psum, shard_map
 from fspmd.local_view.connected import connected
 
 FULL = os.environ.get("FSPMD_FULL") == "1"
@@ -114,6 +114,38 @@ def check_blocks_without_rows_computed_again() -> None:
         torch.testing.assert_close(device_get(g), want)
 
 
+def check_gradients_within_what_is_computed_again() -> None:
+    """Their own do not have it computed again, on ranks with rows or without."""
+
+    def energy(x: Any) -> Any:
+        return x.sin().pow(2).sum()
+
+    def plain(x: Tensor) -> Tensor:
+        return (fspmd.grad(energy)(x * x.sum()) * x.sum(0)).cumsum(0).sin().sum()
+
+    mesh, other = make_mesh((4,), ("x",)), make_mesh((4,), ("y",))
+    x = leaf(0, (2, 3))
+    scaled = shard_map(lambda x: x * psum(x.sum(), "y"), mesh=other, in_specs=P("y"), out_specs=P("y"))
+    (want,) = torch.autograd.grad(plain(x := x.requires_grad_()), x)
+    for check_vma in (False, True):
+        body = shard_map(
+            lambda x, y: fspmd.grad(energy)(y) * psum(x.sum(0), "x"),
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=P("x"),
+            check_vma=check_vma,
+        )
+
+        @fspmd.checkpoint
+        def f(x: Any, body: Any = body) -> Any:
+            return body(x, device_put(scaled(device_put(x, P("y"), mesh=other)), P("x"), mesh=mesh)).cumsum(0)
+
+        for again in (f, fspmd.jit(f)):
+            mine = device_put(x.detach(), P("x"), mesh=mesh).requires_grad_()
+            (g,) = torch.autograd.grad(device_get(again(mine).sin().sum()), mine)
+            torch.testing.assert_close(device_get(g), want)
+
+
 @pytest.mark.parametrize("ranks", [4, 6] if FULL else [4])
 def test_and_on_processes(ranks: int) -> None:
     """In 637 the gradient of an empty block takes part in communication twice.
@@ -127,6 +159,7 @@ def test_and_on_processes(ranks: int) -> None:
         pool.run(check_seeds, [70187, 70710], ranks, seconds=60)
         if ranks == 4:
             pool.run(check_blocks_without_rows_computed_again, seconds=60)
+            pool.run(check_gradients_within_what_is_computed_again, seconds=60)
 
 
 def test_an_empty_block_holds_no_graph_after_backward() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +32,10 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
+from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance
-
-_autograd_c: Final[Any] = torch._C._autograd
 
 
 def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
@@ -62,30 +60,31 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     check_leaves(leaves, lambda: leaf_paths(primals, "primals", is_sharded, none_is_leaf=False), "vjp")
     if transforms_active():
         return _vjp_by_transform(f, leaves, treedef, has_aux, "vjp")
-    inputs, out, aux, create = _trace(f, leaves, treedef, has_aux)
+    inputs, out, aux, create, kept = _trace(f, leaves, treedef, has_aux)
     check_results(out, "vjp")
 
     def pull(cotangent: Any) -> Any:
         outputs, _ = flatten(out)
         cotangents = cotangents_of(cotangent, out, outputs, "vjp")
         used = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
-        grads = _autograd(used, inputs, create or any(c.requires_grad for _, c in used), retain=True)
+        grads = _autograd(used, inputs, create or any(c.requires_grad for _, c in used), retain=True, kept=kept)
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, grads, strict=True)])
 
     value = out if create else detached(out)
     return (value, pull, aux) if has_aux else (value, pull)
 
 
-def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple[list[Tensor], Any, Any, bool]:
+def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple[list[Tensor], Any, Any, bool, Kept]:
     """Run ``f`` on fresh autograd leaves (connected to what the primals came from) and give its result.
 
-    The last of the four says whether gradients must be differentiable: inside another derivative, or where ``f``
-    depends on other tensors that require grad.
+    The fourth says whether gradients must be differentiable: inside another derivative, or where ``f`` depends on other
+    tensors that require grad. The last has what they need, as long as it lives.
     """
     if torch.is_inference_mode_enabled():
         raise ArgumentError("gradients were asked for in torch.inference_mode(), where there are none; use no_grad")
     create = torch.is_grad_enabled() and (DEPTH.value > 0 or any(local_of(leaf).requires_grad for leaf in leaves))
-    with torch.enable_grad(), differentiating():
+    kept = Kept()
+    with torch.enable_grad(), differentiating(), kept.saving():
         inputs = [_fresh(local_of(leaf), create) for leaf in leaves]
         args = treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, inputs, strict=True)])
         out = f(*args)
@@ -94,7 +93,7 @@ def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple
         out, aux = _with_aux(out)
     if not create and torch.is_grad_enabled():
         create = depends_on_others(map(local_of, flatten((out, aux))[0]), inputs)
-    return inputs, out, aux if create else detached(aux), create
+    return inputs, out, aux if create else detached(aux), create, kept
 
 
 def _with_aux(out: Any) -> tuple[Any, Any]:
@@ -114,7 +113,10 @@ def _fresh(x: Tensor, connected: bool) -> Tensor:
     return typed(y, x)
 
 
-def _autograd(used: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create: bool, retain: bool) -> list[Tensor]:
+def _autograd(
+    used: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create: bool, retain: bool, kept: Kept
+) -> list[Tensor]:
+    """Gradients, of what ``kept`` has, which lives until they are there."""
     if not used:
         return [set_variance(torch.zeros_like(x), get_variance(x).dual) for x in inputs]
     with torch._C.DisableTorchFunction(), differentiating():
@@ -207,10 +209,10 @@ def _value_and_grad(
         scalar_of(out, what)
         grads = pull(_like_ones(out))
     else:
-        inputs, out, aux, create = _trace(of_chosen, leaves, treedef, has_aux)
+        inputs, out, aux, create, kept = _trace(of_chosen, leaves, treedef, has_aux)
         loss = scalar_of(out, what)
         used = [(loss, _seed(loss))] if loss.requires_grad else []
-        found = _autograd(used, inputs, create, retain=False)
+        found = _autograd(used, inputs, create, retain=False, kept=kept)
         grads = treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, found, strict=True)])
         out = out if create else detached(out)
     value = (out, aux) if has_aux else out
@@ -241,7 +243,7 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         kept["out"], kept["aux"] = flatten(out), flatten(aux)
         return _unwrappable(kept["out"][0]), _unwrappable(kept["aux"][0])
 
-    with differentiating(), _without_saved_tensor_hooks():
+    with differentiating(), without_saved_tensor_hooks():
         traced: Any = torch.func.vjp(flat, *map(local_of, leaves), has_aux=True)
     values, pull_flat, aux_values = traced
     outs = rewrapped(kept["out"][0], values)
@@ -249,7 +251,7 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
 
     def pull(cotangent: Any) -> Any:
         cotangents = cotangents_of(cotangent, out, outs, "vjp")
-        with _without_saved_tensor_hooks():
+        with without_saved_tensor_hooks():
             grads = pull_flat(tuple(cotangents))
         typed = [set_variance(g, get_variance(local_of(leaf)).dual) for g, leaf in zip(grads, leaves, strict=True)]
         return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, typed, strict=True)])
@@ -261,17 +263,3 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
 def _unwrappable(leaves: list[Any]) -> tuple[Any, ...]:
     """Leaves as a transform takes them: tensors, nothing for what is none."""
     return tuple(x if isinstance(x := local_of(leaf), Tensor) else () for leaf in leaves)
-
-
-@contextmanager
-def _without_saved_tensor_hooks() -> Iterator[None]:
-    """``torch.func`` refuses to run under such hooks, `checkpoint`'s too: what is computed here is kept instead."""
-    hooks = []
-    while (top := _autograd_c._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        _autograd_c._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            _autograd_c._push_saved_tensors_default_hooks(pack, unpack)

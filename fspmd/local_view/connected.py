@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fspmd.local_view.modes import BodyMode
 from fspmd.op_kinds import OPS, learn
+from fspmd.saved_tensors import without_saved_tensor_hooks
 
 _engine = torch.autograd.Variable._execution_engine
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -98,7 +99,7 @@ def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence
     leaves = list(leaves)
     operands = [leaves[i].requires_grad_() for i in followed]
     try:
-        with torch._C.DisableTorchFunction(), torch.enable_grad():
+        with torch._C.DisableTorchFunction(), torch.enable_grad(), without_saved_tensor_hooks():
             args, kwargs = optree.tree_unflatten(treedef, leaves)
             out = optree.tree_leaves(func(*args, **kwargs))
             results = [x for x in out if isinstance(x, Tensor) and x.requires_grad]

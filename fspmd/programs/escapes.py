@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
 from fspmd.programs.facts import functorch
+from fspmd.programs.replaced import replaced
 from fspmd.sharded import Sharded
 from fspmd.watching.causes import trace
 
@@ -95,6 +97,18 @@ class Escapes(TorchFunctionMode):
     def __init__(self, recorder: Any) -> None:
         super().__init__()
         self.recorder = recorder
+
+    @contextmanager
+    def refused(self, concerns: Callable[[], bool]) -> Iterator[None]:
+        """Within, they are, and where it ``concerns`` this what is no torch function to a mode."""
+
+        def from_capsule(plain: Any, capsule: Any) -> Any:
+            if concerns():
+                raise self.recorder.refusal(constant_of("torch.from_dlpack(y), which does not tell whose memory it is"))
+            return plain(capsule)
+
+        with replaced([(torch._C, "_from_dlpack", from_capsule)]), self:
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKED and not self.recorder.paused:

@@ -247,6 +247,10 @@ class Recorder(Values):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What runs inside is recorded."""
+
+        def concerns() -> bool:
+            return tracing.recorder() is self
+
         tracing.begin()
         record_with(self._recorded)
         modules = register_module_forward_pre_hook(self._module)
@@ -254,10 +258,10 @@ class Recorder(Values):
         try:
             with (
                 self,
-                Escapes(self),
+                Escapes(self).refused(concerns),
                 instead_of_dispatch(self._typed),
                 self.generators.unread(self._check_unread),
-                self.threads.watched(lambda: tracing.recorder() is self),
+                self.threads.watched(concerns),
                 torch.autograd.set_detect_anomaly(False),  # which looks at values; replays are looked at as a whole
             ):
                 yield

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from threading import Thread
 from typing import Any, Final
 
 from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fspmd.errors import RecordError
+from fspmd.local_view.type_rules import tensors_of
 from fspmd.programs.escapes import line
-from fspmd.transport.local_tensor import blocks_of
+from fspmd.programs.replaced import replaced
+from fspmd.tracing import DispatchMode
 
-_HANDED_ON: Final[tuple[tuple[Any, str], ...]] = ((Thread, "start"), (ThreadPoolExecutor, "submit"))
+#: methods of pools that have another thread call their first argument
+_HANDED_ON: Final = (
+    (ThreadPoolExecutor, "submit"),
+    *((ThreadPool, name) for name in ("apply_async", "_map_async", "imap", "imap_unordered")),
+)
 
 
-class Threads:
-    """Tells tensors that are made from the first time on that a function hands something to another thread.
-
-    They are what the garbage collector has not seen yet: it is asked to look at all that is there, and to wait.
-    """
+class Threads(DispatchMode):
+    """Active in the threads that a function begins and in what it has pools do; notes what is computed there."""
 
     def __init__(self) -> None:
-        self.begun = self._collects = False
+        super().__init__()
+        self.made: Any = WeakIdKeyDictionary()
+        self.watches = False
 
-    def begin(self) -> None:
-        """Something is handed on."""
-        if not self.begun:
-            gc.collect(1)
-            self._collects, self.begun = gc.isenabled(), True
-            gc.disable()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.watches:
+            self.made.update(dict.fromkeys(tensors_of([out]), True))
+        return out
 
     def check(self, captured: Iterable[Tensor]) -> None:
-        """Raises where one of the tensors that no step gave was made since; memory of NumPy's may be wrapped anew."""
-        if not self.begun:
-            return
-        young = set(map(id, gc.get_objects(generation=0)))
+        """Raises where one of the tensors that no step gave was computed, or written into, by one of these threads."""
         for x in captured:
-            if id(x) in young and blocks_of(x)[0].untyped_storage().resizable():
+            if x in self.made:
                 raise RecordError(
                     f"jit cannot record tensors that other threads compute, such as one of shape {tuple(x.shape)}; "
                     f"compute it in the thread of the jitted function{line()}"
@@ -49,24 +52,31 @@ class Threads:
 
     @contextmanager
     def watched(self, concerns: Callable[[], bool]) -> Iterator[None]:
-        """Within, threads that begin, and work that pools are given, are noticed where it ``concerns`` this."""
+        """Within, threads that begin, and work that pools are given, are watched where it ``concerns`` this."""
 
-        def noticing(plain: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(plain)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                if concerns():
-                    self.begin()
-                return plain(*args, **kwargs)
+        def started(plain: Any, thread: Thread) -> Any:
+            if concerns():
+                thread.run = self._watching(thread.run)  # type: ignore[method-assign]
+            return plain(thread)
 
-            return run
+        def handed_on(plain: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
+            f, *others = args or (kwargs.pop("func"),)
+            return plain(pool, self._watching(f) if concerns() else f, *others, **kwargs)
 
-        before = [getattr(kind, name) for kind, name in _HANDED_ON]
-        for (kind, name), plain in zip(_HANDED_ON, before, strict=True):
-            setattr(kind, name, noticing(plain))
+        self.watches = True
         try:
-            yield
+            with replaced([(Thread, "start", started), *((kind, name, handed_on) for kind, name in _HANDED_ON)]):
+                yield
         finally:
-            for (kind, name), plain in zip(_HANDED_ON, before, strict=True):
-                setattr(kind, name, plain)
-            if self._collects:
-                gc.enable()
+            self.watches = False
+
+    def _watching(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _push_mode(self)  # entered, it would set what torch keeps for all threads
+            try:
+                return f(*args, **kwargs)
+            finally:
+                _pop_mode()
+
+        return run

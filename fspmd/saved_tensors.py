@@ -1,0 +1,65 @@
+"""Hooks on tensors that autograd saves, by which a checkpoint computes them again, while others differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+_autograd: Final[Any] = torch._C._autograd
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Within, what is saved is kept: ``torch.func`` refuses to run under such hooks, and trials are none of theirs."""
+    hooks = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class Kept:
+    """What a gradient taken within a checkpointed function needs: kept while this lives, then as the checkpoint has it.
+
+    Torch alone would run the whole function again for it, in the midst of its forward, as far as it has come; that
+    costs, and ranks with empty blocks save other tensors: they would repeat other collectives.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Tensor, int]] = []  # and their versions
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within, tensors are saved here, too, if a checkpoint has them."""
+        hooks = _autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or getattr(hooks[0], "__module__", None) != checkpoint.__name__:
+            yield
+            return
+        pack, unpack = hooks
+        here = ref(self)
+
+        def save(x: Tensor) -> Any:
+            tensors = here().tensors  # type: ignore[union-attr]
+            tensors.append((x.detach(), x._version))
+            return len(tensors) - 1, pack(x)
+
+        def find(saved: Any) -> Any:
+            place, packed = saved
+            if (kept := here()) is not None:
+                x, version = kept.tensors[place]
+                if x._version == version:  # else it was written into since
+                    return x
+            return unpack(packed)
+
+        with torch.autograd.graph.saved_tensors_hooks(save, find):
+            yield
