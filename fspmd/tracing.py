@@ -163,7 +163,7 @@ def constant(function: Callable[Q, R]) -> Callable[Q, R]:
     """A function whose result, a tensor, is the same in every run of this rank."""
 
     def known(records: Any, args: Any, kwargs: Any) -> R:
-        with records.real():
+        with outside_transforms(), records.real():  # else they would wrap it, and what is within be unknown
             found = function(*args, **kwargs)
         return records.constant(found)  # type: ignore[no-any-return]
 

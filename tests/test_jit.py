@@ -307,6 +307,40 @@ def test_gradients_of_gradients_of_python_of_ranks() -> None:
             torch.testing.assert_close(gradient, expected(x, n + 1))
 
 
+def check_draws_under_transforms(mesh: fspmd.Mesh) -> None:
+    """They look at the values that they are given, within transforms that wrap them."""
+
+    def of_blocks(f: Function) -> Function:
+        return shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+
+    def pushed(f: Function) -> Function:
+        return lambda x: fspmd.jvp(f, (x,), (x.cos(),))[1]
+
+    def mapped(f: Function, randomness: str = "different") -> Function:
+        return lambda x: fspmd.vmap(lambda y: f(x, x * y), randomness=randomness)(torch.tensor([0.5, 0.25]))
+
+    x = device_put(torch.rand(8, 6, generator=torch.Generator().manual_seed(0)), P("x"), mesh=mesh)
+    for f in (
+        of_blocks(pushed(lambda x: F.dropout(x, 0.4))),
+        of_blocks(pushed(lambda x: torch.rand_like(x) * x)),
+        pushed(of_blocks(lambda x: torch.rand(6) * x)),
+        pushed(lambda x: x.gather(1, torch.multinomial(x.detach(), 3, replacement=True))),
+        pushed(lambda x: torch.normal(x.detach(), x.detach()) * x),
+        *(pushed(lambda x, draw=draw: draw(x) * x) for draw in (torch.bernoulli, torch.poisson, F.dropout)),
+        *(mapped(lambda x, y: torch.bernoulli(y) * x, randomness) for randomness in ("different", "same")),
+        mapped(lambda x, y: x.gather(1, torch.multinomial(y, 3))),
+        mapped(lambda x, y: torch.poisson(y) * x),
+        mapped(lambda x, y: F.one_hot((y * 4).long(), 5) * 1.0),
+        mapped(torch.normal),
+    ):
+        recorded = jit(f)
+        for seed in (0, 1):
+            got, want = [(torch.manual_seed(seed), run(x))[1] for run in (recorded, f)]
+            assert torch.equal(device_get(got), device_get(want))
+    with pytest.raises(fspmd.ArgumentError, match=r"^bernoulli got"):
+        jit(mapped(lambda x, y: torch.bernoulli(y - 1) * x))(x)
+
+
 def _on_processes(seeds: Iterable[int]) -> None:
     chains.check_seeds(seeds, 4, replayed)
     mesh = fspmd.make_mesh((4,), ("x",))
@@ -315,6 +349,7 @@ def _on_processes(seeds: Iterable[int]) -> None:
         check_writes_of_collectives,
         check_python_of_ranks,
         check_draws_of_ranks,
+        check_draws_under_transforms,
         check_ranks_without_a_record,
         test_donation.check_on_processes,
         test_debug_print.check_on_processes,
@@ -822,6 +857,16 @@ def test_inference_mode() -> None:
     assert recorded(x).requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_trained_is_known_where_nothing_has_a_gradient(mode: Any) -> None:
+    recorded = jit(lambda *params: [p - 1 if p.requires_grad else p * 1 for p in params])
+    outside = [torch.ones(()).requires_grad_(), torch.ones(())]
+    with mode():
+        inside = [torch.ones(()), torch.ones(()).requires_grad_()]
+        for _ in range(2):
+            assert recorded(*outside, *inside) == [0, 1, 1, 0]
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomalies_are_looked_for_in_what_runs() -> None:
     """And not while it is recorded, when nobody may look at values."""
@@ -1181,6 +1226,22 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "other data": (_another_data, r"^jit cannot record x.data = y, which writes"),
     "capsule": (lambda x: from_dlpack(to_dlpack(x * 2)), r"^jit cannot record torch.from_dlpack\(y\), which does not"),
     "thread": (_in_a_thread(lambda x: x * 3), r"^jit cannot record tensors that other threads compute, such as"),
+    **{
+        f"read by a thread, {name}": (
+            lambda x, read=read: x * POOL.submit(read, x).result(),
+            r"^jit cannot record .*(which makes a Python value|a value of a tensor that another thread)",
+        )
+        for name, read in {
+            "item": lambda x: x.sum().item(),
+            "float": lambda x: float(x[0]),
+            "tolist": lambda x: x.tolist()[0],
+            "numpy": lambda x: x.numpy()[0].item(),
+            "bool": lambda x: bool(x[0] > 0),
+            "str": lambda x: len(str(x)),
+            "equal": lambda x: torch.equal(x, x),
+            "computed": lambda x: (x * 2).tolist()[0],
+        }.items()
+    },
     **{
         f"thread of a pool, {name}": (of_pool, r"^jit cannot record tensors that other threads compute, such as one")
         for name, of_pool in {

@@ -152,7 +152,8 @@ def _check_arguments(leaves: list[Any], before: Any, after: Any) -> None:
 def _apart(x: Tensor) -> Tensor:
     """The same value as another object: told from the same tensor given twice, or closed over; of no graph."""
     if x.is_inference():  # no others have gradients, or are told when they are written into
-        return torch.empty_like(x, requires_grad=False).copy_(x)
+        other = torch.empty_like(x, requires_grad=False).copy_(x)
+        return other.requires_grad_(x.requires_grad and not torch.is_grad_enabled())  # which Python may ask for
     apart = x.detach()
     if type(x) is Tensor and x.layout is torch.strided and 0 in x.stride():
         apart = apart.contiguous()  # other arguments can lie in memory as this does

@@ -94,9 +94,10 @@ _CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.dat
 class Escapes(TorchFunctionMode):
     """Refuses torch functions that nothing below them shows."""
 
-    def __init__(self, recorder: Any) -> None:
+    def __init__(self, recorder: Any, instead: dict[Any, Callable[..., Any]]) -> None:
+        """``instead``: by function what is called in its place, with the recorder first; it may decline."""
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.instead = recorder, instead
 
     @contextmanager
     def refused(self, concerns: Callable[[], bool]) -> Iterator[None]:
@@ -115,7 +116,11 @@ class Escapes(TorchFunctionMode):
             self.check(func, args, kwargs or {})
             if self.recorder.imagines and func in _GIVING:
                 args = map_aggregate(tuple(args), self.recorder.values_of)
-        out = func(*args, **(kwargs or {}))
+        out = NotImplemented
+        if func in self.instead and not self.recorder.paused:
+            out = self.instead[func](self.recorder, *args, **(kwargs or {}))
+        if out is NotImplemented:
+            out = func(*args, **(kwargs or {}))
         if not self.recorder.paused:
             self.recorder.lies(out)
         return out

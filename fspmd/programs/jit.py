@@ -87,6 +87,8 @@ def jit(
     once for the steps of the call, once for those of its gradients, when they are run for the first time.
 
     Each tensor of the arguments is one of its own within ``f``: of ``jit(f)(a, a)`` gradients are told by place.
+    ``x[i]`` with a tensor ``i`` of one number, another in each call, is a copy and no view: to write into either while
+    both are there is refused; ``x[i] = y`` sets it.
 
     Of Python's state ``f`` is recorded as it finds it: globals, attributes, hooks, lists and numbers that it closes
     over are constants. Tensors that leave it otherwise than as results, as in a list that it appends to, are those of

@@ -23,6 +23,7 @@ from fspmd.global_view.instead import Dispatch, instead_of_dispatch
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
+from fspmd.programs.dynamic import INSTEAD
 from fspmd.programs.escapes import Escapes, not_compiled, not_dense
 from fspmd.programs.facts import aten, functorch, is_dense
 from fspmd.programs.generators import Generators, generators_of
@@ -55,7 +56,8 @@ class Recorder(Values):
         reached = list(reached)
         self.generators, self.other_random = Generators(reached), OtherRandom(reached)
         self.modules: dict[int, torch.nn.Module] = {}  # those that ran
-        self.threads = Threads()
+        self.escapes = Escapes(self, INSTEAD)
+        self.threads = Threads(self, self.escapes)
 
     def refusal(self, error: RecordError) -> RecordError:
         """An error to be raised, now and at the end."""
@@ -221,7 +223,7 @@ class Recorder(Values):
         """A constant with its values, where it is imagined without."""
         if not self.imagines or not isinstance(x, Tensor):
             return x
-        with self.real():
+        with self.real(), tracing.outside_transforms():
             return self._value_of(self.node_of(x))
 
     def _value_of(self, node: fx.Node) -> Any:
@@ -258,7 +260,7 @@ class Recorder(Values):
         try:
             with (
                 self,
-                Escapes(self).refused(concerns),
+                self.escapes.refused(concerns),
                 instead_of_dispatch(self._typed),
                 self.generators.unread(self._check_unread),
                 self.threads.watched(concerns),

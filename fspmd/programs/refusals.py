@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
+from fspmd.programs.dynamic import written_while_copied
 from fspmd.programs.escapes import constant_of, line
 from fspmd.programs.facts import aten
 from fspmd.transport.op_facts import facts_of
@@ -50,6 +51,8 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 def check_writes(name: str, written: list[Tensor], recorder: Any) -> None:
     """Raises `RecordError` where a function of some name writes into what the recorded function closes over."""
     for x in written:
+        if recorder.is_copied(x):
+            raise recorder.refusal(written_while_copied(name))
         node = recorder.owner(x)
         if node is not None:
             recorder.written.add(node)

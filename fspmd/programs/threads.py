@@ -11,14 +11,16 @@ from threading import Thread
 from typing import Any, Final
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.programs.escapes import line
+from fspmd.programs.escapes import Escapes, constant_of, line
 from fspmd.programs.replaced import replaced
 from fspmd.tracing import DispatchMode
+from fspmd.transport.op_facts import facts_of
 
 #: methods of pools that have another thread call their first argument
 _HANDED_ON: Final = (
@@ -30,12 +32,15 @@ _HANDED_ON: Final = (
 class Threads(DispatchMode):
     """Active in the threads that a function begins and in what it has pools do; notes what is computed there."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Any, escapes: Escapes) -> None:
         super().__init__()
+        self.recorder, self.escapes = recorder, escapes
         self.made: Any = WeakIdKeyDictionary()
         self.watches = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.watches and facts_of(func).gives_values:
+            raise self.recorder.refusal(constant_of("a value of a tensor that another thread reads"))
         out = func(*args, **(kwargs or {}))
         if self.watches:
             self.made.update(dict.fromkeys(tensors_of([out]), True))
@@ -75,8 +80,22 @@ class Threads(DispatchMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             _push_mode(self)  # entered, it would set what torch keeps for all threads
             try:
-                return f(*args, **kwargs)
+                with _Asked(self):
+                    return f(*args, **kwargs)
             finally:
                 _pop_mode()
 
         return run
+
+
+class _Asked(TorchFunctionMode):
+    """The same of torch functions that nothing below them shows."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self.threads = threads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.threads.watches:
+            self.threads.escapes.check(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

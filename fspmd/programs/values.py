@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd import tracing
@@ -23,6 +24,7 @@ from fspmd.spec import TensorSpec
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.variance import unwrapped
 from fspmd.watching.causes import Cause, trace
 
 
@@ -51,6 +53,7 @@ class Values(RecordingMode):
         self._of_rank: set[fx.Node] = set()  # of that, what each rank has for itself
         self._owners: dict[int, fx.Node] = {}  # of memory that was there before
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values, where others have none
+        self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # where torch has views; both memories
         self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
         self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
@@ -106,10 +109,20 @@ class Values(RecordingMode):
             block = self._stand_ins[id(block)][1]
         return memory_of(block)
 
+    def copied(self, copy: Tensor, x: Tensor) -> None:
+        """A value is a copy, and in torch it would be a view."""
+        alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
+        self._copies.append((alive, {self._memory(copy), self._memory(x)}))
+
+    def is_copied(self, x: Tensor) -> bool:
+        """Whether a write into a value would be seen in a copy of it, or in what it is a copy of."""
+        self._copies = [one for one in self._copies if not one[0].expired()]
+        return bool(self._copies) and any(self._memory(x) in memories for _, memories in self._copies)
+
     def constant(self, x: Tensor, value: Tensor | None = None) -> Tensor:
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
-        with self.real():
+        with self.real(), tracing.outside_transforms():
             kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
             _describe(node, kept, memory_of(kept))
         self.check_captured(kept)

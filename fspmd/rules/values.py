@@ -26,7 +26,7 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
     if isinstance(values, (int, float)):
         values = torch.tensor(values)
     if isinstance(values, Tensor):
-        _require(fits(values.detach()), message)
+        _require(unwrapped(fits(values.detach())), message)
 
 
 @reading
@@ -34,13 +34,17 @@ def _require(good: Tensor, message: str) -> None:
     if good.is_meta:
         return  # values that nobody has
     with outside_transforms():
-        if not all(bool(block.all()) for block in blocks_of(unwrapped(good))):
+        if not all(bool(block.all()) for block in blocks_of(good)):
             raise ArgumentError(message)
 
 
-@reading
 def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
     """Raises what torch makes of numbers by which a factorization tells that its matrices are singular."""
+    _check_matrices(unwrapped(info), name, is_matrix)
+
+
+@reading
+def _check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
     with torch._C.DisableTorchFunction(), outside_transforms():
-        for block in blocks_of(unwrapped(info)):
+        for block in blocks_of(info):
             torch._linalg_check_errors(block, name, is_matrix=is_matrix)
