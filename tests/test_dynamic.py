@@ -80,6 +80,27 @@ def test_a_place_that_a_tensor_holds(name: str, f: Callable[..., Tensor]) -> Non
         recorded(X, torch.tensor(9), torch.tensor(9))
 
 
+@pytest.mark.parametrize("partition", [P("x"), P(None, None, "x"), P(None, "x")])
+@pytest.mark.parametrize("name", list(INDICES)[::2])
+def test_places_of_global_tensors(name: str, partition: P) -> None:
+    x = device_put(X, partition, mesh=MESH)
+    for f in taken, put, filled:
+        of_tensors, of_sharded = (
+            jit(lambda x, i, j, f=f: fspmd.value_and_grad(lambda x: (f(INDICES[name], x, i, j) ** 2).sum())(x))
+            for _ in range(2)
+        )
+        for i, j in PLACES:
+            leaf = X.clone().requires_grad_()
+            want = (f(INDICES[name], leaf, i, j) ** 2).sum()
+            for loss, g in (
+                of_tensors(x, i, j),
+                of_sharded(x, device_put(i, P(), mesh=MESH), device_put(j, P(), mesh=MESH)),
+            ):
+                torch.testing.assert_close(device_get(loss), want)
+                torch.testing.assert_close(device_get(g), torch.autograd.grad(want, leaf, retain_graph=True)[0])
+        assert of_tensors.cache_info().misses == of_sharded.cache_info().misses == 1
+
+
 @pytest.mark.parametrize("select", [lambda x, i: x.select(-2, i), lambda x, i: torch.select(x, dim=2, index=i)])
 def test_select(select: Callable[..., Tensor]) -> None:
     recorded = jit(select)

@@ -15,85 +15,83 @@ from torch.nn import functional as F
 
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import line
+from fspmd.sharded import Sharded
 
 _INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
-_WHOLE: Final = slice(None)
+_VALUES: Final[Any] = (Tensor, Sharded)
 
 
 def _one_hot(records: Any, tensor: Any, num_classes: int = -1) -> Any:
-    if type(num_classes) is not int or num_classes <= 0 or not _is_value(records, tensor):
+    if type(tensor) is Sharded or type(num_classes) is not int or num_classes <= 0 or not _is_value(records, tensor):
         return NotImplemented
     classes = tensor.unsqueeze(-1)
     zeros = torch.zeros_like(classes.expand(*[-1] * tensor.dim(), num_classes), memory_format=torch.contiguous_format)
     return zeros.scatter(-1, classes, 1)
 
 
-def _getitem(records: Any, x: Tensor, index: Any) -> Any:
+def _getitem(records: Any, x: Any, index: Any) -> Any:
     found = _taken(records, x, index)
     if found is None:
         return NotImplemented
-    view, at, dim, _ = found
-    out = view[at].squeeze(dim)
-    records.copied(out, x)
+    entries, dim, _ = found
+    out = x[entries].squeeze(dim)
+    records.copied(_local(out), _local(x))
     return out
 
 
 def _select(records: Any, input: Any, dim: int, index: Any) -> Any:
-    if not isinstance(input, Tensor) or type(dim) is not int or not -input.dim() <= dim < input.dim():
+    if not isinstance(input, _VALUES) or type(dim) is not int or not -input.dim() <= dim < input.dim():
         return NotImplemented
-    return _getitem(records, input, (*[_WHOLE] * (dim % input.dim()), index))
+    return _getitem(records, input, (*[slice(None)] * (dim % input.dim()), index))
 
 
-def _setitem(records: Any, x: Tensor, index: Any, value: Any) -> Any:
+def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     found = _taken(records, x, index)
     if found is None:
         return NotImplemented
-    view, at, _, after = found
-    if isinstance(value, Tensor) and value.dim() > after:
+    entries, _, after = found
+    if isinstance(value, _VALUES) and value.dim() > after:
         value = value.unsqueeze(value.dim() - after)
-    view[at] = value
+    x[entries] = value
     return None
 
 
-def _taken(records: Any, x: Any, index: Any) -> tuple[Tensor, tuple[Any, ...], int, int] | None:
-    """``x[index]`` as a view, an index of it by tensors of one dim, that dim in the result, and how many follow it.
+def _taken(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
+    """The index with tensors of one dim for those of none, that dim in the result, and how many follow it.
 
     None where nothing in the index has a value that a record cannot know, or where other things are in it than
     numbers, slices and None.
     """
     entries = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, Tensor) or not any(_is_number(records, one) for one in entries):
+    if not isinstance(x, _VALUES) or not any(_is_number(records, one) for one in entries):
         return None
-    used = sum(one is not None and one is not Ellipsis for one in entries)
-    basic: list[Any] = []
-    at: list[Any] = []
+    left = x.dim() - sum(one is not None and one is not Ellipsis for one in entries)
+    found: list[Any] = []
+    places: list[int] = []
+    dims = 0  # of the result, and one for each of the tensors
     for one in entries:
         if _is_number(records, one):
-            basic.append(_WHOLE)
-            at.append(one.long().unsqueeze(0))
-        elif one is Ellipsis:
-            basic.append(one)
-            at += [_WHOLE] * (x.dim() - used)
-        elif one is None or type(one) is slice:
-            basic.append(one)
-            at.append(_WHOLE)
-        elif type(one) is int:
-            basic.append(one)
-        else:
+            places.append(dims)
+        elif not (one is None or one is Ellipsis or type(one) in (int, slice)):
             return None
-    places = [i for i, one in enumerate(at) if one is not _WHOLE]
+        found.append(one.long().unsqueeze(0) if isinstance(one, _VALUES) else one)
+        dims += left if one is Ellipsis else type(one) is not int
     together = places[-1] - places[0] < len(places)
-    view = x[tuple(basic)]
     dim = places[0] if together else 0
-    return view, tuple(at), dim, view.dim() - len(places) - dim
+    after = dims + (0 if any(one is Ellipsis for one in entries) else left) - len(places) - dim
+    return tuple(found), dim, after
 
 
 def _is_number(records: Any, x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.dim() and x.dtype in _INTEGERS and _is_value(records, x)
+    return isinstance(x, _VALUES) and not x.dim() and x.dtype in _INTEGERS and _is_value(records, x)
 
 
 def _is_value(records: Any, x: Any) -> bool:
-    return isinstance(x, Tensor) and not records.is_constant(x)
+    return isinstance(x, _VALUES) and not records.is_constant(_local(x))
+
+
+def _local(x: Any) -> Tensor:
+    return x.local if type(x) is Sharded else x
 
 
 #: by torch function what is recorded in its place, of the recorder and its arguments

@@ -280,10 +280,13 @@ class Recorder(Values):
     def _typed(self, dispatch: Dispatch) -> Dispatch:
         """What operators of `Sharded` values call, which are no torch functions to a mode."""
 
-        def run(*args: Any) -> Any:
-            out = dispatch(*args)
-            if tracing.recorder() is self:
-                self.lies((*args[2], out))
+        def run(func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            if tracing.recorder() is not self:
+                return dispatch(func, types, args, kwargs)
+            out = INSTEAD[func](self, *args, **(kwargs or {})) if func in INSTEAD else NotImplemented
+            if out is NotImplemented:
+                out = dispatch(func, types, args, kwargs)
+            self.lies((*args, out))
             return out
 
         return run

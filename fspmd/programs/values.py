@@ -111,7 +111,8 @@ class Values(RecordingMode):
 
     def copied(self, copy: Tensor, x: Tensor) -> None:
         """A value is a copy, and in torch it would be a view."""
-        alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
+        with torch._C.DisableTorchFunction():
+            alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
         self._copies.append((alive, {self._memory(copy), self._memory(x)}))
 
     def is_copied(self, x: Tensor) -> bool:
