@@ -263,7 +263,7 @@ _BACKWARD: Final[dict[Any, tuple[str, int, str]]] = {
 
 #: what makes a call special that mostly is not; must hold wherever one of the predicates above does
 _SOMETIMES: Final[dict[str, Predicate]] = {
-    **dict.fromkeys((*_SIZED, "__getitem__", "narrow", "tensor_split"), _tensor_later),
+    **dict.fromkeys((*_SIZED, "__getitem__", "narrow", "select", "tensor_split"), _tensor_later),
     "where": _RAGGED_WHEN["where"],
     "__format__": _BRANCHES["__format__"],
     "scaled_dot_product_attention": _draws_in_attention,
@@ -290,7 +290,7 @@ def learn(func: Any) -> Op:
         "writes": writes,
         "draws": _DRAWS.get(name, _ALWAYS if seeded else None),
         "ragged": _RAGGED_WHEN.get(name),
-        "indexes": name in ("__getitem__", "__setitem__", "narrow"),
+        "indexes": name in ("__getitem__", "__setitem__", "narrow", "select"),
         "elementwise": elementwise,
         "backward": _BACKWARD.get(func),
         "hook": name == "register_hook",

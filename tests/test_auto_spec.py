@@ -767,6 +767,23 @@ def test_a_program_without_tensors_has_one_plan(solver: str) -> None:
     assert (found.time, found.memory, found.alternatives) == (0.0, 0, ())
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.topk(2).values.sum() + x.topk(k=2, dim=0).indices.sum(),
+        lambda x: x.sort().values * x.max(1, keepdim=True).values + x.median(0).values,
+        lambda x: x.cummax(0).values + x.kthvalue(2, 1, True).values + x.aminmax().max + x.frexp().mantissa,
+        lambda x: torch.linalg.qr(x).R.sum() + torch.linalg.slogdet(x @ x.mT).logabsdet,
+        lambda x: sum(one.sum() for one in [*x.chunk(2), *x.split(1)]) + x.var(0).unbind()[0],
+    ],
+)
+def test_results_that_have_names(f: Any) -> None:
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = auto_spec(f, LINE, x)
+    mine = device_put(x, found.specs[0], mesh=LINE)
+    torch.testing.assert_close(device_get(found.apply(f)(mine)), f(x))
+
+
 def test_errors_say_what_to_write() -> None:
     args = ({"up": meta(8, 8), "down": meta(8, 8)}, meta(8, 8))
     with pytest.raises(ArgumentError, match=r"fixed has 'w.upp', which matches no argument; near it: 'w.up'"):
@@ -784,9 +801,14 @@ def test_errors_say_what_to_write() -> None:
     for limit in (-1, 0.5, True, float("nan"), "80 GB"):
         with pytest.raises(ArgumentError, match="write a number of bytes, such as 80e9"):
             auto_spec(mlp, LINE, *args, memory_limit=limit)  # type: ignore[arg-type]
-    for count in (-1, 2.5, None):
+    for count in (-1, 2.5, None, True):
         with pytest.raises(ArgumentError, match="write how many are wanted, such as 3, or 0"):
             auto_spec(mlp, LINE, *args, alternatives=count)  # type: ignore[arg-type]
+    for by_path in {"fixed": {0: P()}}, {"carried": {0: "x"}}, {"carried": {"0": 1}}:
+        with pytest.raises(
+            ArgumentError, match=r"auto_spec got the int \d for a key path in (fixed|carried); write str"
+        ):
+            auto_spec(mlp, LINE, *args, **by_path)  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
         auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))
 

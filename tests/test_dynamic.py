@@ -143,7 +143,7 @@ def test_one_hot(shape: tuple[int, ...], n: int) -> None:
 def layer(x: Tensor, i: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     kept = x.sin()
     kept[i] = kept[i] * 3
-    return kept * x[i] + F.one_hot(i, 3) * total(x.sum(0))
+    return kept * x[i] + F.one_hot(i, 3) * total(x.sum(0)) * x[:, i, None] + x.select(0, i)
 
 
 def of_blocks(x: Tensor, i: Tensor, n: int) -> Tensor:
@@ -160,16 +160,38 @@ def check_in_bodies(mesh: Any) -> None:
             out_specs=P("x"),
             check_vma=check_vma,
         )
-        recorded = jit(lambda x, i, body=body: fspmd.value_and_grad(lambda x: (body(x, i) ** 2).sum())(x))
+
+        def step(x: Any, i: Tensor, body: Any = body) -> Any:
+            return fspmd.value_and_grad(lambda x: (body(x, i) ** 2).sum())(x)
+
+        recorded = jit(step)
         for rows in (8, 11):
             x = torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
             mine = device_put(x, P("x"), mesh=mesh)
             whole = x.requires_grad_()
             for i in map(torch.tensor, (0, 1)):
                 want = (of_blocks(whole, i, mesh.size) ** 2).sum()
-                loss, g = recorded(mine, i)
-                torch.testing.assert_close(device_get(loss), want)
-                torch.testing.assert_close(device_get(g), torch.autograd.grad(want, whole)[0])
+                (wanted,) = torch.autograd.grad(want, whole)
+                for loss, g in step(mine, i), recorded(mine, i):
+                    torch.testing.assert_close(device_get(loss), want)
+                    torch.testing.assert_close(device_get(g), wanted)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("rows", [8, 11])
+def test_places_of_blocks_that_all_ranks_know(rows: int, check_vma: bool) -> None:
+    """Blocks are uneven or not."""
+
+    def f(x: Tensor, i: Tensor) -> Tensor:
+        return (
+            x[i : i + 1] + x.narrow(0, i, 1) * torch.narrow(x, 1, start=i, length=2).sum() + x[i, i] + x[..., i, None]
+        )
+
+    body = shard_map(f, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=check_vma)
+    x = torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    for i in map(torch.tensor, (0, 1)):
+        want = torch.cat([f(b, i) for b in x.split(-(-rows // 4))])
+        torch.testing.assert_close(device_get(body(device_put(x, P("x"), mesh=MESH), i)), want)
 
 
 def check_on_processes() -> None:

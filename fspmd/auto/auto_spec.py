@@ -145,19 +145,7 @@ def auto_spec(
     >>> found.specs
     ({'up': P(None, 'x'), 'down': P('x', None)}, P(None, None))
     """
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args)")
-    if not callable(f):
-        raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")
-    if solver not in (None, "elimination", "milp"):
-        raise ArgumentError(f"auto_spec got solver={solver!r}; write 'elimination', 'milp', or None")
-    for name, patterns in (("fixed", fixed), ("carried", carried)):
-        if not isinstance(patterns, (Mapping, NoneType)):
-            raise ArgumentError(f"auto_spec got {described(patterns)} for {name}; write a dict, from key paths")
-    if memory_limit is not None and not (type(memory_limit) in (int, float) and memory_limit >= 1):
-        raise ArgumentError(f"auto_spec got memory_limit={memory_limit!r}; write a number of bytes, such as 80e9")
-    if not isinstance(alternatives, int) or alternatives < 0:
-        raise ArgumentError(f"auto_spec got alternatives={alternatives!r}; write how many are wanted, such as 3, or 0")
+    _check(f, mesh, {"fixed": fixed, "carried": carried}, memory_limit, alternatives, solver)
     leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
     names = _names(f, args)
     given = _given(fixed or {}, [name for name, x in zip(names, leaves, strict=True) if is_value(x)], leaves, mesh)
@@ -257,6 +245,30 @@ def _names(f: Any, args: tuple[Any, ...]) -> list[str]:
     for root, arg in zip(roots, args, strict=True):
         found += [".".join(map(str, (root, *path))) for path in optree.tree_paths(arg, is_leaf=is_value)]
     return found
+
+
+def _check(f: Any, mesh: Any, by_path: dict[str, Any], memory_limit: Any, alternatives: Any, solver: Any) -> None:
+    """Raises for what no function, mesh or option can be."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args)")
+    if not callable(f):
+        raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")
+    if solver not in (None, "elimination", "milp"):
+        raise ArgumentError(f"auto_spec got solver={solver!r}; write 'elimination', 'milp', or None")
+    for name, patterns in by_path.items():
+        if not isinstance(patterns, (Mapping, NoneType)):
+            raise ArgumentError(f"auto_spec got {described(patterns)} for {name}; write a dict, from key paths")
+        paths = list(patterns or ()) + (list(patterns.values()) if name == "carried" and patterns else [])
+        for path in paths:
+            if not isinstance(path, str):
+                raise ArgumentError(
+                    f"auto_spec got {described(path)} for a key path in {name}; write strings: the names of arguments, "
+                    "such as 'params.w', and for results '0', or '0.w'"
+                )
+    if memory_limit is not None and not (type(memory_limit) in (int, float) and memory_limit >= 1):
+        raise ArgumentError(f"auto_spec got memory_limit={memory_limit!r}; write a number of bytes, such as 80e9")
+    if type(alternatives) is not int or alternatives < 0:
+        raise ArgumentError(f"auto_spec got alternatives={alternatives!r}; write how many are wanted, such as 3, or 0")
 
 
 def _given(fixed: Mapping[str, P], names: Sequence[str], leaves: Sequence[Any], mesh: Mesh) -> dict[str, P]:

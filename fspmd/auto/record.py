@@ -23,7 +23,7 @@ from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.instead import instead_of_dispatch
-from fspmd.global_view.outcomes import on_meta
+from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
@@ -225,7 +225,7 @@ class Recorder(DispatchMode):
         if question.fixed:
             self.program.written.append((results[0], numbers[0]))
             return args[0]
-        return made[0] if question.single else tuple(made)
+        return joined(question.kind, made)
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A draw, or new values: elements of the place of an operand's."""
@@ -237,14 +237,14 @@ class Recorder(DispatchMode):
             raise RecordError(f"auto_spec cannot record {shown(func)}: what it gives depends on values")
         place, first = operands[0]
         if any(shape != first.shape for shape, _ in outcome.results):  # of another shape it is whole
-            made = tuple(self.value(shape, dtype) for shape, dtype in outcome.results)
+            made = [self.value(shape, dtype) for shape, dtype in outcome.results]
             self.program.constants.update(map(self.number, made))
-            return made[0] if outcome.single else made
+            return joined(outcome.kind, made)
         dims = tuple(range(first.ndim))
         results = [TensorSpec(first.mesh, P(), shape, dtype) for shape, dtype in outcome.results]
         factors = Factors((dims,), (dims,) * len(results))
         question = Question(
-            Row(elementwise), [(place, first)], results, outcome.single, factors, "", False, False, (), None
+            Row(elementwise), [(place, first)], results, outcome.kind, factors, "", False, False, (), None
         )
         return self._row(func, question, args, kwargs)
 

@@ -18,7 +18,7 @@ from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.instead import instead_of_dispatch
 from fspmd.global_view.layouts import working
-from fspmd.global_view.outcomes import on_meta
+from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.planning import places_of, plan_call
 from fspmd.global_view.propagate import OpPlan, Question, as_whole, is_float
 from fspmd.global_view.refusals import shown
@@ -196,7 +196,7 @@ class _Reckoner:
         made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in lies]
         if question.views:
             self._views.update(map(id, made))
-        return made[0] if question.single else tuple(made)
+        return joined(question.kind, made)
 
     def _add(self, question: Question, best: Strategy, values: Sequence[Any]) -> None:
         """What moves, there and back, sums of gradients once for all uses of a value; and the computation."""
@@ -228,7 +228,7 @@ class _Reckoner:
             )
             for shape, dtype in outcome.results
         ]
-        return made[0] if outcome.single else tuple(made)
+        return joined(outcome.kind, made)
 
 
 def _whole(x: Tensor, mesh: Mesh) -> TensorSpec:

@@ -19,6 +19,7 @@ from fspmd.spec import TensorSpec
 Shape = tuple[int, ...]
 #: where a tensor stands: its number among the arguments (positional ones first), and in a list there
 Place = int | tuple[int, int]
+Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
 
 
 def at(values: Sequence[Any], place: Place) -> Any:
@@ -27,11 +28,16 @@ def at(values: Sequence[Any], place: Place) -> Any:
 
 
 class Outcome(NamedTuple):
-    """Shape and dtype of each result; whether it is a tensor, not a tuple, and a view of the first operand."""
+    """Shape and dtype of each result; in what they are, None for a single one; whether it views the first operand."""
 
     results: Sequence[tuple[Shape, torch.dtype]]
-    single: bool = True
+    kind: Kind | None = None
     views: bool = False
+
+
+def joined(kind: Kind | None, results: list[Any]) -> Any:
+    """Results as a function gives them."""
+    return results[0] if kind is None else kind(results)
 
 
 def on_one_element(
@@ -177,7 +183,7 @@ def _outcome(
         return None
     results = [(tuple(one.shape), one.dtype) for one in found]
     base = found[0]._base  # einsum and linear give views of what they have made
-    return Outcome(results, isinstance(out, Tensor), any(base is x for x in made))
+    return Outcome(results, None if isinstance(out, Tensor) else type(out), any(base is x for x in made))
 
 
 def _on(

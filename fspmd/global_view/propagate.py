@@ -20,7 +20,16 @@ from fspmd.global_view.on_blocks import (
     rank_by_rank,
     view_or_copy,
 )
-from fspmd.global_view.outcomes import Place, Shape, by_factors, kernel_complaint, like_first, on_meta, on_one_element
+from fspmd.global_view.outcomes import (
+    Kind,
+    Place,
+    Shape,
+    by_factors,
+    kernel_complaint,
+    like_first,
+    on_meta,
+    on_one_element,
+)
 from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.signatures import by_signature, stand_in_order
@@ -70,7 +79,7 @@ class Question(NamedTuple):
     row: Row
     operands: Sequence[tuple[Place, TensorSpec]]
     results: list[TensorSpec]  # not laid out yet: any layout of them
-    single: bool  # the result is a tensor, not a tuple of them
+    kind: Kind | None  # in what they are; None for a single one
     factors: Factors
     linear: str
     fixed: bool  # the call writes into its first operand
@@ -173,7 +182,7 @@ def ask(
     linear = _linearity(row, args, kwargs, specs[0], results[0])
     products = products_of(row, factors, specs, results)
     return Question(
-        row, ordered, results, outcome.single, factors, linear, writes(func), outcome.views, tuple(kwargs), products
+        row, ordered, results, outcome.kind, factors, linear, writes(func), outcome.views, tuple(kwargs), products
     )
 
 
@@ -202,7 +211,7 @@ def plan_of(func: Any, positional: int, question: Question, best: Strategy) -> O
             moves.append((place, way.calls))
         if cast := casts_of(need, axes) if way is None else way.casts:
             casts.append((place, cast))
-    result = final[0] if question.single else final
+    result = final[0] if question.kind is None else final
     if best.by_body and row.body is not None:
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
         site = Site(named or best.axes, best.operands, final)

@@ -21,33 +21,42 @@ from fspmd.local_view.uneven import (
     rank_number,
 )
 from fspmd.op_kinds import OPS, learn
+from fspmd.tracing import recorder
 from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
 from fspmd.variance import get_variance
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, Tensor.narrow, torch.narrow))
+_BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, Tensor.select, torch.select))
+INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, *_BY_NUMBER))
+
+
+def _is_number(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype in _INTEGERS
 
 
 def _differs(entry: Any) -> bool:
-    return (
-        isinstance(entry, Tensor)
-        and entry.ndim == 0
-        and entry.dtype in _INTEGERS
-        and (isinstance(entry, LocalTensor) or bool(get_variance(entry).varying))
-    )
+    return _is_number(entry) and (isinstance(entry, LocalTensor) or bool(get_variance(entry).varying))
+
+
+def _number(entry: Any) -> Any:
+    """What is a 0-d tensor as a number, one per rank where it differs: beside uneven blocks it would be taken apart."""
+    if _differs(entry):
+        return rank_number(entry)
+    return int(entry) if _is_number(entry) and recorder() is None else entry
 
 
 def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[...]``, ``x[...] = value`` or ``x.narrow(dim, start, length)``."""
-    if func is Tensor.narrow or func is torch.narrow:
-        args = tuple(rank_number(a) if _differs(a) else a for a in args)
-        kwargs = {key: rank_number(a) if _differs(a) else a for key, a in kwargs.items()}
+    """``x[...]``, ``x[...] = value``, ``x.narrow(dim, start, length)`` or ``x.select(dim, i)``."""
+    if func in _BY_NUMBER:
+        args = tuple(map(_number, args))
+        kwargs = {key: _number(a) for key, a in kwargs.items()}
         return _with_numbers(func, args, kwargs)
     x, index, *value = args
     entries = tuple(map(_bounds, index)) if isinstance(index, tuple) else (_bounds(index),)
     alone = [_differs(entry) for entry in entries]
     if not any(alone):
+        entries = tuple(map(_number, entries))
         return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
     if not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
         return _by_aten(x, entries, value)
@@ -80,7 +89,7 @@ def _width(entry: Any) -> int:
 def _bounds(entry: Any) -> Any:
     if type(entry) is not slice:
         return entry
-    return slice(*(rank_number(bound) if _differs(bound) else bound for bound in (entry.start, entry.stop, entry.step)))
+    return slice(*map(_number, (entry.start, entry.stop, entry.step)))
 
 
 def _advanced(entry: Any) -> bool:
