@@ -339,3 +339,13 @@ def written_operands(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str,
         for one in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(one, Tensor):
                 yield one
+
+
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def autocasts() -> tuple[Any, ...]:
+    """Whether torch computes in other dtypes than it is asked to, and in which."""
+    if not _any_autocast():
+        return ()
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

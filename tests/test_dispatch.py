@@ -17,7 +17,7 @@ from processes import Processes
 from torch.nn import functional as F
 
 import fspmd
-from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, make_mesh
+from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, jit, make_mesh
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -488,6 +488,44 @@ def test_dtypes_follow_autocast_and_the_default() -> None:
         assert (n / 2).dtype == (n / 2).local.dtype == F64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+AUTOCAST: Any = {
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(6, dtype=torch.long)),
+    "of probabilities": lambda x: F.cross_entropy(x, x, label_smoothing=0.1),
+    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(6, dtype=torch.long)),
+    "mse_loss": lambda x: F.mse_loss(x, x * 2),
+    "kl_div": lambda x: F.kl_div(x, x.softmax(1), reduction="sum"),
+    "with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "softmax": lambda x: x.softmax(0) + x.log_softmax(1),
+    "norms": lambda x: F.layer_norm(x, (8,)) + F.group_norm(x, 2),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    "products": lambda x: torch.einsum("ij,kj->ik", x.mT @ x, F.linear(x, x).mT @ x),
+    "of two dtypes": lambda x: torch.bmm(x[None], (x @ x.mT)[None].mT.cos() @ x).mT,
+    "sums": lambda x: x.norm() + x.prod(0) + x.cumsum(0) + x.logsumexp(0),
+    "convolution": lambda x: F.conv1d(x[None], x[:, :, None]),
+    "cosine": lambda x: F.cosine_similarity(x, x * 2),
+}
+
+
+@pytest.mark.parametrize("partition", [P("x"), P(None, "x")])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, F64])
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_dtypes_under_autocast_are_those_of_the_call(name: str, kind: torch.dtype, partition: P) -> None:
+    """Whatever the same call was before."""
+    x = torch.arange(48.0).view(6, 8).cos().to(kind)
+    mine = device_put(x, partition, mesh=LINE)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            try:
+                want = AUTOCAST[name](x)
+            except RuntimeError:  # of dtypes that torch has no kernel for
+                continue
+            for f in AUTOCAST[name], jit(AUTOCAST[name]):
+                got = f(mine)
+                assert got.dtype == got.local.dtype == want.dtype
+                rounded = 0.1 if enabled or kind is torch.bfloat16 else 1e-5
+                torch.testing.assert_close(device_get(got), want, rtol=rounded, atol=rounded)
 
 
 @pytest.mark.parametrize(

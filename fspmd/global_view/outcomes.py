@@ -133,10 +133,12 @@ def on_meta(
     mesh = operands[0][1].mesh
     try:
         try:
-            return _outcome("meta", func, args, kwargs, operands)
+            if not torch._C._is_any_autocast_enabled():  # of which the meta device knows nothing
+                return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
-            with FakeTensorMode():
-                return _outcome(mesh.device_type, func, args, kwargs, operands)
+            pass
+        with FakeTensorMode():
+            return _outcome(mesh.device_type, func, args, kwargs, operands)
     except (
         NotImplementedError,
         DataDependentOutputException,

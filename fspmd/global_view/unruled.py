@@ -22,7 +22,7 @@ from fspmd.global_view.decompose import (
     written,
 )
 from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, shown
-from fspmd.op_kinds import name_of
+from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, above, is_sharded
@@ -41,11 +41,15 @@ def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: d
     """
     found = _ByNumbers(func, specs)
     graph = found.trace(args, kwargs)
-    return found.run if numbers_of(args, kwargs) else graph, getattr(graph, "func", None) is _composed
+    run = found.run if numbers_of(args, kwargs) else found.run_alike
+    return run, getattr(graph, "func", None) is _composed
 
 
 class _ByNumbers:
-    """The graphs of a function; those of its floats that it does not look at are operands, others constants."""
+    """The graphs of a function; those of its floats that it does not look at are operands, others constants.
+
+    Autocast is a part of a graph: its casts are calls there.
+    """
 
     def __init__(self, func: Any, specs: list[TensorSpec]) -> None:
         self.func, self.specs = func, specs
@@ -57,10 +61,16 @@ class _ByNumbers:
         graph = self.graphs.get(self._key(args, kwargs)) or self.trace(args, kwargs)
         return graph(args, kwargs)
 
+    def run_alike(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call without numbers."""
+        graph = self.graphs.get((autocasts(),)) or self.trace(args, kwargs)
+        return graph(args, kwargs)
+
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The numbers that are constants, as text: 0.0 and -0.0 differ, and nan equals nothing."""
         numbers = numbers_of(args, kwargs)
-        return tuple((i, type(x), repr(x)) for i, x, is_operand in numbers if not is_operand or i in self.fixed)
+        fixed = [(i, type(x), repr(x)) for i, x, is_operand in numbers if not is_operand or i in self.fixed]
+        return autocasts(), *fixed
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """The graph of calls with such numbers."""

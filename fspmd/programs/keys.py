@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
+from fspmd.op_kinds import autocasts
 from fspmd.programs.escapes import not_dense
 from fspmd.programs.facts import is_dense
 from fspmd.transport.local_tensor import LocalTensor
@@ -26,11 +27,6 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._len_torch_function_stack
 _guards = torch._C._dynamo.guards.TensorGuards
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
-
-
-def autocasts() -> tuple[Any, ...]:
-    """Whether torch computes in other dtypes than it is asked to, and in which."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def default_device() -> torch.device | None:

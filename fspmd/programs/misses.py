@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
-from fspmd.programs.keys import Static, autocasts, default_device, identity
+from fspmd.op_kinds import autocasts
+from fspmd.programs.keys import Static, default_device, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.op_kinds import autocasts
 from fspmd.programs.backward import Halves, followed, halves_of, replay
 from fspmd.programs.capture import Capture, capture
 from fspmd.programs.closed import Closed
 from fspmd.programs.donation import Donation
 from fspmd.programs.facts import is_as, memory_of
-from fspmd.programs.keys import autocasts, strides_of
+from fspmd.programs.keys import strides_of
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import owner

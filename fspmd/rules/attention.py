@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from fspmd.collectives import pmax, ppermute, psum
 from fspmd.entries import entry_axes
+from fspmd.op_kinds import autocasts
 from fspmd.redistribution.cost import work
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
@@ -125,14 +127,18 @@ def _body(
     if not site.over(("s", "t")) and not empty:  # causal, of a part of the queries
         allowed = _allowed(site, "l", None, 0, is_causal)
         return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=enable_gqa)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    if enable_gqa:
-        group = site.operands[0].shape[-3] // site.operands[1].shape[-3]
-        key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)
-    query = query * (scale if scale is not None else site.operands[0].shape[-1] ** -0.5)
-    out = (_ring if site.axes.get("t") else _parts)(site, query, key, value, attn_mask, is_causal)
-    return out.to(site.results[0].dtype)
+    device = query.device.type
+    dtype = dict(autocasts()).get(device) if query.dtype is not torch.float64 else None
+    with nullcontext() if dtype is None else torch.autocast(device, enabled=False):
+        parts = [x if dtype is None else x.to(dtype) for x in (query, key, value)]
+        wide = torch.promote_types(parts[0].dtype, torch.float32)
+        query, key, value = (x.to(wide) for x in parts)
+        if enable_gqa:
+            group = site.operands[0].shape[-3] // site.operands[1].shape[-3]
+            key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)
+        query = query * (scale if scale is not None else site.operands[0].shape[-1] ** -0.5)
+        out = (_ring if site.axes.get("t") else _parts)(site, query, key, value, attn_mask, is_causal)
+    return out.to(dtype or site.results[0].dtype)
 
 
 def _masked(scores: Tensor, allowed: Tensor | None, mask: Tensor | None) -> Tensor:
