@@ -809,6 +809,8 @@ def test_errors_say_what_to_write() -> None:
             ArgumentError, match=r"auto_spec got the int \d for a key path in (fixed|carried); write str"
         ):
             auto_spec(mlp, LINE, *args, **by_path)  # type: ignore[arg-type]
+    with pytest.raises(RecordError, match=r"auto_spec cannot record grad\(\): no graph .* write fspmd.grad"):
+        auto_spec(lambda x: torch.autograd.grad((x**2).sum(), x), LINE, torch.ones(4).requires_grad_())
     with pytest.raises(RecordError, match="auto_spec cannot record <lambda>: on values without data"):
         auto_spec(lambda x: x if x.sum() > 0 else -x, LINE, meta(4))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ INDICES: dict[str, Callable[[Any, Any], Any]] = {
     "negative": lambda i, j: i - 3,
     "int32": lambda i, j: i.int(),
     ":, i": lambda i, j: (slice(None), i),
-    "1, i": lambda i, j: (1, i),
+    "1, i": lambda i, j: (np.int64(1), i),
     "i, 1": lambda i, j: (i, 1),
     "..., j": lambda i, j: (..., j),
     "i, j": lambda i, j: (i, j),

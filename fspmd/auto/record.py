@@ -31,7 +31,7 @@ from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placing.reshard import telling
-from fspmd.rules import Factors, Row, writes
+from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -199,7 +199,15 @@ class Recorder(DispatchMode):
             raise RecordError(f"{shown(func)} got the blocks of all simulated ranks; pass the Sharded itself")
         asked = self._calls.ask(func, args, kwargs)
         if asked.run is not None:
-            return asked.run(*_without_data(args, kwargs))
+            try:
+                return asked.run(*_without_data(args, kwargs))
+            except RuntimeError as error:
+                if func not in ENGINE:
+                    raise
+                raise RecordError(
+                    f"auto_spec cannot record {shown(func)}: no graph leads through values that stand for others; "
+                    "write fspmd.grad, value_and_grad or vjp of a function"
+                ) from error
         if self._counting is not None and self._counting.again:
             return self._counting.repeated(func, args, kwargs)
         if asked.gathers:

@@ -7,6 +7,7 @@ into while both are there is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, Final
 
 import torch
@@ -72,10 +73,10 @@ def _taken(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int]
     for one in entries:
         if _is_number(records, one):
             places.append(dims)
-        elif not (one is None or one is Ellipsis or type(one) in (int, slice)):
+        elif not (one is None or one is Ellipsis or type(one) is slice or _is_int(one)):
             return None
         found.append(one.long().unsqueeze(0) if isinstance(one, _VALUES) else one)
-        dims += left if one is Ellipsis else type(one) is not int
+        dims += left if one is Ellipsis else not _is_int(one)
     together = places[-1] - places[0] < len(places)
     dim = places[0] if together else 0
     after = dims + (0 if any(one is Ellipsis for one in entries) else left) - len(places) - dim
@@ -84,6 +85,10 @@ def _taken(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int]
 
 def _is_number(records: Any, x: Any) -> bool:
     return isinstance(x, _VALUES) and not x.dim() and x.dtype in _INTEGERS and _is_value(records, x)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def _is_value(records: Any, x: Any) -> bool:
