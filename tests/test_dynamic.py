@@ -54,13 +54,19 @@ def filled(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return y
 
 
+def put_of_others(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    y = x * 1
+    y[index(i, j)] = (x[0, 0, 0, 0] * 9).float()
+    return y
+
+
 def spread(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
     y = x * 1
     y[index(i, j)] = x[0, 0, 0] if y[index(i, j)].shape[-1:] == (2,) else x[0, 0, 0, 0]
     return y
 
 
-@pytest.mark.parametrize("f", [taken, put, filled, spread])
+@pytest.mark.parametrize("f", [taken, put, filled, put_of_others, spread])
 @pytest.mark.parametrize("name", INDICES)
 def test_a_place_that_a_tensor_holds(name: str, f: Callable[..., Tensor]) -> None:
     """One record, whatever it is; gradients, too."""
@@ -117,6 +123,7 @@ def test_select(select: Callable[..., Tensor]) -> None:
         lambda x, i: [y := x * 1, z := y[i], y.mul_(2), z][-1],
         lambda x, i: [y := x * 1, z := y[:, i], y[i].mul_(2), z][-1],
         lambda x, i: [y := x * 1, z := y[i][None], z.mul_(2), y][-1],
+        lambda x, i: [y := x * 1, z := y[i][i][i], y.mul_(2), z][-1],
     ],
 )
 def test_writes_that_a_view_would_see(f: Callable[..., Any]) -> None:

@@ -1225,6 +1225,22 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "data": (_through_data, r"^jit cannot record a branch or x.item\(\)"),
     "other data": (_another_data, r"^jit cannot record x.data = y, which writes"),
     "capsule": (lambda x: from_dlpack(to_dlpack(x * 2)), r"^jit cannot record torch.from_dlpack\(y\), which does not"),
+    "thread of a thread": (
+        _in_a_thread(_in_a_thread(lambda x: x * 3)),
+        r"^jit cannot record tensors that other threads",
+    ),
+    "written by a thread": (
+        lambda x: [y := x * 1, POOL.submit(y.add_, x).result()][0],
+        r"^jit cannot record what another thread writes into a tensor of the function",
+    ),
+    "own, written by a thread": (
+        lambda x: [y := torch.zeros(3), POOL.submit(y.add_, x).result()][0],
+        r"^jit cannot record what another thread writes into a tensor of the function",
+    ),
+    "read by a thread of a thread": (
+        lambda x: x * POOL.submit(lambda: POOL_2.apply(float, (x.sum(),))).result(),
+        r"^jit cannot record .*makes a Python value",
+    ),
     "thread": (_in_a_thread(lambda x: x * 3), r"^jit cannot record tensors that other threads compute, such as"),
     **{
         f"read by a thread, {name}": (

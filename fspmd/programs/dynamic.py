@@ -51,8 +51,9 @@ def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     if found is None:
         return NotImplemented
     entries, _, after = found
-    if isinstance(value, _VALUES) and value.dim() > after:
-        value = value.unsqueeze(value.dim() - after)
+    if isinstance(value, _VALUES):
+        value = value.to(x.dtype)
+        value = value.unsqueeze(value.dim() - after) if value.dim() > after else value
     x[entries] = value
     return None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any, Final
 
 from torch import Tensor
@@ -37,11 +37,18 @@ class Threads(DispatchMode):
         self.recorder, self.escapes = recorder, escapes
         self.made: Any = WeakIdKeyDictionary()
         self.watches = False
+        self.inside: set[int] = set()  # threads that do what they were given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.watches and facts_of(func).gives_values:
-            raise self.recorder.refusal(constant_of("a value of a tensor that another thread reads"))
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.watches:
+            if facts_of(func).gives_values:
+                raise self.recorder.refusal(constant_of("a value of a tensor that another thread reads"))
+            if any(map(self.recorder.is_known, tensors_of(facts_of(func).written(args, kwargs)))):
+                raise self.recorder.refusal(
+                    RecordError(f"jit cannot record what another thread writes into a tensor of the function{line()}")
+                )
+        out = func(*args, **kwargs)
         if self.watches:
             self.made.update(dict.fromkeys(tensors_of([out]), True))
         return out
@@ -59,14 +66,17 @@ class Threads(DispatchMode):
     def watched(self, concerns: Callable[[], bool]) -> Iterator[None]:
         """Within, threads that begin, and work that pools are given, are watched where it ``concerns`` this."""
 
+        def concerned() -> bool:
+            return get_ident() in self.inside or concerns()
+
         def started(plain: Any, thread: Thread) -> Any:
-            if concerns():
+            if concerned():
                 thread.run = self._watching(thread.run)  # type: ignore[method-assign]
             return plain(thread)
 
         def handed_on(plain: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
             f, *others = args or (kwargs.pop("func"),)
-            return plain(pool, self._watching(f) if concerns() else f, *others, **kwargs)
+            return plain(pool, self._watching(f) if concerned() else f, *others, **kwargs)
 
         self.watches = True
         try:
@@ -78,12 +88,17 @@ class Threads(DispatchMode):
     def _watching(self, f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
         def run(*args: Any, **kwargs: Any) -> Any:
+            thread = get_ident()
+            if thread in self.inside:
+                return f(*args, **kwargs)
+            self.inside.add(thread)
             _push_mode(self)  # entered, it would set what torch keeps for all threads
             try:
                 with _Asked(self):
                     return f(*args, **kwargs)
             finally:
                 _pop_mode()
+                self.inside.discard(thread)
 
         return run
 

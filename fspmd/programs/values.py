@@ -77,7 +77,7 @@ class Values(RecordingMode):
         """Of a value, or of what was there before."""
         if (known := _entry(self._nodes, x)) is not None:
             return known[1]  # type: ignore[no-any-return]
-        if type(x) is LocalTensor and any(self._is_known(shard) for shard in x.shards):  # ours put it together
+        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # ours put it together
             args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
             node = self._put(LocalTensor, args, {}, constant=all(map(self.is_constant, x.shards)))
         elif (shard := _entry(self._shards, x)) is not None:
@@ -113,7 +113,9 @@ class Values(RecordingMode):
         """A value is a copy, and in torch it would be a view."""
         with torch._C.DisableTorchFunction():
             alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
-        self._copies.append((alive, {self._memory(copy), self._memory(x)}))
+        above = self._memory(x)
+        other = [memories for _, memories in self._copies if above in memories]  # x may be a copy, and dead soon
+        self._copies.append((alive, {self._memory(copy), above}.union(*other)))
 
     def is_copied(self, x: Tensor) -> bool:
         """Whether a write into a value would be seen in a copy of it, or in what it is a copy of."""
@@ -177,7 +179,8 @@ class Values(RecordingMode):
         known = _entry(self._nodes, x) or _entry(self._shards, x)
         return known is not None and known[1].op != "get_attr" and not self.is_constant(x)
 
-    def _is_known(self, x: Tensor) -> bool:
+    def is_known(self, x: Tensor) -> bool:
+        """Whether it is in the record."""
         return any(_entry(table, x) is not None for table in (self._nodes, self._shards))
 
     def _know(self, x: Tensor, node: fx.Node) -> None:
