@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from fspmd.errors import ArgumentError
+
 _autograd: Final[Any] = torch._C._autograd
 
 
@@ -55,11 +57,15 @@ class Kept:
 
         def find(saved: Any) -> Any:
             place, packed = saved
-            if (kept := here()) is not None:
-                x, version = kept.tensors[place]
-                if x._version == version:  # else it was written into since
-                    return x
-            return unpack(packed)
+            if (kept := here()) is None:
+                return unpack(packed)
+            x, version = kept.tensors[place]
+            if x._version != version:  # computed again in the midst of forward it would be another value
+                raise ArgumentError(
+                    f"a tensor of shape {tuple(x.shape)} that a gradient needs has been written into since; write "
+                    "y = y + 1 instead of y += 1, or into a clone()"
+                )
+            return x
 
         with torch.autograd.graph.saved_tensors_hooks(save, find):
             yield

@@ -374,3 +374,14 @@ def test_a_gradient_within_a_checkpoint_has_its_function_run_once_before_backwar
     (got,) = torch.autograd.grad(out, x)
     assert runs == 2
     torch.testing.assert_close(got, torch.autograd.grad(f(x), x)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_within_a_checkpoint_of_what_was_written_into() -> None:
+    def energy(x: Tensor) -> Tensor:
+        y = x * 1
+        z = y.sin()
+        y.mul_(2)
+        return (y * z).sum()
+
+    with pytest.raises(fspmd.ArgumentError, match=r"shape \(8, 3\) that a gradient needs has been written into"):
+        fspmd.checkpoint(lambda x: (fspmd.grad(energy)(x) ** 2).sum())(X.clone().requires_grad_())
