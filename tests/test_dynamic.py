@@ -146,6 +146,8 @@ def test_one_hot(shape: tuple[int, ...], n: int) -> None:
                 recorded(torch.full(shape, wrong))
         with pytest.raises(RecordError):
             jit(F.one_hot)(x)
+        with pytest.raises(RuntimeError, match=r"LongTensor"):
+            recorded(x.int())
 
 
 def layer(x: Tensor, i: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from fspmd.fake_mode import FakeMode
 from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.spec import TensorSpec
@@ -137,7 +137,7 @@ def on_meta(
                 return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             pass
-        with FakeTensorMode():
+        with FakeMode():
             return _outcome(mesh.device_type, func, args, kwargs, operands)
     except (
         NotImplementedError,

@@ -23,7 +23,9 @@ _VALUES: Final[Any] = (Tensor, Sharded)
 
 
 def _one_hot(records: Any, tensor: Any, num_classes: int = -1) -> Any:
-    if type(tensor) is Sharded or type(num_classes) is not int or num_classes <= 0 or not _is_value(records, tensor):
+    if not isinstance(tensor, Tensor) or tensor.dtype is not torch.int64 or not _is_value(records, tensor):
+        return NotImplemented
+    if type(num_classes) is not int or num_classes <= 0:
         return NotImplemented
     classes = tensor.unsqueeze(-1)
     zeros = torch.zeros_like(classes.expand(*[-1] * tensor.dim(), num_classes), memory_format=torch.contiguous_format)
@@ -53,7 +55,7 @@ def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     entries, _, after = found
     if isinstance(value, _VALUES):
         value = value.to(x.dtype)
-        value = value.unsqueeze(value.dim() - after) if value.dim() > after else value
+        value = value.unsqueeze(value.dim() - after) if value.dim() >= after else value
     x[entries] = value
     return None
 
