@@ -515,7 +515,10 @@ def test_dtypes_under_autocast_are_those_of_the_call(name: str, kind: torch.dtyp
     """Whatever the same call was before."""
     x = torch.arange(48.0).view(6, 8).cos().to(kind)
     mine = device_put(x, partition, mesh=LINE)
-    for enabled in (False, True, False):
+    for enabled in (False, True, False, None, True, False, True):
+        if enabled is None:
+            fspmd.propagation_cache_clear()
+            continue
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             try:
                 want = AUTOCAST[name](x)

@@ -14,7 +14,7 @@ from simulated import MESH
 from torch import Tensor
 
 import fspmd
-from fspmd import P, RecordError, device_get, device_put, jit, make_mesh, psum, shard_map
+from fspmd import P, RecordError, axis_index, device_get, device_put, jit, make_mesh, psum, shard_map
 
 X = torch.randn(4, 3, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 #: of two places, the first in a dim of three, the second in one of two, where there is such a dim
@@ -202,6 +202,19 @@ def test_places_of_blocks_that_all_ranks_know(rows: int, check_vma: bool) -> Non
     for i in map(torch.tensor, (0, 1)):
         want = torch.cat([f(b, i) for b in x.split(-(-rows // 4))])
         torch.testing.assert_close(device_get(body(device_put(x, P("x"), mesh=MESH), i)), want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("rows", [8, 11])
+def test_select_of_each_rank(rows: int, check_vma: bool) -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + x.select(-1, axis_index("x"))[:, None] + torch.select(x, dim=1, index=axis_index("x") - 4)[:, None]
+
+    body = shard_map(f, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    x = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    want = torch.cat([b + 2 * b[:, r : r + 1] for r, b in enumerate(x.split(-(-rows // 4)))])
+    for run in body, jit(body):
+        torch.testing.assert_close(device_get(run(device_put(x, P("x"), mesh=MESH))), want)
 
 
 def check_on_processes() -> None:

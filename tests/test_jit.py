@@ -1331,6 +1331,13 @@ def test_values_of_sharded_tensors(f: Function) -> None:
         jit(f)(device_put(X, P("x"), mesh=MESH))
 
 
+def test_a_pool_that_is_used_first_within_a_function_is_watched_no_longer() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert replayed(lambda x: [pool.submit(len, "a").result(), x * 2][1], torch.ones(3)).tolist() == [2, 2, 2]
+        assert not pool.submit(torch._C._len_torch_dispatch_stack).result()
+        assert not pool.submit(torch._C._len_torch_function_stack).result()
+
+
 def test_threads_that_give_nothing_of_the_record() -> None:
     table = torch.arange(3.0)
     f = _in_a_thread(lambda x: table)

@@ -27,7 +27,8 @@ from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
 from fspmd.variance import get_variance
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, Tensor.select, torch.select))
+_SELECTS = frozenset((Tensor.select, torch.select))
+_BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, *_SELECTS))
 INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, *_BY_NUMBER))
 
 
@@ -48,6 +49,8 @@ def _number(entry: Any) -> Any:
 
 def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[...]``, ``x[...] = value``, ``x.narrow(dim, start, length)`` or ``x.select(dim, i)``."""
+    if func in _SELECTS and any(map(_differs, (*args, *kwargs.values()))):
+        return index_by_tensor(Tensor.__getitem__, _as_index(*args, **kwargs), {})
     if func in _BY_NUMBER:
         args = tuple(map(_number, args))
         kwargs = {key: _number(a) for key, a in kwargs.items()}
@@ -61,6 +64,11 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
         return _by_aten(x, entries, value)
     return _by_selecting(func, x, entries, alone, value)
+
+
+def _as_index(input: Tensor, dim: int, index: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """``input.select(dim, index)`` as what ``[]`` takes."""
+    return input, (*[slice(None)] * range(input.ndim)[dim], index)
 
 
 def _by_selecting(func: Any, x: Tensor, entries: tuple[Any, ...], alone: list[bool], value: list[Any]) -> Any:

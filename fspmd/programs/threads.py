@@ -66,17 +66,25 @@ class Threads(DispatchMode):
     def watched(self, concerns: Callable[[], bool]) -> Iterator[None]:
         """Within, threads that begin, and work that pools are given, are watched where it ``concerns`` this."""
 
+        handing: list[int] = []  # threads that hand something to a pool
+
         def concerned() -> bool:
             return get_ident() in self.inside or concerns()
 
         def started(plain: Any, thread: Thread) -> Any:
-            if concerned():
+            if concerned() and get_ident() not in handing:  # workers outlive what they are given, which is watched
                 thread.run = self._watching(thread.run)  # type: ignore[method-assign]
             return plain(thread)
 
         def handed_on(plain: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
             f, *others = args or (kwargs.pop("func"),)
-            return plain(pool, self._watching(f) if concerned() else f, *others, **kwargs)
+            if not concerned():
+                return plain(pool, f, *others, **kwargs)
+            handing.append(get_ident())
+            try:
+                return plain(pool, self._watching(f), *others, **kwargs)
+            finally:
+                handing.remove(get_ident())
 
         self.watches = True
         try:

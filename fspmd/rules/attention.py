@@ -128,17 +128,17 @@ def _body(
         allowed = _allowed(site, "l", None, 0, is_causal)
         return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=enable_gqa)
     device = query.device.type
-    dtype = dict(autocasts()).get(device) if query.dtype is not torch.float64 else None
-    with nullcontext() if dtype is None else torch.autocast(device, enabled=False):
-        parts = [x if dtype is None else x.to(dtype) for x in (query, key, value)]
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
-        query, key, value = (x.to(wide) for x in parts)
+    cast = dict(autocasts()).get(device) if query.dtype is not torch.float64 else None
+    dtype = cast or query.dtype
+    with nullcontext() if cast is None else torch.autocast(device, enabled=False):
+        wide = torch.promote_types(dtype, torch.float32)
+        query, key, value = (x.to(dtype).to(wide) for x in (query, key, value))
         if enable_gqa:
             group = site.operands[0].shape[-3] // site.operands[1].shape[-3]
             key, value = key.repeat_interleave(group, -3), value.repeat_interleave(group, -3)
         query = query * (scale if scale is not None else site.operands[0].shape[-1] ** -0.5)
         out = (_ring if site.axes.get("t") else _parts)(site, query, key, value, attn_mask, is_causal)
-    return out.to(dtype or site.results[0].dtype)
+    return out.to(dtype)
 
 
 def _masked(scores: Tensor, allowed: Tensor | None, mask: Tensor | None) -> Tensor:
