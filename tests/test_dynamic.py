@@ -217,6 +217,29 @@ def test_select_of_each_rank(rows: int, check_vma: bool) -> None:
         torch.testing.assert_close(device_get(run(device_put(x, P("x"), mesh=MESH))), want)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("rows", [8, 11])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, i: [y := x * 1, y[:, i].mul_(3), y][-1],
+        lambda x, i: [y := x * 1, y.select(1, i).mul_(3), y][-1],
+        lambda x, i: [y := x * 1, z := y[..., i], y.mul_(2), y + z[:, None]][-1],
+    ],
+)
+def test_places_of_each_rank_are_views(f: Callable[..., Tensor], rows: int, check_vma: bool) -> None:
+    body = shard_map(lambda x: f(x, axis_index("x")), mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    x = torch.randn(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)).requires_grad_()
+    mine = device_put(x.detach(), P("x"), mesh=MESH).requires_grad_()
+    want = torch.cat([f(b, torch.tensor(r)) for r, b in enumerate(x.split(-(-rows // 4)))])
+    got = body(mine)
+    torch.testing.assert_close(device_get(got), want)
+    (g,) = torch.autograd.grad((got**2).sum(), mine)
+    torch.testing.assert_close(device_get(g), torch.autograd.grad((want**2).sum(), x)[0])
+    with pytest.raises(RecordError, match=r"write x\[i\] = x\[i\] \+ 1"):
+        jit(body)(mine)
+
+
 def check_on_processes() -> None:
     check_in_bodies(make_mesh((4,), ("x",)))
 

@@ -26,6 +26,7 @@ from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
 from fspmd.variance import get_variance
 
+_transforms_active = torch._C._are_functorch_transforms_active
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _SELECTS = frozenset((Tensor.select, torch.select))
 _BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, *_SELECTS))
@@ -61,7 +62,8 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not any(alone):
         entries = tuple(map(_number, entries))
         return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
-    if not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
+    is_copy = bool(value) or recorder() is not None or _transforms_active()  # else it is a view, as torch's is
+    if is_copy and not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
         return _by_aten(x, entries, value)
     return _by_selecting(func, x, entries, alone, value)
 
@@ -124,7 +126,10 @@ def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
         elif not isinstance(entry, (int, torch.SymInt)) or isinstance(entry, bool):
             dim += 1
     if not value:
-        return torch.ops.aten.index.Tensor(view, tensors)
+        out = torch.ops.aten.index.Tensor(view, tensors)
+        if (records := recorder()) is not None:
+            records.copied(out, x)
+        return out
     source = value[0] if isinstance(value[0], Tensor) else torch.tensor(value[0], device=x.device)
     source = source.to(x.dtype)
     while source.ndim > view.ndim - sum(t is not None for t in tensors) and source.shape[0] == 1:
