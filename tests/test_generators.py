@@ -174,13 +174,13 @@ def test_who_does_not_record_is_told_the_seed() -> None:
     def f(x: Tensor) -> Tensor:
         from threading import Thread
 
-        thread = Thread(target=lambda: told.append((g.initial_seed(), torch.rand((), generator=g).item())))
+        thread = Thread(target=lambda: told.append((g.initial_seed(), torch.rand((), generator=g))))
         thread.start()
         thread.join()
         return x + 1
 
     jit(f)(torch.ones(1))
-    assert told == [(5, torch.rand((), generator=torch.Generator().manual_seed(5)).item())]
+    assert told == [(5, torch.rand((), generator=torch.Generator().manual_seed(5)))]
 
 
 OTHERS: dict[str, tuple[Any, Callable[[Any], float]]] = {
