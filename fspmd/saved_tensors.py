@@ -51,9 +51,10 @@ class Kept:
         here = ref(self)
 
         def save(x: Tensor) -> Any:
-            tensors = here().tensors  # type: ignore[union-attr]
-            tensors.append((x.detach(), x._version))
-            return len(tensors) - 1, pack(x)
+            kept = here()  # graphs hold this function, and are not to hold what it has kept
+            assert kept is not None
+            kept.tensors.append((x.detach(), x._version))
+            return len(kept.tensors) - 1, pack(x)
 
         def find(saved: Any) -> Any:
             place, packed = saved

@@ -27,14 +27,14 @@ from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
 from fspmd.variance import get_variance
 
 _transforms_active = torch._C._are_functorch_transforms_active
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _SELECTS = frozenset((Tensor.select, torch.select))
 _BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, *_SELECTS))
 INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, *_BY_NUMBER))
 
 
 def _is_number(entry: Any) -> bool:
-    return isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype in _INTEGERS
+    return isinstance(entry, Tensor) and entry.ndim == 0 and entry.dtype in INTEGERS
 
 
 def _differs(entry: Any) -> bool:
@@ -51,7 +51,7 @@ def _number(entry: Any) -> Any:
 def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[...]``, ``x[...] = value``, ``x.narrow(dim, start, length)`` or ``x.select(dim, i)``."""
     if func in _SELECTS and any(map(_differs, (*args, *kwargs.values()))):
-        return index_by_tensor(Tensor.__getitem__, _as_index(*args, **kwargs), {})
+        return index_by_tensor(Tensor.__getitem__, as_index(*args, **kwargs), {})
     if func in _BY_NUMBER:
         args = tuple(map(_number, args))
         kwargs = {key: _number(a) for key, a in kwargs.items()}
@@ -68,7 +68,7 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return _by_selecting(func, x, entries, alone, value)
 
 
-def _as_index(input: Tensor, dim: int, index: Any) -> tuple[Tensor, tuple[Any, ...]]:
+def as_index(input: Any, dim: int, index: Any) -> tuple[Any, tuple[Any, ...]]:
     """``input.select(dim, index)`` as what ``[]`` takes."""
     return input, (*[slice(None)] * range(input.ndim)[dim], index)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.errors import RecordError
+from fspmd.local_view.indexing import INTEGERS, as_index
 from fspmd.programs.escapes import line
 from fspmd.sharded import Sharded
 
-_INTEGERS: Final = (torch.int8, torch.int16, torch.int32, torch.int64)
 _VALUES: Final[Any] = (Tensor, Sharded)
 
 
@@ -45,7 +45,7 @@ def _getitem(records: Any, x: Any, index: Any) -> Any:
 def _select(records: Any, input: Any, dim: int, index: Any) -> Any:
     if not isinstance(input, _VALUES) or type(dim) is not int or not -input.dim() <= dim < input.dim():
         return NotImplemented
-    return _getitem(records, input, (*[slice(None)] * (dim % input.dim()), index))
+    return _getitem(records, *as_index(input, dim, index))
 
 
 def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
@@ -87,7 +87,7 @@ def _taken(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int]
 
 
 def _is_number(records: Any, x: Any) -> bool:
-    return isinstance(x, _VALUES) and not x.dim() and x.dtype in _INTEGERS and _is_value(records, x)
+    return isinstance(x, _VALUES) and not x.dim() and x.dtype in INTEGERS and _is_value(records, x)
 
 
 def _is_int(x: Any) -> bool:
