@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full opinfo lint doctest bench clean
+.PHONY: demo test test-full opinfo lint pyright doctest bench clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/train_lm.py
@@ -26,6 +26,11 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the other type checker that users have; it is written in JavaScript, so it needs Node
+pyright: $(VENV)/dev.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/local.py

@@ -6,7 +6,6 @@ all ranks is the sum over ranks of what each contributes, so there is no all-red
 
 from __future__ import annotations
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +15,7 @@ from fspmd import P
 
 Params = dict[str, Tensor]
 mesh = fspmd.make_mesh((4,), ("dp",), device="cpu")
-first = not any(mesh.coordinate())
+first = not any(mesh.coordinate() or ())
 
 
 def squared_error(params: Params, x: Tensor, y: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def parallel_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
 
 
 def descend(params: Params, grads: Params) -> Params:
-    return optree.tree_map(lambda p, g: p - 0.05 * g, params, grads)
+    return {name: p - 0.05 * grads[name] for name, p in params.items()}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import fspmd
 from fspmd import P
 
 mesh = fspmd.make_mesh((2, 2), ("x", "y"), device="cpu")  # without device: under torchrun the GPUs, if there are any
-first = not any(mesh.coordinate())  # one process prints
+first = not any(mesh.coordinate() or ())  # one process prints
 
 
 @fspmd.shard_map(mesh=mesh, in_specs=(P("x", "y"), P("y"), None), out_specs=P("x"))

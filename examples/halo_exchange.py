@@ -12,7 +12,7 @@ import fspmd
 from fspmd import P
 
 mesh = fspmd.make_mesh((2, 2), ("rows", "columns"), device="cpu")
-first = not any(mesh.coordinate())
+first = not any(mesh.coordinate() or ())
 
 
 def with_halo(u: Tensor, axis_name: str, dim: int) -> Tensor:

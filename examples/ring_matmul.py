@@ -14,18 +14,18 @@ from fspmd import P
 
 RANKS = 4
 RING = [(i, (i + 1) % RANKS) for i in range(RANKS)]
-SPECS = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+IN_SPECS, OUT_SPECS = (P("tp"), P(None, "tp")), P(None, "tp")
 mesh = fspmd.make_mesh((RANKS,), ("tp",), device="cpu")
-first = not any(mesh.coordinate())
+first = not any(mesh.coordinate() or ())
 
 
-@fspmd.shard_map(mesh=mesh, **SPECS)
+@fspmd.shard_map(mesh=mesh, in_specs=IN_SPECS, out_specs=OUT_SPECS)
 def gather_then_multiply(x: Tensor, w: Tensor) -> Tensor:
     """Blocks x [M / tp, K] and w [K, N / tp] -> [M, N / tp]."""
     return fspmd.all_gather(x, "tp", tiled=True) @ w
 
 
-@fspmd.shard_map(mesh=mesh, **SPECS)
+@fspmd.shard_map(mesh=mesh, in_specs=IN_SPECS, out_specs=OUT_SPECS)
 def ring_matmul(x: Tensor, w: Tensor) -> Tensor:
     """The same: after t hops, rank r holds the block of rank r - t."""
     products = []
@@ -41,7 +41,7 @@ def ring_matmul(x: Tensor, w: Tensor) -> Tensor:
 def main() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(8, 6, dtype=torch.float64), torch.randn(6, 12, dtype=torch.float64)
-    expected, pull = torch.func.vjp(torch.matmul, x, w)
+    expected, pull, *_ = torch.func.vjp(torch.matmul, x, w)
     expected_gradients = pull(torch.sin(expected))
     for matmul in (gather_then_multiply, ring_matmul):
         y, pull = fspmd.vjp(matmul, x, w)

@@ -133,7 +133,9 @@ def attention(p: Params, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 def mlp(p: Params, x: Tensor) -> Tensor:
     """x [B / dp, S, D] -> [B / dp, S, D], to be summed over tp: every rank has its own hidden units."""
-    return F.gelu(x @ p["up"]) @ p["down"]
+    up, down = p["up"], p["down"]
+    y: Tensor = F.gelu(x @ up) @ down
+    return y
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -152,7 +154,8 @@ def model(params: Params, tokens: Tensor) -> Tensor:
     rotary = rotary_table(tokens.shape[1], params["layers"][0]["wqkv"].shape[-1], like=x)
     for p in params["layers"]:
         x = fspmd.checkpoint(layer)(p, x, rotary)  # backward keeps only x, and computes the layer again
-    return gather_sequence(norm(x, params["norm"])) @ params["head"]
+    head: Tensor = params["head"]
+    return gather_sequence(norm(x, params["norm"])) @ head
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -175,7 +178,8 @@ def local_norm(grads: Params, specs: Params) -> Tensor:
     squares: dict[bool, list[Tensor]] = {True: [], False: []}
     for g, spec in zip(optree.tree_leaves(grads), optree.tree_leaves(specs), strict=True):
         squares["tp" in spec].append(g.square().sum())
-    return (fspmd.psum(sum(squares[True]), "tp") + sum(squares[False])).sqrt()
+    sharded, whole = (torch.stack(squares[is_sharded]).sum() for is_sharded in (True, False))
+    return (fspmd.psum(sharded, "tp") + whole).sqrt()
 
 
 # ---------------------------------------------------------------- training

@@ -14,7 +14,7 @@ from fspmd import P
 
 M, K, N = 5, 6, 3
 mesh = fspmd.make_mesh((4,), ("x",), device="cpu")
-first = not any(mesh.coordinate())
+first = not any(mesh.coordinate() or ())
 
 
 @fspmd.shard_map(mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P("x"))
@@ -40,7 +40,7 @@ def main() -> None:
     torch.manual_seed(0)
     a, w = torch.randn(M, K, dtype=torch.float64), torch.randn(K, N, dtype=torch.float64)
     weights = torch.arange(5.0).double()  # of the result, in the gradients below
-    expected, pull_alone = torch.func.vjp(lambda a, w: ((a @ w) @ (a @ w).T).softmax(-1).mean(0), a, w)
+    expected, pull_alone, *_ = torch.func.vjp(lambda a, w: ((a @ w) @ (a @ w).T).softmax(-1).mean(0), a, w)
     a_sharded, w_sharded = fspmd.device_put((a, w), (P(None, "x"), P("x")), mesh=mesh)
     product = matmul(a_sharded, w_sharded)
     y, pull = fspmd.vjp(lambda a, w: mean_row(similarities(matmul(a, w))), a_sharded, w_sharded)

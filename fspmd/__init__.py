@@ -1,5 +1,7 @@
 """JAX-style functional SPMD for PyTorch."""
 
+__version__ = "0.1.0"
+
 import gc as _gc
 
 _collects = _gc.isenabled()
@@ -43,6 +45,7 @@ from fspmd.errors import (
 )
 from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
 from fspmd.global_view.methods import install as _install_methods
+from fspmd.global_view.refusals import NoRuleError
 from fspmd.global_view.rule import rule
 from fspmd.local_view.hooks import install as _install
 from fspmd.local_view.rank_map import rank_map
@@ -82,7 +85,7 @@ from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.debug_print import debug_print
-from fspmd.programs.jit import jit
+from fspmd.programs.jit import Jitted, jit
 from fspmd.programs.lower import Cost, Lowered
 from fspmd.programs.misses import CacheMiss, explain_cache_misses
 from fspmd.programs.passes.chunked import Chunked
@@ -126,11 +129,13 @@ __all__ = [
     "Handle",
     "Implicit",
     "ImplicitCommunicationWarning",
+    "Jitted",
     "Layouts",
     "Link",
     "Lowered",
     "Mesh",
     "MeshError",
+    "NoRuleError",
     "Overlap",
     "P",
     "ParallelPlan",
@@ -225,3 +230,8 @@ __all__ = [
     "with_spec",
     "zeros",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; the folders that they come from are not among them."""
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]

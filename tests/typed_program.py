@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
+import torch
 from torch import Tensor
 
 from fspmd import (
     Handle,
+    Jitted,
+    Lowered,
     Mesh,
     P,
     Sharded,
@@ -19,6 +22,8 @@ from fspmd import (
     checkpoint,
     from_callback,
     from_local,
+    grad,
+    jit,
     make_mesh,
     pcast,
     pmax,
@@ -30,6 +35,7 @@ from fspmd import (
     shard_map,
     stop_gradient,
     value_and_grad,
+    vmap,
 )
 
 mesh = assert_type(make_mesh((2, 4), ("dp", "tp")), Mesh)
@@ -63,7 +69,32 @@ def collectives(x: Tensor, params: dict[str, Tensor]) -> Tensor:
 
 def outside(block: Tensor) -> tuple[Sharded, Sharded]:
     with set_mesh(mesh):
-        value, gradient = value_and_grad(loss, argnums=(0, 1))(block, block)
-    under_way: Handle = gradient
-    del value, under_way
+        assert_type(loss(block, w=block), Tensor)
+    assert_type(value_and_grad(loss, argnums=(0, 1))(block, w=block), tuple[Tensor, Any])
+    assert_type(grad(lambda x: (loss(x, x), 1.0), has_aux=True)(block), tuple[Any, float])
+    assert_type(vmap(layer)(block, block), Tensor)
     return from_local(block, P("dp")), from_callback((8, 4), P("dp"), lambda index: block[index])
+
+
+@jit
+def step(w: Tensor, rate: float = 0.1) -> Tensor:
+    gradient: Tensor = grad(loss)(w, w)
+    return w - rate * gradient
+
+
+class Model:
+    @jit(static_argnums=0, passes=["equal_steps"])
+    def forward(self, x: Tensor, times: int) -> list[Tensor]:
+        return [x] * times
+
+
+def recorded(block: Tensor) -> int:
+    """`jit` keeps the signature, and gives what has `lower`."""
+    assert_type(step(block, rate=0.5), Tensor)
+    assert_type(step.lower(block), Lowered)
+    assert_type(step.cache_info().hits, int)
+    assert_type(Model().forward(block, times=2), list[Tensor])
+    a_function: Jitted[[Tensor], Tensor] = jit(torch.relu)
+    step(block, scale=0.5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    loss(block)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    return len(a_function.lower(block).collectives())

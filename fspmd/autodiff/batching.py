@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import optree
 import torch
@@ -22,17 +22,19 @@ from fspmd.spec import P, TensorSpec
 from fspmd.trees import DIMS, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
 Dims = Any  # an int, None, or a pytree prefix of them
 
 
 def vmap(
-    f: Callable[..., Any],
+    f: Callable[Q, R],
     in_dims: Dims = 0,
     out_dims: Dims = 0,
     *,
     spmd_axis_name: str | None = None,
     randomness: str = "error",
-) -> Callable[..., Any]:
+) -> Callable[Q, R]:
     """Map ``f`` over a dim of its arguments. ``in_dims`` and ``out_dims`` are pytree prefixes of ints and None.
 
     None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
@@ -59,7 +61,7 @@ def vmap(
         raise ArgumentError(f"vmap got randomness={randomness!r}; expected one of 'error', 'different', 'same'")
 
     @functools.wraps(f)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: Q.args, **kwargs: Q.kwargs) -> Any:
         if kwargs:
             raise ArgumentError(f"vmap maps positional arguments only; pass {quoted(kwargs)} by position")
         leaves, treedef = optree.tree_flatten(args, is_leaf=is_sharded, none_is_leaf=True)

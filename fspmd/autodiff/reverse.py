@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
+Aux = TypeVar("Aux")
 
 
 def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
@@ -132,7 +136,9 @@ def _autograd(
     return [set_variance(g, get_variance(x).dual) for g, x in zip(grads, inputs, strict=True)]
 
 
-def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
+def value_and_grad(
+    f: Callable[Q, R], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[Q, tuple[R, Any]]:
     """A function that gives ``(f(*args), gradient)``, the gradient a tree like ``args[argnums]``.
 
     ``f`` returns a scalar, a plain tensor or a `Sharded`; with ``has_aux`` it returns ``(scalar, aux)`` and the result
@@ -156,13 +162,21 @@ def value_and_grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool 
     check_options(f, argnums, "value_and_grad")
 
     @functools.wraps(f)
-    def with_gradient(*args: Any, **kwargs: Any) -> Any:
+    def with_gradient(*args: Q.args, **kwargs: Q.kwargs) -> tuple[R, Any]:
         return _value_and_grad(f, argnums, has_aux, args, kwargs, "value_and_grad")
 
     return with_gradient
 
 
-def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
+@overload
+def grad(
+    f: Callable[Q, tuple[Any, Aux]], argnums: int | Sequence[int] = 0, *, has_aux: Literal[True]
+) -> Callable[Q, tuple[Any, Aux]]: ...
+@overload
+def grad(
+    f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: Literal[False] = False
+) -> Callable[Q, Any]: ...
+def grad(f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[Q, Any]:
     """A function that gives the gradient of a scalar function; see `value_and_grad`. With ``has_aux``: (gradient, aux).
 
     The gradient is a tree like ``args[argnums]`` (a tuple of such for several), each leaf of its primal's shape, dtype
@@ -177,7 +191,7 @@ def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -
     check_options(f, argnums, "grad")
 
     @functools.wraps(f)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def gradient(*args: Q.args, **kwargs: Q.kwargs) -> Any:
         value, grads = _value_and_grad(f, argnums, has_aux, args, kwargs, "grad")
         return (grads, value[1]) if has_aux else grads
 
@@ -186,7 +200,7 @@ def grad(f: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -
 
 def _value_and_grad(
     f: Function, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
-) -> Any:
+) -> tuple[Any, Any]:
     numbers = check_argnums(argnums, len(args), what)
     chosen = tuple(args[i] for i in numbers)
     leaves, treedef = flatten(chosen)

@@ -124,6 +124,8 @@ def holds_trainable(function: Any) -> bool:
                 stack += _held_by(one)
         elif isinstance(one, (list, tuple, dict)):
             stack += one.values() if isinstance(one, dict) else one
+        elif isinstance(found := getattr(one, "__wrapped__", None), FunctionType):  # of `Jitted`, `functools.cache`
+            stack += _held_by(found)
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,16 +25,24 @@ from fspmd.trees import flatten, flatten_args
 MISSING: Any = object()
 
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+class _Decorator(Protocol):
+    def __call__(self, f: Callable[Q, R], /) -> Callable[Q, R]: ...
+
+
 @overload
 def shard_map(
-    f: Callable[..., Any],
+    f: Callable[Q, R],
     *,
     mesh: Mesh | None = None,
     in_specs: Any,
     out_specs: Any,
     axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
-) -> Callable[..., Any]: ...
+) -> Callable[Q, R]: ...
 @overload
 def shard_map(
     f: None = None,
@@ -44,7 +52,7 @@ def shard_map(
     out_specs: Any,
     axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+) -> _Decorator: ...
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,
@@ -53,7 +61,7 @@ def shard_map(
     out_specs: Any = MISSING,
     axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
-) -> Callable[..., Any]:
+) -> Any:
     """Map ``f`` over the blocks of its arguments, one call per rank of the mesh; also a decorator.
 
     Args:

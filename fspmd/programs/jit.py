@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from types import MethodType
+from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
@@ -28,6 +29,10 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+Q = ParamSpec("Q")
+Q2 = ParamSpec("Q2")
+R = TypeVar("R")
+T = TypeVar("T")
 _NEAR: Final = 4  # records of calls that differ in their leaves alone
 
 
@@ -39,6 +44,32 @@ class CacheInfo(NamedTuple):
     currsize: int
 
 
+class _Decorator(Protocol):
+    def __call__(self, f: Callable[Q, R], /) -> Jitted[Q, R]: ...
+
+
+@overload
+def jit(
+    f: Callable[Q, R],
+    *,
+    static_argnums: Numbers = None,
+    static_argnames: Names = None,
+    donate_argnums: Numbers = None,
+    donate_argnames: Names = None,
+    passes: Passes = None,
+    backend: Backend = "replay",
+) -> Jitted[Q, R]: ...
+@overload
+def jit(
+    f: None = None,
+    *,
+    static_argnums: Numbers = None,
+    static_argnames: Names = None,
+    donate_argnums: Numbers = None,
+    donate_argnames: Names = None,
+    passes: Passes = None,
+    backend: Backend = "replay",
+) -> _Decorator: ...
 def jit(
     f: Callable[..., Any] | None = None,
     *,
@@ -48,7 +79,7 @@ def jit(
     donate_argnames: Names = None,
     passes: Passes = None,
     backend: Backend = "replay",
-) -> Callable[..., Any]:
+) -> Any:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
     The kind is the tree of the arguments, the specs of `Sharded` ones, shape and dtype of tensors and whether they have
@@ -139,7 +170,7 @@ def jit(
     static = chosen(f, "static", static_argnums, static_argnames)
     donate = chosen(f, "donate", donate_argnums, donate_argnames)
     check_apart(f, static, donate)
-    return _jitted(Recordable(f, static, donate, changes, maker(backend)))
+    return Jitted(Recordable(f, static, donate, changes, maker(backend)))
 
 
 class _Records(dict[Any, Record]):
@@ -213,44 +244,95 @@ class _Records(dict[Any, Record]):
         self.hits = self.misses = 0
 
 
-def _jitted(recordable: Recordable) -> Callable[..., Any]:
-    function, has_static, records = recordable.function, bool(recordable.static), _Records(recordable)
+class Jitted(Generic[Q, R]):
+    """What `jit` makes of a function: it is called as that is, and tells what was recorded.
 
-    @functools.wraps(function)
-    def jitted(*args: Any, **kwargs: Any) -> Any:
+    It has the function's name, docstring and signature, binds as a method does, and is copied and pickled by name, as
+    functions are.
+
+    >>> double = jit(lambda x: 2 * x)
+    >>> double(torch.ones(2)), double(torch.ones(2))
+    (tensor([2., 2.]), tensor([2., 2.]))
+    >>> double
+    Jitted(<lambda>, hits=1, misses=1, currsize=1)
+    >>> double.lower(torch.ones(2)).cost().flops
+    0
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_function", "_has_static", "_recordable", "_records")
+    __wrapped__: Callable[Q, R]
+
+    def __init__(self, recordable: Recordable) -> None:
+        self._function: Callable[..., Any] = recordable.function
+        self._has_static = bool(recordable.static)
+        self._recordable = recordable
+        self._records = _Records(recordable)
+        functools.update_wrapper(self, recordable.function)
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        """The function's result: replayed, or recorded where there is no record of arguments of this kind."""
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
         if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None:
-            return function(*args, **kwargs)
+            return self._function(*args, **kwargs)  # type: ignore[no-any-return]
         if watched := is_seen():
             watched = is_watched()
             if is_recording() or (watched and not hears_of_records()):
-                return function(*args, **kwargs)
-        if has_static:
-            args, kwargs = recordable.marked(args, kwargs)
-        leaves, around = taken_apart(args, kwargs)
+                return self._function(*args, **kwargs)  # type: ignore[no-any-return]
+        positional: tuple[Any, ...] = args
+        named: dict[str, Any] = kwargs
+        if self._has_static:
+            positional, named = self._recordable.marked(positional, named)
+        leaves, around = taken_apart(positional, named)
+        records = self._records
         try:
             near = records.near.get(around)
         except TypeError:
-            raise not_hashable(args, kwargs) from None
+            raise not_hashable(positional, named) from None
         for is_alike, record in near or ():
             if is_alike(*leaves):
                 records.hits += 1
                 if watched:
                     tell(record.moved)
-                return record.rebuild(record.run(*(leaves if record.plain else record.donation.given(leaves))))
-        return records.called(args, kwargs, leaves, around, watched)
+                values = record.run(*(leaves if record.plain else record.donation.given(leaves)))
+                return record.rebuild(values)  # type: ignore[no-any-return]
+        return records.called(positional, named, leaves, around, watched)  # type: ignore[no-any-return]
 
-    setattr(jitted, "lower", functools.partial(_lowered, recordable))  # noqa: B010 (not known to type checkers)
-    setattr(jitted, "cache_info", records.info)  # noqa: B010
-    setattr(jitted, "clear_cache", records.clear)  # noqa: B010
-    return jitted
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.
 
+        Raises:
+            RecordError: in a body, a transform or a function that is recorded; what a record cannot hold.
+        """
+        if state.body is not None or _transforms_active() or is_recording():
+            raise RecordError(
+                f"jit({self._name}).lower(...) was called in a shard_map body, a torch.func transform or a function "
+                "that is recorded; lower it outside of them, with a TensorSpec for what it is given there"
+            )
+        return self._recordable.lowered(args, kwargs)
 
-def _lowered(recordable: Recordable, /, *args: Any, **kwargs: Any) -> Lowered:
-    if state.body is not None or _transforms_active() or is_recording():
-        raise RecordError(
-            f"jit({getattr(recordable.function, '__name__', recordable.function)}).lower(...) was called in a "
-            "shard_map body, a torch.func transform or a function that is recorded; lower it outside of them, with a "
-            "TensorSpec for what it is given there"
-        )
-    return recordable.lowered(args, kwargs)
+    def cache_info(self) -> CacheInfo:
+        """How many calls were replays, how many were recorded, and how many records there are."""
+        return self._records.info()
+
+    def clear_cache(self) -> None:
+        """Forget all records, and count from zero."""
+        self._records.clear()
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._function, "__name__", self._function))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name}={count}" for name, count in self.cache_info()._asdict().items())
+        return f"Jitted({self._name}, {counts})"
+
+    def __reduce__(self) -> str:
+        return str(getattr(self._function, "__qualname__", self._name))
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Jitted[Q, R]: ...
+    @overload
+    def __get__(self: Jitted[Concatenate[T, Q2], R], instance: T, owner: Any = None) -> Callable[Q2, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a function in a class: with ``self`` before its arguments."""
+        return self if instance is None else MethodType(self, instance)

@@ -1,0 +1,76 @@
+"""What `import fspmd` gives, and what `jit` makes of a function."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import fspmd
+from fspmd import Jitted, NoRuleError, P, device_put, jit, make_mesh, shard_map
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+
+
+def test_names() -> None:
+    public = [name for name in dir(fspmd) if not name.startswith("_")]
+    assert sorted(public) == sorted(fspmd.__all__)
+    assert not [name for name in public if isinstance(getattr(fspmd, name), ModuleType)]
+    with pytest.raises(NoRuleError, match="has no rule"):
+        torch.embedding(device_put(torch.ones(5, 3), P("x"), mesh=LINE), torch.tensor([1]), sparse=True)
+
+
+def test_one_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "fspmd.__version__"}
+    assert all(part.isdecimal() for part in fspmd.__version__.split("."))
+
+
+@jit
+def power(x: Tensor, n: int = 2) -> Tensor:
+    """x to the n."""
+    return x**n
+
+
+class Layer:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    @jit
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def test_a_jitted_function_is_one() -> None:
+    assert isinstance(power, Jitted)
+    assert (power.__name__, power.__doc__) == ("power", "x to the n.")
+    assert inspect.signature(power) == inspect.signature(inspect.unwrap(power))
+    power.clear_cache()
+    assert [power(torch.tensor(3.0)).item() for _ in range(3)] == [9.0] * 3
+    assert repr(power) == "Jitted(power, hits=2, misses=1, currsize=1)"
+    assert copy.deepcopy(power) is copy.copy(power) is pickle.loads(pickle.dumps(power)) is power
+    assert isinstance(jit(static_argnums=1)(lambda x, n: x * n), Jitted)
+
+
+def test_a_jitted_method_binds() -> None:
+    assert [Layer(s).scaled(torch.ones(())).item() for s in (2.0, 3.0)] == [2.0, 3.0]
+    assert isinstance(Layer.scaled, Jitted)
+
+
+def test_an_unchecked_body_that_is_jitted_closes_over_tensors() -> None:
+    """Their gradients are summed over ranks, whether the body is a function or was given to `jit` before."""
+    found = []
+    for wrapped in (lambda f: f, jit):
+        w = torch.tensor(2.0, requires_grad=True)
+        body = shard_map(wrapped(lambda x: x * w), mesh=LINE, in_specs=P("x"), out_specs=P("x"), check_vma=False)  # noqa: B023
+        body(torch.arange(4.0)).sum().backward()
+        found.append(w.grad)
+    assert found == [torch.tensor(6.0)] * 2
