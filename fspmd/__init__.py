@@ -53,7 +53,7 @@ from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules.clipping import clip_by_global_norm, global_norm
 from fspmd.modules.initial import init_sharded
-from fspmd.modules.modules import functional_call
+from fspmd.modules.modules import Attached, attach, attached, functional_call
 from fspmd.modules.optim import install as _install_optim
 from fspmd.modules.parallel import ParallelPlan, parallelize
 from fspmd.modules.styles import (
@@ -113,6 +113,7 @@ __all__ = [
     "NVLINK",
     "PCIE",
     "ArgumentError",
+    "Attached",
     "AxisError",
     "CacheMiss",
     "Chunked",
@@ -160,6 +161,8 @@ __all__ = [
     "all_gather_into",
     "all_to_all",
     "arange",
+    "attach",
+    "attached",
     "auto_spec",
     "axis_index",
     "axis_size",

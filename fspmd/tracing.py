@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -71,22 +71,38 @@ def take_apart(x: torch.Tensor) -> None:
 
 
 _recompute = threading.local()
+#: contexts that hold in every thread
+LASTING: Final[list[Callable[[], RecomputeContext]]] = []
 
 
 @contextmanager
 def recomputed_in(context: Callable[[], RecomputeContext]) -> Iterator[None]:
-    """While the block runs, ``context()`` is asked for the `recompute_context` of what begins."""
-    before, _recompute.context = getattr(_recompute, "context", None), context
+    """While the block runs, ``context()`` is asked for what belongs to the `recompute_context` of what begins."""
+    before = getattr(_recompute, "contexts", ())
+    _recompute.contexts = (*before, context)
     try:
         yield
     finally:
-        _recompute.context = before
+        _recompute.contexts = before
+
+
+def has_recompute_context() -> bool:
+    """Whether what runs here is to be computed again in more than the state of torch."""
+    return bool(LASTING or getattr(_recompute, "contexts", ()))
 
 
 def recompute_context() -> RecomputeContext:
     """What a run that begins here is to be computed again in, for backward."""
-    context = getattr(_recompute, "context", None)
-    return nullcontext if context is None else context()
+    found = [context() for context in (*LASTING, *getattr(_recompute, "contexts", ()))]
+
+    @contextmanager
+    def later() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in found:
+                stack.enter_context(context())
+            yield
+
+    return later
 
 
 @contextmanager

@@ -174,8 +174,6 @@ def test_what_would_cut_a_sharded_off_from_autograd_is_refused() -> None:
     w = fspmd.ones(3, spec=P(), mesh=MESH, dtype=F64)
     with pytest.raises(fspmd.ArgumentError, match=r"^Product.apply, an autograd.Function of tensors, got Sharded"):
         Product.apply(x, w, 2.0)
-    with pytest.raises(fspmd.ArgumentError, match=r"write use_reentrant=False, or fspmd.checkpoint"):
-        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
     assert Product.apply(x.detach(), w, 2.0).spec.partition == P("x")  # no gradient to lose
     product = fspmd.rule(Product.apply, "m [k], [k] -> m")
     product(x, w, 2.0).sum().backward()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from fspmd import (
@@ -385,22 +384,3 @@ def test_derivatives_and_checkpoint_around_the_call() -> None:
         found = grad(loss)(params)
         for name, value in expected.items():
             torch.testing.assert_close(device_get(found[name]), value)
-
-
-def test_a_checkpoint_within_the_call_is_refused() -> None:
-    class Saves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Linear(6, 3)
-
-        def forward(self, x: Any) -> Any:
-            return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
-
-    module = Saves()
-    params = {name: device_put(x.detach() + 1, P(), mesh=LINE) for name, x in module.named_parameters()}
-    assert said(lambda: functional_call(module, params, torch.ones(2, 6))) == (
-        "functional_call of Saves: its forward calls Linear in a checkpoint, which computes again in backward, when "
-        "the module has its own tensors back; call that part as "
-        "fspmd.checkpoint(lambda params, x: functional_call(part, params, x))(params, x)"
-    )
-    assert module(torch.ones(2, 6)).shape == (2, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
-from fspmd.tracing import RecomputeContext, recompute_context, recomputing
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -51,23 +49,14 @@ def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     That later runs take place in the body is the doing of `hooks`.
     """
 
-    later: RecomputeContext | None = None
-
     def run(*inputs: Any) -> Any:
-        nonlocal later
-        with ExitStack() as stack:
-            if later is None:
-                later = recompute_context()
-            else:
-                stack.enter_context(later())
-                stack.enter_context(recomputing())
-            tracker = state.tracker
-            if tracker is None:
-                return f(*inputs, **kwargs)
-            casts, tracker.casts = tracker.casts, {}
-            try:
-                return f(*inputs, **kwargs)
-            finally:
-                tracker.casts = casts
+        tracker = state.tracker
+        if tracker is None:
+            return f(*inputs, **kwargs)
+        casts, tracker.casts = tracker.casts, {}
+        try:
+            return f(*inputs, **kwargs)
+        finally:
+            tracker.casts = casts
 
     return torch_checkpoint(run, *args, use_reentrant=False)

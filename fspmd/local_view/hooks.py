@@ -31,12 +31,14 @@ from fspmd.local_view.modes import again, is_active
 from fspmd.local_view.tracking import Tracker, mode_for
 from fspmd.local_view.type_rules import show_value, tensors_of
 from fspmd.sharded import Sharded
-from fspmd.tracing import recorder
+from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _installed = False
 _BODY = "_fspmd_body"
+transforms_active = torch._C._are_functorch_transforms_active
+_Reentrant: Any = torch.utils.checkpoint.CheckpointFunction
 
 
 def install() -> None:
@@ -58,6 +60,8 @@ def _wrap_apply() -> None:
     original: Callable[..., Any] = getattr(method, "__func__", method)  # it may be one of C
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is _Reentrant and (Sharded in map(type, args) or has_recompute_context()):
+            return _checkpointed(*args)
         body = state.body
         tracker = state.tracker
         if body is None and Sharded in map(type, args):
@@ -86,14 +90,18 @@ def _wrap_apply() -> None:
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
+def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """``use_reentrant=True`` as False: the former knows no gradients but those of tensors among its arguments."""
+    checkpoint = torch.utils.checkpoint.checkpoint
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
 def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
     """Autograd sees tensors alone: what follows would have no gradient, and nobody would know."""
     x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
     if x is None or not torch.is_grad_enabled():
         return
     instead = "call it in a function run by shard_map, or give it a rule: fspmd.rule(MyFunction.apply, 'm n -> m n')"
-    if cls is torch.utils.checkpoint.CheckpointFunction:
-        instead = "write use_reentrant=False, or fspmd.checkpoint"
     raise ArgumentError(f"{cls.__name__}.apply, an autograd.Function of tensors, got {x!r}; {instead}")
 
 
@@ -147,22 +155,29 @@ def _wrap_recomputation() -> None:
     original = getattr(torch_checkpoint, name)
 
     def generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
+        if transforms_active() and (has_recompute_context() or Sharded in map(type, _inputs(given))):
+            return iter((None,))  # torch.func keeps what it needs itself, as in `fspmd.checkpoint`
         body, tracker = state.body, state.tracker  # outside a body, too: bodies within need what `again` switches on
-        inputs = given[0] if type(given[0]) is tuple else given  # some versions have options before them instead
-        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in inputs]
+        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in _inputs(given)]
+        later = recompute_context()
 
         def again_in_body(*args: Any, **kw: Any) -> Any:
             if tracker is not None:
                 for x, variance in zip(args, types[len(types) - len(args) :], strict=True):
                     if variance is not None:
                         set_variance(x, variance)
-            with again(body, mode_for(body, None if tracker is None else tracker.body)):
+            with again(body, mode_for(body, None if tracker is None else tracker.body)), later(), recomputing():
                 return fn(*args, **kw)
 
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
         return original(run, *given, **kwargs)
 
     setattr(torch_checkpoint, name, generator)
+
+
+def _inputs(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Some versions have options before them."""
+    return given[0] if type(given[0]) is tuple else given
 
 
 def _drawing_alike(f: Any) -> Any:

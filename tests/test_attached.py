@@ -1,0 +1,315 @@
+"""`attached`, `attach`, and checkpoints within a module's forward, beside the same module called as it is."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
+
+import fspmd
+from fspmd import (
+    ArgumentError,
+    ColwiseParallel,
+    P,
+    RowwiseParallel,
+    Sharded,
+    attach,
+    attached,
+    device_get,
+    device_put,
+    functional_call,
+    grad,
+    jit,
+    make_mesh,
+    parallelize,
+    pcast,
+    shard_map,
+    value_and_grad,
+    vmap,
+)
+
+F64 = torch.float64
+MESHES = {
+    shape: make_mesh(shape, tuple(names), transport="simulation")
+    for shape, names in {(2,): "x", (3,): "x", (4,): "x", (2, 3): "yx", (2, 2, 2): "zyx"}.items()
+}
+LINE = MESHES[4,]
+
+
+class Block(nn.Module):
+    """A residual layer with a weight that it uses without a module, and a bias that is tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.tanh(self.up(x * self.gain)))
+
+
+class Model(nn.Module):
+    """Blocks, each within a checkpoint of some kind; the head is the embedding."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(10, 6)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def run(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = CHECKPOINTS[self.kind](block, x)
+        return x
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        x = torch_checkpoint(self.run, x, use_reentrant=False) if "nested" in self.kind else self.run(x)
+        return x @ self.embed.weight.T
+
+
+def weight_alone(block: Any, x: Any) -> Any:
+    """A checkpoint of a function in which no module is called."""
+    return block(torch_checkpoint(lambda x: torch.sin(x * block.gain) * block.up.bias.sum(), x, use_reentrant=False))
+
+
+CHECKPOINTS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "none": lambda block, x: block(x),
+    "not reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
+    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True),
+    "nested": functools.partial(torch_checkpoint, use_reentrant=False),
+    "nested reentrant": functools.partial(torch_checkpoint, use_reentrant=True),
+    "sequential": lambda block, x: checkpoint_sequential([block.up, nn.Tanh(), block.down], 2, x * block.gain, False),
+    "of fspmd": lambda block, x: fspmd.checkpoint(block)(x),
+    "weight alone": weight_alone,
+}
+LAYOUTS: list[dict[str, Any]] = [
+    {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+    {"": fspmd.Style(weight=0, vector=0)},
+]
+EXPECTED: dict[str, Any] = {}
+IDS = torch.tensor([[1, 2, 9], [0, 2, 5]])
+
+
+def made(kind: str) -> tuple[Model, dict[str, Tensor]]:
+    """On the meta device, and what its parameters are to be."""
+    torch.manual_seed(0)
+    params = {name: x.detach().to(F64) for name, x in Model(kind).named_parameters()}
+    with torch.device("meta"):
+        return Model(kind), params
+
+
+def loss_of(out: Any) -> Any:
+    return (out.sin() * torch.arange(1.0, out.numel() + 1, dtype=F64).view(out.shape).cos()).sum()
+
+
+def expected_of(kind: str, ids: Tensor = IDS) -> tuple[Tensor, dict[str, Tensor]]:
+    """Without checkpoints, since torch computes alike with them, on one device."""
+    module, params = made("none")
+    if kind in ("sequential", "weight alone"):
+        module.kind = kind
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    with torch.no_grad():
+        whole = Model(module.kind).to(F64)
+        whole.load_state_dict(leaves)
+    loss = loss_of(whole(ids))
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in whole.named_parameters()}  # type: ignore[misc]
+
+
+def by_backward(module: nn.Module, params: Any, plan: Any) -> Any:
+    leaves = {name: x.requires_grad_() for name, x in params.items()}
+    loss = loss_of(functional_call(module, leaves, IDS, styles=plan))
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in leaves.items()}
+
+
+def on_another_thread(module: nn.Module, params: Any, plan: Any) -> Any:
+    """While this one has the module with other leaves."""
+    leaves = {name: x.requires_grad_() for name, x in params.items()}
+    loss = loss_of(functional_call(module, leaves, IDS, styles=plan))
+    other = threading.Thread(target=loss.backward)
+    with attached(module, {name: x * 2 for name, x in params.items()}):
+        other.start()
+        other.join(0.05)
+    other.join(20)
+    return loss.detach(), {name: x.grad for name, x in leaves.items()}
+
+
+def in_a_block(module: nn.Module, params: Any, plan: Any) -> Any:
+    """Backward when the block has ended, and other leaves are there."""
+    leaves = {name: x.requires_grad_() for name, x in params.items()}
+    with attached(module, leaves, styles=plan) as it:
+        assert it is module
+        loss = loss_of(module(IDS))
+    with attached(module, {name: x.detach() * 2 for name, x in params.items()}, styles=plan):
+        functional_call(module, leaves, IDS)
+        loss.backward()
+    return loss.detach(), {name: x.grad for name, x in leaves.items()}
+
+
+def for_good(module: nn.Module, params: Any, plan: Any) -> Any:
+    leaves = {name: x.requires_grad_() for name, x in params.items()}
+    there = attach(module, leaves, styles=plan)
+    loss = loss_of(module(IDS))
+    there.detach()
+    assert all(x.is_meta for x in module.parameters())
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in leaves.items()}
+
+
+def by_value_and_grad(module: nn.Module, params: Any, plan: Any) -> Any:
+    return value_and_grad(lambda q: loss_of(functional_call(module, q, IDS, styles=plan)))(params)
+
+
+def by_value_and_grad_of_jit(module: nn.Module, params: Any, plan: Any) -> Any:
+    run = jit(lambda q: loss_of(functional_call(module, q, IDS, styles=plan)))
+    value_and_grad(run)(params)
+    return value_and_grad(run)(params)
+
+
+WAYS: dict[str, Callable[[nn.Module, Any, Any], Any]] = {
+    "backward": by_backward,
+    "another thread": on_another_thread,
+    "a block": in_a_block,
+    "for good": for_good,
+    "value_and_grad": by_value_and_grad,
+    "jit of value_and_grad": lambda module, params, plan: jit(lambda q: by_value_and_grad(module, q, plan))(params),
+    "value_and_grad of jit": by_value_and_grad_of_jit,
+}
+
+
+CASES = [(kind, way) for kind in CHECKPOINTS for way in WAYS if "jit" not in way or "reentrant" in kind]
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_checkpoints_within_forward(kind: str, way: str) -> None:
+    value, gradients = EXPECTED.setdefault(kind, expected_of(kind))
+    turn = len(way) + len(kind)
+    for shape in ((4,), [*MESHES][turn % len(MESHES)]) if way in ("backward", "for good") else ((4,),):
+        module, params = made(kind)
+        placed, plan = parallelize(params, LAYOUTS[turn % 2], MESHES[shape], axis="x")
+        loss, found = WAYS[way](module, placed, plan)
+        torch.testing.assert_close(device_get(loss), value)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(device_get(found[name]), gradient, msg=name)
+
+
+def test_calls_with_several_leaves_before_backward() -> None:
+    """Each checkpoint computes again with those of its own call, an inner call's too."""
+    module, params = made("not reentrant")
+    expected = expected_of("none")[1]
+    leaves = [{name: device_put(x, P("x"), mesh=LINE).requires_grad_() for name, x in params.items()} for _ in range(2)]
+    other = {name: x.detach() * 2 for name, x in leaves[0].items()}
+    losses = [loss_of(functional_call(module, own, IDS)) for own in (*leaves, other)]
+    for loss in losses[:2]:
+        loss.backward()
+    for own in leaves:
+        for name, x in own.items():
+            torch.testing.assert_close(device_get(x.grad), expected[name], msg=name)
+
+
+def test_random_numbers_second_derivatives_and_bodies() -> None:
+    class Drops(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.part, self.checkpointed = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5)), checkpointed
+
+        def forward(self, x: Any) -> Any:
+            return torch_checkpoint(self.part, x, use_reentrant=False) if self.checkpointed else self.part(x)
+
+    params = {name: x.detach() for name, x in Drops(False).to(F64).named_parameters()}
+    x = torch.linspace(-1, 1, 24, dtype=F64).view(4, 6)
+
+    def twice(module: nn.Module, q: Any) -> Any:
+        def loss(q: Any) -> Any:
+            torch.manual_seed(3)
+            return functional_call(module, q, x).sin().sum()
+
+        def squares(q: Any) -> Any:
+            return sum((g * g).sum() for g in grad(loss)(q).values())
+
+        return {"once": grad(loss)(q)["part.0.weight"], "twice": grad(squares)(q)["part.0.weight"]}
+
+    placed = {name: device_put(x, P("x"), mesh=LINE) for name, x in params.items()}
+    for name, value in twice(Drops(False), placed).items():
+        torch.testing.assert_close(device_get(twice(Drops(True), placed)[name]), device_get(value), msg=name)
+
+    def by_rows(module: nn.Module) -> Any:
+        return vmap(lambda x: grad(lambda q: functional_call(module, q, x).sum())(placed))(x)["part.0.bias"]
+
+    torch.testing.assert_close(device_get(by_rows(Drops(True).eval())), device_get(by_rows(Drops(False).eval())))
+
+    def in_body(checkpointed: bool) -> Any:
+        @shard_map(mesh=MESHES[3,], in_specs=(P(None, "x"), P()), out_specs=P(unreduced={"x"}))
+        def body(w: Tensor, x: Tensor) -> Any:
+            leaves = {"part.0.weight": w.repeat(1, 3), "part.0.bias": w[:, 0]}
+            return pcast(functional_call(Drops(checkpointed).eval(), leaves, x).sum(), "x", to="unreduced")
+
+        return grad(lambda w: body(w, x))(params["part.0.weight"])
+
+    torch.testing.assert_close(in_body(True), in_body(False))
+
+
+def test_an_attached_module_is_the_module() -> None:
+    """Its own methods, and optimizers over its parameters."""
+    torch.manual_seed(0)
+    whole: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).to(F64)
+    x = torch.linspace(-1, 1, 24, dtype=F64).view(4, 6).sin()
+    tensors = {name: x.detach().clone() for name, x in whole.state_dict().items()}
+    with torch.device("meta"):
+        module: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+    placed = {name: device_put(value, P("x") if value.ndim else P(), mesh=LINE) for name, value in tensors.items()}
+    for name, _ in module.named_parameters():
+        placed[name].requires_grad_()
+    there = attach(module, placed)
+    for model in (whole, module):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x).sin() ** 2).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert [type(value) for value in module.state_dict().values()] == [Sharded] * 7
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(device_get(module.state_dict()[name]), value, msg=name)
+    second = attach(module, {name: x.detach() * 2 for name, x in placed.items()})
+    torch.testing.assert_close(device_get(module[0].weight), whole[0].weight.detach() * 2)
+    there.detach()
+    assert isinstance(module[0].weight, Sharded)
+    second.detach()
+    second.detach()
+    assert all(x.is_meta for x in module.state_dict().values())
+
+
+def test_what_was_attached_is_not_kept() -> None:
+    module = nn.LSTM(2, 3)
+    params = {name: device_put(x.detach(), P(), mesh=LINE) for name, x in module.named_parameters()}
+    attach(module, params)
+    seen = weakref.ref(module)
+    del module
+    gc.collect()
+    assert seen() is None
+    assert not fspmd.tracing.LASTING
+
+
+def test_messages() -> None:
+    module = nn.Linear(2, 3)
+    for name, f in {"attach": attach, "attached": lambda *given: attached(*given).__enter__()}.items():
+        call: Any = f
+        with pytest.raises(
+            ArgumentError, match=rf"^{name} got the dict {{}} for module; .*: {name}\(module, params\)$"
+        ):
+            call({}, module)
+        with pytest.raises(fspmd.TreeError, match=f"^{name} of Linear: params does not fit the module\n.*'w'"):
+            call(module, {"w": torch.ones(1)})
+    assert isinstance(module.weight, nn.Parameter)
