@@ -77,14 +77,15 @@ class Placed:
         self.buffers = device_put({name: x.clone() for name, x in self.model.named_buffers()}, P(), mesh=self.mesh)
         self.batch = device_put(batch_of(self.case, self.dtype), self.case.spec, mesh=self.mesh)
 
-    def __call__(self, params: Any, batch: Mapping[str, Any]) -> Any:
+    def __call__(self, params: Any, buffers: Any, batch: Mapping[str, Any]) -> Any:
+        """What the model gives; norms of batches write their statistics into the buffers."""
         styles = self.plan if self.styled else None
-        return functional_call(self.model, (params, self.buffers), **batch, styles=styles)
+        return functional_call(self.model, (params, buffers), **batch, styles=styles)
 
     def step(self) -> tuple[Step, Collectives]:
         """Eagerly, with ``backward()``, and what that communicates."""
         with communication_log() as log:
-            out = self(self.params, self.batch)
+            out = self(self.params, self.buffers, self.batch)
             out.loss.backward()
         gradients = {name: x.grad for name, x in self.params.items() if x.grad is not None}
         return Step(*device_get((out.logits.detach(), out.loss.detach(), gradients))), counted(log)
@@ -92,13 +93,13 @@ class Placed:
     def recorded(self) -> tuple[Step, Collectives]:
         """By `jit`, twice: recorded, and replayed; and what the replay communicates."""
 
-        def loss(params: Any, batch: Any) -> Any:
-            return self(params, batch).loss
+        def loss(params: Any, buffers: Any, batch: Any) -> Any:
+            return self(params, buffers, batch).loss
 
         step = fspmd.jit(fspmd.value_and_grad(loss))
-        step(self.params, self.batch)
+        step(self.params, self.buffers, self.batch)
         with communication_log() as log:
-            value, gradients = step(self.params, self.batch)
+            value, gradients = step(self.params, self.buffers, self.batch)
         used = {name: x.detach() for name, x in gradients.items() if self.params[name].requires_grad}
         return Step(None, *device_get((value.detach(), used))), counted(log)
 

@@ -1052,6 +1052,33 @@ def test_hessian_vector_products_of_a_mean_loss(spec: P | None) -> None:
     torch.testing.assert_close(device_get(jit(product(F.mse_loss))(laid)), expected)
 
 
+def test_gradients_of_what_torch_has_no_second_derivative_of() -> None:
+    """The loss has a gradient; those of its gradients are refused, and only when they are asked for."""
+
+    def loss(q: Any, w: Any) -> Any:
+        return (F.scaled_dot_product_attention(q, q, q) @ w).square().sum()
+
+    q, w = torch.randn(2, 2, 4, 8).requires_grad_(), torch.randn(8, 8).requires_grad_()
+    step = jit(fspmd.value_and_grad(loss, argnums=(0, 1)))
+    for _ in range(2):  # recorded, then replayed
+        value, (by_q, by_w) = step(q, w)
+        torch.testing.assert_close(torch.autograd.grad(value, (q, w), retain_graph=True), (by_q, by_w))
+        with pytest.raises(RecordError, match=r"^the result 1 of a jitted function, of shape \(2, 2, 4, 8\), has no"):
+            by_q.sum().backward()
+        assert torch.autograd.grad(by_w.sum(), w)[0].shape == w.shape
+
+
+def test_libraries_are_told_that_a_function_is_recorded() -> None:
+    """They leave out branches on values, as in graphs of torch.export."""
+
+    def f(x: Tensor) -> Tensor:
+        return x if not torch.compiler.is_compiling() and (x == 0).all() else x + 1
+
+    step = jit(f)
+    assert [float(f(torch.zeros(()))), float(step(torch.zeros(()))), float(step(torch.zeros(())))] == [0, 1, 1]
+    assert not torch.compiler.is_compiling()
+
+
 def test_a_log_is_alike_whether_a_function_runs_is_recorded_or_replayed() -> None:
     x, w = (device_put(torch.randn(6, 4), spec, mesh=MESH) for spec in (P("x"), P()))
     f = fspmd.value_and_grad(lambda x, w: (x * w).sum().exp(), argnums=(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +28,8 @@ class Followed:
 
     closed: tuple[Tensor, ...]  # tensors closed over that have a gradient
     results: int
-    constants: frozenset[int]  # results without a gradient
+    chosen: tuple[int, ...]  # results with a gradient that backward computes
+    constants: frozenset[int]  # results without a gradient; torch refuses that of all others
     with_gradient: tuple[int, ...]  # the inputs that have one
     zeros: tuple[Tensor, ...]  # cotangents that were not given
     reach: tuple[frozenset[int], ...]  # for each result with a gradient, which of those inputs it was made of
@@ -69,30 +70,32 @@ def differentiated(
     values = [*leaves, *closed.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
     followed = [i for i, x in enumerate(results) if has_gradient(x)]
+    constants = frozenset(range(len(results))).difference(followed)
     if not wanted:
         raise RecordError(
             f"jit cannot record a function whose result of shape {tuple(results[followed[0]].shape)} has a gradient "
             "with respect to nothing but tensors that it makes; return result.detach(), or pass them as arguments"
         )
+    chosen = [values[i] for i in wanted]
+    refused = _refused([results[i] for i in followed], chosen)
+    followed = [i for at, i in enumerate(followed) if at not in refused]
     with recorder.pause(), torch.no_grad():
         cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
     with recorder.real(), torch.no_grad():
         zeros = tuple(map(_zeros_like, cotangents))
     given = [recorder.argument(x) for x in cotangents]
     recorder.deferred = True  # all processes record alike, or some replay: none may wait for the others
-    chosen = [values[i] for i in wanted]
     with _hooks_aside(closed.values()):
-        found = torch.autograd.grad(
-            [results[i] for i in followed], chosen, cotangents, retain_graph=True, allow_unused=True
-        )
+        found = _gradients([results[i] for i in followed], chosen, cotangents, retain_graph=True)
     gradients = [None if g is None else recorder.node_of(g) for g in found]
     recorder.deferred = False
-    constants = {node: x for node, x in recorder.captured.items() if node not in closed}
-    program = Program.of(recorder.graph, [*inputs, *closed], outputs, constants, given, gradients)
+    read = {node: x for node, x in recorder.captured.items() if node not in closed}
+    program = Program.of(recorder.graph, [*inputs, *closed], outputs, read, given, gradients)
     return program, Followed(
         tuple(closed.values()),
         len(outputs),
-        frozenset(range(len(outputs))).difference(followed),
+        tuple(followed),
+        constants,
         tuple(wanted),
         zeros,
         tuple(_made_of(results[i], chosen) for i in followed),
@@ -118,6 +121,7 @@ def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tenso
     return Halves(
         facts.closed,
         facts.results,
+        facts.chosen,
         facts.constants,
         facts.with_gradient,
         facts.zeros,
@@ -185,7 +189,7 @@ class _Recorded(torch.autograd.Function):
     ) -> Any:
         graph = torch.empty(0)  # saved as tensors are, so that it is freed when they are
         every = (*leaves, *halves.closed)
-        made = [x for i, x in enumerate(results) if i not in halves.constants]
+        made = [results[i] for i in halves.chosen]
         setattr(graph, "ends", (made, [every[i] for i in halves.with_gradient]))  # noqa: B010
         ctx.halves, ctx.drawn = halves, drawn
         ctx.save_for_backward(*inputs[: len(leaves)], graph)
@@ -204,7 +208,7 @@ class _Recorded(torch.autograd.Function):
         else:
             _tell(ctx.halves)
             with _hooks_aside(ctx.halves.closed):
-                found = torch.autograd.grad(made, wanted, given, retain_graph=True, allow_unused=True)
+                found = _gradients(made, wanted, given, retain_graph=True)
         return _placed(ctx, cotangents, found, 4)
 
 
@@ -254,14 +258,20 @@ def _tell(halves: Halves) -> None:
 
 def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
     """Those of results with a gradient, and zeros where there are none."""
-    chosen = (g for i, g in enumerate(cotangents) if i not in halves.constants)
+    for i, g in enumerate(cotangents):
+        if g is not None and i not in halves.chosen and i not in halves.constants:
+            raise RecordError(
+                f"the result {i} of a jitted function, of shape {tuple(g.shape)}, has no gradient: it was computed by "
+                "the gradient of a function such as fused attention, of which torch has no derivative; detach() it"
+            )
+    chosen = (cotangents[i] for i in halves.chosen)
     return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
 
 
 def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any], first: int) -> tuple[Any, ...]:
     """Gradients for each argument of a function, of which the leaves begin at ``first``; None where there are none."""
     halves: Halves = ctx.halves
-    chosen = (g for i, g in enumerate(cotangents) if i not in halves.constants)
+    chosen = (cotangents[i] for i in halves.chosen)
     reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
     for at, (i, g) in enumerate(zip(halves.with_gradient, found, strict=True)):
@@ -282,11 +292,16 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     with torch._C._EnableTorchFunction():  # derivatives may have disabled what `Sharded` values need
         outs = halves.again(inputs)
     go_on(now)
-    followed = [x for i, x in enumerate(outs) if i not in halves.constants]
+    followed = [outs[i] for i in halves.chosen]
     every = (*inputs, *halves.closed)
     wanted = [every[i] for i in halves.with_gradient]
     with _hooks_aside(every):
-        return torch.autograd.grad(followed, wanted, cotangents, create_graph=True, allow_unused=True)
+        return _gradients(followed, wanted, cotangents, create_graph=True)
+
+
+def _gradients(of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor], **how: bool) -> Any:
+    """Of no results there are none, which torch refuses."""
+    return torch.autograd.grad(of, wanted, cotangents, allow_unused=True, **how) if of else (None,) * len(wanted)
 
 
 @contextmanager
@@ -307,12 +322,31 @@ def _reached(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     return any(_made_of(x, targets) for x in sources if x.grad_fn is not None) if targets else False
 
 
+#: what stands in a graph where torch has no derivative, or is told that there is none
+_NO_DERIVATIVE: Final = ("torch::autograd::NotImplemented", "torch::autograd::Error")
+
+
+def _refused(results: Sequence[Tensor], targets: Sequence[Tensor]) -> frozenset[int]:
+    """Which results, by place, have no gradient for some of these tensors, since torch refuses it."""
+    _, nodes = _above([x.grad_fn for x in results], targets)
+    ends = {node for node in nodes if node.name() in _NO_DERIVATIVE and _above([node], targets)[0]}
+    if not ends:
+        return frozenset()
+    return frozenset(i for i, x in enumerate(results) if ends & _above([x.grad_fn], targets)[1])
+
+
 def _made_of(x: Tensor, targets: Sequence[Tensor]) -> frozenset[int]:
     """Which tensors the graph of ``x`` goes through."""
+    own = {i for i, y in enumerate(targets) if y is x and y.grad_fn is None}
+    return _above([x.grad_fn], targets)[0] | own
+
+
+def _above(starts: Iterable[Any], targets: Sequence[Tensor]) -> tuple[frozenset[int], set[Any]]:
+    """Which tensors a graph goes through that begins at some nodes, and all its nodes."""
     nodes = {y.grad_fn: i for i, y in enumerate(targets) if y.grad_fn is not None}
     leaves = {id(y): i for i, y in enumerate(targets) if y.grad_fn is None}
-    found = {leaves[id(x)]} if id(x) in leaves else set()
-    waiting = [x.grad_fn] if x.grad_fn is not None else []
+    found = set[int]()
+    waiting = [node for node in starts if node is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -323,4 +357,4 @@ def _made_of(x: Tensor, targets: Sequence[Tensor]) -> frozenset[int]:
         after = {one for one, _ in node.next_functions if one is not None} - seen
         seen |= after
         waiting += after
-    return frozenset(found)
+    return frozenset(found), seen
