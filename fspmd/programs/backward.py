@@ -299,7 +299,9 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
         return _gradients(followed, wanted, cotangents, create_graph=True)
 
 
-def _gradients(of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor], **how: bool) -> Any:
+def _gradients(
+    of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor], **how: bool
+) -> Sequence[Tensor | None]:
     """Of no results there are none, which torch refuses."""
     return torch.autograd.grad(of, wanted, cotangents, allow_unused=True, **how) if of else (None,) * len(wanted)
 

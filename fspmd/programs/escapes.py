@@ -101,14 +101,21 @@ class Escapes(TorchFunctionMode):
 
     @contextmanager
     def refused(self, concerns: Callable[[], bool]) -> Iterator[None]:
-        """Within, they are, and where it ``concerns`` this what is no torch function to a mode."""
+        """Within, they are, and where it ``concerns`` this what is no torch function to a mode.
+
+        Libraries that look whether a CUDA graph is captured learn that no values can be read, and leave branches out.
+        """
 
         def from_capsule(plain: Any, capsule: Any) -> Any:
             if concerns():
                 raise self.recorder.refusal(constant_of("torch.from_dlpack(y), which does not tell whose memory it is"))
             return plain(capsule)
 
-        with replaced([(torch._C, "_from_dlpack", from_capsule)]), self:
+        def captures(plain: Any) -> bool:
+            return concerns() or plain()
+
+        places: Any = ((torch._C, "_from_dlpack", from_capsule), (torch.cuda, "is_current_stream_capturing", captures))
+        with replaced(places), self:
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

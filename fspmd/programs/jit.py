@@ -125,8 +125,8 @@ def jit(
     over are constants, and so is what threads that were there before hand to it, by a queue. Tensors that leave it
     otherwise than as results, as in a list that it appends to, are those of the recorded run, and on processes have no
     values. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
-    with other parameters. While ``f`` is recorded other threads may draw from torch's generators, but not seed them, and
-    ``torch.compiler.is_compiling()`` is True, so libraries leave out branches on values.
+    with other parameters. While ``f`` is recorded other threads may draw from torch's generators, but not seed them. As
+    in a CUDA graph ``torch.cuda.is_current_stream_capturing()`` is True: libraries leave out branches on values.
 
     Raises:
         ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or

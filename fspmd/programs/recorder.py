@@ -265,7 +265,6 @@ class Recorder(Values):
                 self.generators.unread(self._check_unread),
                 self.threads.watched(concerns),
                 torch.autograd.set_detect_anomaly(False),  # which looks at values; replays are looked at as a whole
-                _told_to_libraries(),
             ):
                 yield
         finally:
@@ -300,17 +299,6 @@ class Recorder(Values):
         if not tracing.is_recording():
             return None
         return call if type(call) is _Recorded else _Recorded(call, self)
-
-
-@contextmanager
-def _told_to_libraries() -> Iterator[None]:
-    """``torch.compiler.is_compiling()`` is True, as while torch exports: libraries leave out branches on values then."""
-    compiler: Any = torch.compiler
-    before, compiler._is_compiling_flag = compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        compiler._is_compiling_flag = before
 
 
 def _is_even(call: Call) -> bool:
