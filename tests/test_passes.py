@@ -42,6 +42,7 @@ from fspmd import (
     psum,
     psum_scatter,
     reshard,
+    set_mesh,
     set_topology,
     shard_map,
     topology,
@@ -253,9 +254,19 @@ def collectives_in_order(seeds: range) -> list[Any]:
     step = value_and_grad(lambda u, v: (u.sin().sum() * v.sum() * g(u, v)).sum(), argnums=(0, 1))
     for passes in (None, ["coalesce"], list(PASSES)):
         found.append([(c.kind, c.axes) for c in jit(step, passes=passes).lower(*few).collectives()])
+    table = device_put(torch.ones(8, 2, dtype=F64).cumsum(0), P("x"), mesh=mesh)
+    look = value_and_grad(lambda w: _used_twice(F.embedding(_IDS % 8, w)))
+    for passes in ((), list(PASSES)):
+        found.append([(c.kind, c.axes) for c in jit(look, passes=passes).lower(table).collectives()])
+        assert len(found[-1]) == 1 + (not passes)
+        torch.testing.assert_close(device_get(with_passes(passes)(look, table)), device_get(look(table)))
     f = shard_map(lambda x: psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
     assert jit(f).lower(torch.ones(8)).program.even  # whatever was uneven before
     return found
+
+
+def _used_twice(x: Any) -> Any:
+    return (x * x.sin()).sum()
 
 
 def _own_operand(x: Tensor) -> Tensor:
@@ -281,6 +292,133 @@ def _equal_by_size(x: Tensor) -> Tensor:
     """Two rows, or fewer, and all: where blocks are uneven that is the same on some ranks."""
     few, all_ = (x.narrow(0, 0, rows) for rows in (min(2, x.shape[0]), x.shape[0]))
     return x * (psum(few.sum(), ("x", "y")) + psum(all_.sum(), ("x", "y")))
+
+
+# --- which programs passes may change, and what they say of the others -----------------------------------------------
+
+
+_IDS = torch.tensor([[3, 15, 0], [1, 1, 8]])
+#: calls of ordinary models, of a value of 16 by 16
+_MODEL_CALLS: dict[str, Function] = {
+    "embedding": lambda x: F.embedding(_IDS, x),
+    "embedding with a padding": lambda x: F.embedding(_IDS, x, padding_idx=1),
+    "a checkpointed embedding": checkpoint(lambda w: F.embedding(_IDS, w).sin()),
+    "index": lambda x: x[_IDS],
+    "index_select": lambda x: x.index_select(0, _IDS[0]),
+    "gather": lambda x: x.gather(-1, _IDS[:1].expand(16, 3)),
+    "scatter_add": lambda x: x.scatter_add(0, _IDS[:1].expand(2, 3), x[:2, :3].sin()),
+    "index_add": lambda x: x.index_add(0, _IDS[0], x[:3].sin()),
+    "cross_entropy": lambda x: F.cross_entropy(x.repeat(3, 1)[:6], _IDS.flatten()),
+    "argmax": lambda x: x.sum() * x.argmax(-1),
+    "topk": lambda x: x.topk(2).values.sum() * x,
+    "causal mask": lambda x: x.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -9.0).softmax(-1),
+    "repeated rows": lambda x: x.repeat_interleave(torch.arange(16), dim=0, output_size=120),
+}
+
+
+@pytest.mark.parametrize("name", _MODEL_CALLS)
+def test_model_code_is_the_same_on_all_ranks(name: str) -> None:
+    """So that passes may change its collectives: what ranks index, mask and count is no way of their own."""
+    call = _MODEL_CALLS[name]
+    torch.manual_seed(0)
+    x = torch.randn(16, 16, dtype=F64)
+
+    def step(x: Any) -> Any:
+        return value_and_grad(lambda x: call(x).sin().sum() * call(x).sum())(x)
+
+    passes = ["equal_steps", "rewrites", "dead_code", "coalesce"]
+    for mesh in (make_mesh((2, 2), ("x", "y")), make_mesh((4,), ("x",)))[: 2 if FULL else 1]:
+        for spec in (P(mesh.axis_names), P(None, "x")):
+            args = (device_put(x, spec, mesh=mesh),)
+            program = jit(step, passes=()).lower(*args).program
+            assert (program.unlike, program.uneven) == ("", "")
+        torch.testing.assert_close(device_get(with_passes(passes)(step, *args)), step(x))
+
+
+def test_a_language_model_has_each_sum_once() -> None:
+    """The sum that a vocabulary-parallel embedding leaves pending, which two functions use, and packs of small ones."""
+    mesh = make_mesh((2,), ("tp",))
+    w, ids = (device_put(x, P(spec), mesh=mesh) for x, spec in ((torch.randn(16, 4, dtype=F64), "tp"), (_IDS, None)))
+
+    def step(w: Any) -> Any:
+        return value_and_grad(lambda w: _used_twice(F.embedding(ids, w)))(w)
+
+    def pair(w: Any) -> Any:
+        found = F.embedding(ids, w), F.embedding(ids, w * 2)
+        return [reshard(x, P()) for x in found]
+
+    default = ("equal_steps", "rewrites", "dead_code")
+    found = [len(jit(f, passes=p).lower(w).collectives()) for f in (step, pair) for p in ((), (*default, "coalesce"))]
+    assert found == [2, 1, 2, 1]
+
+
+def _learns(x: Tensor) -> Tensor:
+    """The second sum is as the first, nothing needs the third, and Python asks for the rank."""
+    one = x if int(axis_index("x")) else x * 1
+    found = psum(x, "x") * psum(x, "x")
+    psum(one, "x")
+    return found
+
+
+def _product(to: P) -> Function:
+    def f(x: Any) -> Any:
+        h = x @ x.t()
+        return reshard(h, P()).sin(), reshard(reshard(h, P()), to)
+
+    return f
+
+
+_UNLIKE = "leaves alone {}; ranks may have other steps: {} (test_passes.py:"
+#: functions of values that lie so on (4,), of so many rows, and what the text of their programs says
+_LEFT: dict[str, tuple[Function, P, int, list[str]]] = {
+    "Python has learnt the rank": (
+        shard_map(_learns, in_specs=P("x"), out_specs=P("x"), check_vma=False),
+        P("x"),
+        8,
+        [
+            "coalesce " + _UNLIKE.format("all collectives", "Python has learnt a value that is made of axis_index"),
+            "chunked " + _UNLIKE.format("all matmuls", "Python has learnt a value that is made of axis_index"),
+            "equal_steps leaves this alone: ranks may have other steps; it is equal to %4\n",
+            "dead_code leaves this alone: ranks may have other steps, and may need it\n",
+        ],
+    ),
+    "blocks are empty": (
+        _product(P("x")),
+        P(None, "x"),
+        9,
+        ["rewrites " + _UNLIKE.format("collectives in a row", "f64[9, 9@x] has empty blocks")],
+    ),
+    "blocks are uneven": (
+        _product(P("x")),
+        P(None, "x"),
+        10,
+        ["chunked leaves alone all matmuls; ranks may have blocks of other shapes: f64[10, 10@x] has blocks of unlike"],
+    ),
+    "a sum is used, and scattered": (
+        _product(P("x")),
+        P(None, "x"),
+        8,
+        [
+            "rewrites leaves this alone: (all-reduce, slice: reduce-scatter) other steps use %",
+            "overlap leaves this alone: nothing could be computed while it is under way, with at most 536,870,912",
+        ],
+    ),
+    "copies take longer": (
+        lambda x: (reshard(x, P()), reshard(x * 2, P())),
+        P("x"),
+        1 << 10,
+        ["coalesce leaves this alone: copies would take longer than to begin it after %"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _LEFT)
+def test_the_text_tells_what_passes_leave_alone_and_why(name: str) -> None:
+    f, spec, n, expected = _LEFT[name]
+    mesh = make_mesh((4,), ("x",), transport="abstract")
+    with set_mesh(mesh):
+        texts = [jit(f, passes=p).lower(TensorSpec(mesh, spec, (n, n), F64)).as_text() for p in (PASSES, ["coalesce"])]
+    assert [line for line in expected if not any(line in text for text in texts)] == []
 
 
 @pytest.mark.skipif(not FULL, reason="a sample runs in test_jit, which has processes already")

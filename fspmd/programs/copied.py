@@ -37,5 +37,5 @@ def rebuilt(program: Program, graph: fx.Graph, known: dict[fx.Node, fx.Node]) ->
     gradients = [one if one is None else known[one] for one in program.gradients]
     constants = {known[node]: x for node, x in program.constants.items()}
     made = Program.of(graph, inputs, results, constants, cotangents, gradients)
-    made.even, made.alike = program.even, program.alike
+    made.uneven, made.unlike = program.uneven, program.unlike
     return made

@@ -17,14 +17,15 @@ Its nodes say in ``meta`` what passes, prices and readers ask for:
 ``constant``  the result is the same in every run of this rank
 ``by_size``   it stands for several that are equal on this rank, and may not be on others; else absent
 ``effect``    the step does more than give its result
+``left``      by pass, why it has left the step as it is (`Left`); else absent
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -47,6 +48,13 @@ class Value:
 
     def __str__(self) -> str:
         return describe(self.dtype, self.shape)
+
+
+class Left(NamedTuple):
+    """Why a pass has left a step as it is; ``other``: the step that this speaks of."""
+
+    why: str
+    other: fx.Node | None
 
 
 def value_of(x: Tensor) -> Value:
@@ -75,16 +83,28 @@ class Program:
     ``inputs`` are the tensors among the arguments, then those closed over that have a gradient; ``cotangents`` are
     what deferred steps are given besides; ``constants`` are tensors that were there before, read in every run.
 
-    ``even``: no block has another shape on another rank. ``alike``: no Python has learnt which rank it runs on, and no
-    block is empty, so that all ranks have the same steps. What is not, is not on any of them.
+    ``uneven`` says why a block may have another shape on another rank, ``unlike`` why ranks may have other steps:
+    Python has learnt which rank it runs on, or a block is empty. Where one of them says nothing, that is so on no
+    rank. ``left`` says, by pass, what it leaves alone in all the program, and why.
     """
 
     graph: fx.Graph
     inputs: list[fx.Node]
     constants: dict[fx.Node, Tensor]
     cotangents: list[fx.Node]
-    even: bool = True
-    alike: bool = True
+    uneven: str = ""
+    unlike: str = ""
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def even(self) -> bool:
+        """Whether all blocks have one shape on all ranks."""
+        return not self.uneven
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have the same steps."""
+        return not self.unlike
 
     @staticmethod
     def of(

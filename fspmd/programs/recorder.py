@@ -105,7 +105,7 @@ class Recorder(Values):
         fixed = facts.pure and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
         if not fixed:
             check(func, args, kwargs, self)
-        elif facts.gives_values or facts.dynamic_shape:
+        elif facts.gives_values or facts.shape_of_values(args, kwargs):
             self.learn(tensors_of((*args, *kwargs.values())))
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()} if kwargs else kwargs
@@ -161,8 +161,10 @@ class Recorder(Values):
         o = call.options
         for spec in (o.move.source, o.move.target) if o.move is not None else ():
             self.blocks(spec)
-        self.even &= _is_even(call)
-        self.alike &= 0 not in (*(o.sizes or ()), *(o.concat_sizes or ()))
+        if not _is_even(call):
+            self.is_uneven(lambda: f"{call.pair.name} moves blocks of unlike sizes")
+        if 0 in (*(o.sizes or ()), *(o.concat_sizes or ())):
+            self.is_unlike(lambda: f"{call.pair.name} moves empty blocks")
         with self.pause():
             if (self.deferred or self.imagines) and call.mesh.transport != "simulation":
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)

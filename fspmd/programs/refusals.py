@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.programs.dynamic import written_while_copied
 from fspmd.programs.escapes import constant_of, line
-from fspmd.programs.facts import aten
 from fspmd.transport.op_facts import facts_of
 
 
@@ -19,7 +17,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
     facts, cause = facts_of(func), None
     if facts.gives_values:
         cause = "makes a Python value of a tensor's"
-    elif facts.dynamic_shape and not (func is aten.index.Tensor and not _has_mask(args[1])):
+    elif facts.shape_of_values(args, kwargs):
         cause = "gives a result whose shape depends on values"
     if cause is not None:
         name = func._schema.name.split("::")[-1].lstrip("_")
@@ -36,10 +34,6 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
 
 
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

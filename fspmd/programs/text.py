@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, micros
-from fspmd.programs.program import Program
+from fspmd.programs.program import Left, Program, owner
 from fspmd.programs.schedule import price_of_step
 from fspmd.spec import TensorSpec, describe
 from fspmd.watching.causes import Cause
@@ -33,10 +34,12 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
         for i, most in enumerate(_WIDEST)
     ]
     where = f" on {mesh!r}, each of {counted(mesh.size, 'rank')}" if mesh is not None else ""
-    lines = [f"{name}{where}", "takes", *_table(takes, widths), "runs", *_table(runs, widths)]
+    lines = [f"{name}{where}", *(f"{one} leaves alone {what}" for one, what in program.left.items())]
+    lines += ["takes", *_table(takes, widths), "runs", *_table(runs, widths, map(text.left, program.steps))]
     lines.append(f"gives {text.values(program.results)}")
     if program.gradients:
-        lines += ["in backward", *_table(later, widths), f"gives {text.values(program.gradients)}"]
+        notes = [*([()] * len(program.cotangents)), *map(text.left, program.deferred)]
+        lines += ["in backward", *_table(later, widths, notes), f"gives {text.values(program.gradients)}"]
     return "\n".join(lines)
 
 
@@ -59,11 +62,13 @@ def line_of(node: fx.Node) -> str:
     return f"{cause.text}  ({cause.where})" if cause.file else cause.what
 
 
-def _table(rows: Iterable[Row], widths: list[int]) -> list[str]:
+def _table(rows: Iterable[Row], widths: list[int], notes: Iterable[Sequence[str]] = ()) -> list[str]:
+    """Rows in columns; under each the notes that belong to it."""
     lines = []
-    for row in rows:
+    for row, below in zip(rows, chain(notes, repeat(())), strict=False):
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
         lines.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
+        lines += [f"      {note}" for note in below]
     return lines
 
 
@@ -85,6 +90,15 @@ class _Text:
         moves = "" if price is None else f"{price.moved:,.0f} B, {micros(price.time)}"
         line = f"{'<- ' if node.meta['backward'] else ''}{line_of(node)}"
         return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, line)
+
+    def left(self, node: fx.Node) -> list[str]:
+        """Why passes have left a step as it is."""
+        found: dict[str, Left] = node.meta.get("left", {})
+        return [f"{one} leaves this alone: {left.why}{self._other(left.other)}" for one, left in found.items()]
+
+    def _other(self, node: fx.Node | None) -> str:
+        """The step that a note speaks of, or the one that a pass has put in its place since."""
+        return "" if node is None else f" {self.value(node if node in self.names else owner(node))}"
 
     def typed(self, node: fx.Node) -> tuple[str, str]:
         """Name and local type, and the global type of one in the global view."""

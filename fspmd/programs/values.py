@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd import tracing
 from fspmd.body import state
+from fspmd.programs.escapes import line
 from fspmd.programs.facts import aten, functorch, memory_of, shard_of
 from fspmd.programs.fakes import active_mode, stand_in
 from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded
-from fspmd.spec import TensorSpec
+from fspmd.spec import TensorSpec, describe
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
@@ -45,8 +46,8 @@ class Values(RecordingMode):
         self.given: list[Tensor] = []  # arguments
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
         self.written: set[fx.Node] = set()  # arguments
-        self.even = True  # blocks are of one shape on all ranks
-        self.alike = True  # no Python has learnt which rank it runs on, and no block is empty
+        self.uneven = ""  # why blocks may have another shape on other ranks; empty where they have one on all
+        self.unlike = ""  # why ranks may have other steps; empty where all have the same
         self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
         self.made: set[fx.Node] = set()  # those among them that are our own, and stay what they are
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
@@ -153,9 +154,18 @@ class Values(RecordingMode):
     def blocks(self, spec: TensorSpec) -> None:
         """What blocks there are: in backward an empty one has other steps than those of other ranks."""
         if not spec.even:
-            self.even = False
+            self.is_uneven(lambda: f"{_shown(spec)} has blocks of unlike sizes")
             last = tuple(n - 1 for n in spec.mesh.shape.values())  # no block is smaller
-            self.alike &= 0 not in spec.local_shape(last)
+            if 0 in spec.local_shape(last):
+                self.is_unlike(lambda: f"{_shown(spec)} has empty blocks")
+
+    def is_uneven(self, why: Callable[[], str]) -> None:
+        """Blocks may have another shape on other ranks."""
+        self.uneven = self.uneven or f"{why()}{line()}"
+
+    def is_unlike(self, why: Callable[[], str]) -> None:
+        """Ranks may have other steps."""
+        self.unlike = self.unlike or f"{why()}{line()}"
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
@@ -167,9 +177,10 @@ class Values(RecordingMode):
     def learn(self, values: Iterable[Any]) -> None:
         """Python learns of constants: which rank it runs on, where they are made of that."""
         waiting = [self.node_of(x) for x in values if isinstance(x, Tensor)]
-        while waiting and self.alike:
+        while waiting and not self.unlike:
             node = waiting.pop()
-            self.alike = node not in self._of_rank
+            if node in self._of_rank:
+                self.is_unlike(lambda: "Python has learnt a value that is made of axis_index")
             waiting += node.all_input_nodes
 
     def is_value(self, x: Tensor) -> bool:
@@ -188,7 +199,8 @@ class Values(RecordingMode):
         if "value" not in node.meta:
             _describe(node, x, self._memory(x))
         shards = x.shards if type(x) is LocalTensor else ()
-        self.even &= not shards or not x.uneven  # type: ignore[attr-defined]
+        if shards and x.uneven:  # type: ignore[attr-defined]
+            self.is_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(one)) for one in shards))}")
         for i in reversed(range(len(shards))):  # of ranks that have one tensor it is the first one's
             self._shards[id(shards[i])] = ref(shards[i]), node, i
 
@@ -225,9 +237,10 @@ class Values(RecordingMode):
         node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
-        if state.body is not None:
-            self.even &= not state.body.uneven
-            self.alike &= not state.body.empty
+        if (body := state.body) is not None and body.uneven:
+            self.is_uneven(lambda: f"{body.name} may have blocks of unlike sizes")
+            if body.empty:
+                self.is_unlike(lambda: f"{body.name} may have empty blocks")
         return node
 
     def _cause(self) -> tuple[Cause, bool]:
@@ -296,6 +309,10 @@ class _Landing(Pending):
 def _last_of_autograd() -> int:
     """The number of the node that autograd made last."""
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
+def _shown(spec: TensorSpec) -> str:
+    return describe(spec.dtype, spec.shape, spec.partition)
 
 
 def _entry(table: dict[int, Any], x: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class OpFacts:
 
     ``writes``: the arguments it writes into, by position and name. ``view``: its result aliases its first argument.
     ``pure``: it gives the same of the same, and does nothing else. ``gives_values``: to Python. ``dynamic_shape``: its
-    result has a shape that depends on values, or may have.
+    result has a shape that depends on values, or may have (`shape_of_values` tells of one call).
     ``elementwise``: it takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
     """
 
@@ -30,6 +30,7 @@ class OpFacts:
         "elementwise",
         "gives_values",
         "inplace_view",
+        "name",
         "pure",
         "random",
         "resizes",
@@ -41,6 +42,7 @@ class OpFacts:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         name = schema.name.split("::")[-1]
+        self.name: str = schema.name
         self.asks: str = _ASKS.get(schema.name, "")
         self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
         self.pure: bool = not schema.is_mutable and not self.random
@@ -58,6 +60,22 @@ class OpFacts:
         """The arguments of a call that it writes into."""
         found = [args[i] for i, _ in self.writes if i < len(args)]
         return found + [kwargs[name] for _, name in self.writes if name in kwargs]
+
+    def shape_of_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the shape of the result of a call depends on values of its operands."""
+        by_values = _BY_VALUES.get(self.name)
+        return self.dynamic_shape and (by_values is None or by_values(args, kwargs))
+
+
+def _has_mask(args: Sequence[Any], _: Mapping[str, Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+#: of ops whose result has a shape that may depend on values: in which calls it does
+_BY_VALUES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
+    "aten::index": _has_mask,
+    "aten::repeat_interleave": lambda _, kwargs: kwargs.get("output_size") is None,
+}
 
 
 FACTS: dict[Any, OpFacts] = {}

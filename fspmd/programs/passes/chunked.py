@@ -25,6 +25,7 @@ from fspmd.programs.copied import copied
 from fspmd.programs.facts import aten
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
+from fspmd.programs.passes.left import leave, leave_all
 from fspmd.programs.passes.options import check_counts
 from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
 from fspmd.programs.passes.rewrites import GATHERS, SUMS
@@ -36,6 +37,9 @@ Shape = tuple[int, ...]
 Kind = tuple[str, tuple[Shape, ...], bool]  # what is cut, the shapes of its operands, whether in backward
 #: which argument has the rows; of batches those of one matrix, as `torch.einsum` makes them
 _LEFT: Final[dict[Any, int]] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
+
+
+_SLOWER: Final = "no number of chunks takes less time than the whole, beside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Chunked:
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Callable[[Program], int]:
         """The pass that is to run in front of ``others``."""
-        if not (program.even and program.alike):
+        if leave_all(program, "chunked", "all matmuls", even=True):
             return lambda program: 0
 
         def time(kinds: Collection[Kind]) -> float:
@@ -120,6 +124,7 @@ def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> 
     copied = product.meta["value"].nbytes + (gather.meta["value"].nbytes if others else 0)
     n = _best(gather, product, block[dim], copied, chunks)
     if not n:
+        leave(product, "chunked", _SLOWER, gather)
         return False
     graph, ranks = product.graph, whole[dim] // block[dim]
     length = block[dim] // n
@@ -175,6 +180,7 @@ def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bo
     copied = sum(x.meta["value"].nbytes for x in (total, left, *read[len(product.all_input_nodes) :]))
     n = _best(total, product, whole[dim] // ranks, copied, chunks)
     if not n:
+        leave(product, "chunked", _SLOWER, total)
         return False
     graph = product.graph
     shape = (*whole[:-1], left.meta["value"].shape[-1])

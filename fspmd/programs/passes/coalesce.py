@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from fspmd.pairs import Call, call
 from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, reading_what_it_gives, replace
 from fspmd.programs.passes.dead_code import has_effect
+from fspmd.programs.passes.left import forget, leave, leave_all
 from fspmd.programs.passes.options import check_bytes
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program, Value
@@ -22,6 +23,7 @@ from fspmd.transport import Options
 
 Shape = tuple[int, ...]
 _LESS: Final = 64
+_NAME: Final = "coalesce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Coalesce:
     def __call__(self, program: Program) -> int:
         """How many collectives there are less; where some have become one, others may be next to each other."""
         gone = 0
-        if not program.alike:
+        if leave_all(program, _NAME, "all collectives"):
             return gone
         while packed := self._pack_all(program):
             gone += packed
@@ -73,8 +75,10 @@ class Coalesce:
         return gone
 
     def _buckets(self, program: Program) -> list[_Bucket]:
+        forget(program, _NAME)
         before = dependencies(program)
         open_: dict[Hashable, _Bucket] = {}
+        closed: dict[Hashable, fx.Node] = {}  # by which step
         done: list[_Bucket] = []
         for place, node in enumerate(list(program.graph.nodes)):
             key = _key(node)
@@ -84,16 +88,26 @@ class Coalesce:
                 bucket.after[node] = None
                 if _stays(node):  # those that come later would have to wait for this one, or it for them
                     done.append(open_.pop(kind))
+                    closed[kind] = node
             if key is None:
                 continue
             bucket = open_.setdefault(key, _Bucket())
-            if bucket.members and not (bucket.bytes + _bytes(node) <= self.bucket and bucket.pays(node)):
+            if not bucket.members and key in closed:
+                leave(node, _NAME, "what needs those of its kind before it stands between, or is it:", closed[key])
+            if bucket.members and (why := self._beside(bucket, node)):
+                leave(node, _NAME, why, bucket.members[0])
                 if bucket.bytes < _bytes(node):  # the smaller of both waits for others
                     continue
                 done.append(bucket)
                 bucket = open_[key] = _Bucket()
             bucket.add(node, place)
         return done + list(open_.values())
+
+    def _beside(self, bucket: _Bucket, node: fx.Node) -> str:
+        """Why a collective is not packed with those of a bucket."""
+        if bucket.bytes + _bytes(node) > self.bucket:
+            return f"at most {self.bucket:,.0f} bytes become one; it is packed apart from"
+        return "" if bucket.pays(node) else "copies would take longer than to begin it after"
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.facts import draws, is_pure
 from fspmd.programs.passes.aliases import Memory, written
+from fspmd.programs.passes.left import UNLIKE, leave
 from fspmd.programs.program import Program
 
 
@@ -25,7 +26,11 @@ def dead_code(program: Program) -> int:
         if node.op != "call_function":
             continue
         is_read = memory is not None and any(memory.of(x) in read for x in written(node))
-        if node in wanted or is_read or has_effect(node) or (not program.alike and _is_of_all(node)):
+        is_needed = node in wanted or is_read or has_effect(node)
+        is_of_all = not is_needed and not program.alike and _is_of_all(node)
+        if is_of_all:
+            leave(node, "dead_code", f"{UNLIKE}, and may need it")
+        if is_needed or is_of_all:
             wanted.update(node.all_input_nodes)
             if memory is not None:
                 read.update(map(memory.of, node.all_input_nodes))

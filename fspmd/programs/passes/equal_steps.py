@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from fspmd.programs.calls import is_aten, is_collective, replace
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import Memory, is_view
+from fspmd.programs.passes.left import UNLIKE, leave
 from fspmd.programs.program import Program
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -31,25 +32,43 @@ def equal_steps(program: Program) -> int:
     ends = {*program.results, *program.gradients}
     gone = 0
     for node in list(program.graph.nodes):
-        by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
-        if not _may_stand_for_others(node) or (is_collective(node) and (by_size or not program.alike)):
-            continue
-        key = _key(node)
+        key = _key(node) if _may_stand_for_others(node) else None
         if key is None:
             continue
         first = known.setdefault(key, node)
         if first is node:
             continue
         memory = memory or Memory(program)
-        if node not in ends and not _is_changed(memory, first, node) and memory.may_be(node, first):
-            memory.merge(node, first)
-            replace(node, first)
-            if by_size or (not program.even and _has_numbers(first)):
-                first.meta["by_size"] = True
-            gone += 1
-        else:
+        by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
+        if why := _apart(program, node, by_size) or _in_memory(memory, ends, first, node):
             known[key] = node
+            if is_collective(node):
+                leave(node, "equal_steps", why, first)
+            continue
+        memory.merge(node, first)
+        replace(node, first)
+        if by_size or (not program.even and _has_numbers(first)):
+            first.meta["by_size"] = True
+        gone += 1
     return gone
+
+
+def _apart(program: Program, node: fx.Node, by_size: bool) -> str:
+    """Why a collective may not go, for other ranks might keep theirs."""
+    if not is_collective(node):
+        return ""
+    if not program.alike:
+        return f"{UNLIKE}; it is equal to"
+    return "its operand may differ on other ranks, by the size of a block; here it is equal to" if by_size else ""
+
+
+def _in_memory(memory: Memory, ends: Container[fx.Node | None], first: fx.Node, node: fx.Node) -> str:
+    """Why one of two equal steps may not stand for the other: who writes where."""
+    if _is_changed(memory, first, node):
+        return "its operand may be written into after"
+    if node in ends or not memory.may_be(node, first):
+        return "it needs memory of its own, but is equal to"
+    return ""
 
 
 def _may_stand_for_others(node: fx.Node) -> bool:

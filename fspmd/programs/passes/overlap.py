@@ -12,6 +12,7 @@ from torch import fx
 
 from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_wait
 from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
+from fspmd.programs.passes.left import leave, leave_all
 from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.passes.order import dependencies
 from fspmd.programs.program import Program
@@ -50,7 +51,7 @@ class Overlap:
     def __call__(self, program: Program) -> int:
         """How many more collectives are under way while something is computed."""
         nodes = list(program.graph.nodes)
-        overtake = self.overtake and program.even and program.alike
+        overtake = self.overtake and not leave_all(program, "overlap", "the order of collectives", even=True)
         made = _Schedule(nodes, dependencies(program), self.budget, overtake)
         flights, views = made.flights, made.moved
         parts: dict[int, list[tuple[int, fx.Node]]] = {}
@@ -115,6 +116,8 @@ class _Schedule:
             flight = self._flight(node, (0, _BEGIN) if self.overtake else last) if _can_fly(node) else None
             if flight is None or work[flight.wait[0]] == work[flight.begin[0]]:
                 last = max(last, (i + 1, _BEGIN))
+                meanwhile = f"with at most {self.budget:,.0f} bytes under way"
+                leave(node, "overlap", f"nothing could be computed while it is under way, {meanwhile}")
                 continue
             self.flights.append(flight)
             for view in flight.views:
@@ -179,6 +182,7 @@ def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     with node.graph.inserting_before(node):
         begun = add_begun(node.graph, node.meta["call"], node.all_input_nodes[0], node)
         wait = add_wait(node.graph, begun, node)
+    begun.meta["left"] = node.meta.get("left", {})
     wait.meta.update(value=node.meta["value"], held=node.meta.get("held"))
     node.meta["memory"] = wait
     node.replace_all_uses_with(wait)

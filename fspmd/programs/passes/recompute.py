@@ -17,6 +17,7 @@ from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.flops import flops_of
 from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes.aliases import Memory
+from fspmd.programs.passes.left import leave_all
 from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import bytes_of, price_of_step
@@ -99,7 +100,7 @@ class _Plan:
 
     def __init__(self, program: Program, collectives: bool) -> None:
         self.graph = program.graph
-        self.collectives = collectives and program.even and program.alike
+        self.collectives = collectives and not leave_all(program, "recompute", "all collectives", even=True)
         self.memory = memory = Memory(program)
         self.ends = {*program.results, *program.gradients}
         late = program.deferred or [node for node in program.steps if node.meta["backward"]]

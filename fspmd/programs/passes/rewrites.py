@@ -17,6 +17,7 @@ from fspmd.pairs import Call, call
 from fspmd.programs.calls import add_collective, add_step, add_view, compact, is_collective, replace
 from fspmd.programs.facts import aten
 from fspmd.programs.passes.aliases import Memory
+from fspmd.programs.passes.left import leave, leave_all
 from fspmd.programs.program import Program, owner
 from fspmd.redistribution.cost import price
 
@@ -104,7 +105,9 @@ _SECONDS: Final = frozenset(kernel for row in ROWS for kernel in row.second)
 def rewrites(program: Program) -> int:
     """Rewrite as long as a row applies; how many times."""
     nodes = list(program.graph.nodes)
-    if not program.alike or not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
+    if not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
+        return 0
+    if leave_all(program, "rewrites", "collectives in a row"):
         return 0
     memory = Memory(program)
     count = 0
@@ -120,27 +123,31 @@ def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
     if not _may_be_second(node):
         return None
     first, between = _before(node)
-    if first is None or not _may_be_one(memory, first, between, node):
+    if first is None:
         return None
     (x,) = first.all_input_nodes
     one, two = first.meta["call"], node.meta["call"]
     for row in ROWS:
         found = row.result(one, two) if one.pair.kernel in row.first and two.pair.kernel in row.second else None
-        if found is None:
+        if found is None or one.mesh != two.mesh:
             continue
+        why = _apart(memory, first, between, node)
         new = None
-        if found.pair.kernel in NAMES:
+        if not why and found.pair.kernel in NAMES:
             new = _as_it_was(memory, node, x, found)
-        elif _alone(first, between) and (not row.must_pay or _pays(first, node, found)):
+            why = "who gets the result may write into it, or into"
+        elif not why and not (why := _in_place(row, first, between, node, found)):
             with node.graph.inserting_before(node):
                 new = add_collective(node.graph, found, x, node)
-        if new is not None:
-            memory.stands_for(new, node)
-            replace(node, new)
-            for step in (*between, first):
-                if not step.users:
-                    step.graph.erase_node(step)
-            return new
+        if new is None:
+            leave(node, "rewrites", f"({row.picture}) {why}", first)
+            continue
+        memory.stands_for(new, node)
+        replace(node, new)
+        for step in (*between, first):
+            if not step.users:
+                step.graph.erase_node(step)
+        return new
     return None
 
 
@@ -148,22 +155,25 @@ def _may_be_second(node: fx.Node) -> bool:
     return is_collective(node, *_SECONDS) and bool(node.meta["waits"])
 
 
-def _may_be_one(memory: Memory, first: fx.Node, between: list[fx.Node], second: fx.Node) -> bool:
-    """Whether nothing stands between two steps: neither writes, nor types that only the second one takes back."""
+def _apart(memory: Memory, first: fx.Node, between: list[fx.Node], second: fx.Node) -> str:
+    """What stands between two steps: writes, or types that the second one does not take back."""
     one, two = first.meta["call"], second.meta["call"]
-    if one.mesh != two.mesh or one.options.index_groups or two.options.index_groups:
-        return False
+    if one.options.index_groups or two.options.index_groups:
+        return "groups within an axis are taken as they are, here and in"
     if first.meta["deferred"] != second.meta["deferred"]:
-        return False
+        return "what backward does is not joined with"
     if not all({*one.axes, *two.axes}.issuperset(step.meta["call"].axes) for step in between):
-        return False
+        return "a cast over other axes stands behind"
     (x,) = first.all_input_nodes
-    return not memory.is_written(x, first, second) and not memory.is_written(first, first, second)
+    is_written = memory.is_written(x, first, second) or memory.is_written(first, first, second)
+    return "something is written into the operand, or the result, of" if is_written else ""
 
 
-def _alone(first: fx.Node, between: list[fx.Node]) -> bool:
-    """Whether only one step uses a result."""
-    return all(len(step.users) == 1 for step in (first, *between))
+def _in_place(row: Row, first: fx.Node, between: list[fx.Node], second: fx.Node, both: Call) -> str:
+    """Why one call may not stand in the place of two."""
+    if any(len(step.users) > 1 for step in (first, *between)):
+        return "other steps use"
+    return "one call would take longer than this and" if row.must_pay and not _pays(first, second, both) else ""
 
 
 def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
