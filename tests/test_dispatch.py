@@ -545,6 +545,37 @@ def test_what_has_no_rule_is_refused(call: Callable[[Sharded], Any]) -> None:
         call(x)
 
 
+QUESTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "all": lambda x, y: bool((x == y).all()),
+    "any": lambda x, y: bool((x > y).any()),
+    "all of a dim": lambda x, y: (x == y).all(0),
+    "in": lambda x, y: 3.0 in x,
+    "equal": torch.equal,
+    "equal to another shape": lambda x, y: torch.equal(x, y[0]),
+    "equal to another dtype": lambda x, y: torch.equal(x, y.float()),
+    "allclose": torch.allclose,
+    "allclose with nan": lambda x, y: torch.allclose(x / x, y / y, equal_nan=True),
+    "allclose by far": lambda x, y: torch.allclose(x, y, rtol=0.0, atol=9.0),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_questions_about_all_elements_gather_nothing(name: str) -> None:
+    """What Python asks of them is one sum of few numbers, however small the operands are; they move to lie alike."""
+    question = QUESTIONS[name]
+    for mesh, specs in ((LINE, (P("x"), P(None, "x"), P())), (WIDE, (P("x", "y"), P(("x", "y"))))):
+        for spec in specs:
+            for other in (0.0, 1.0, float("nan")):
+                x = torch.arange(35.0, dtype=F64).view(7, 5)
+                y = x.clone()
+                y[3, 2] += other
+                with fspmd.communication_log() as log:
+                    found = question(*device_put((x, y), spec, mesh=mesh))
+                asked = question(x, y)
+                assert torch.equal(device_get(found), asked) if isinstance(asked, torch.Tensor) else found is asked
+                assert all(one.kind.startswith("psum") for one in log), log
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(), P(unreduced={"x"})])
 def test_classes_of_one_hot(spec: P) -> None:
     plain = torch.arange(7)

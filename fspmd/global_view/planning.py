@@ -116,13 +116,13 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return None
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
         return as_whole(_to_dtype_of)
-    if is_ragged(func, tensors):
-        told = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))  # of any start
-        return as_whole(functools.partial(_with_numbers if told else gathered, func))
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
             return as_whole(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
         return as_whole(functools.partial(_tried, func, composite), in_parts=True)
+    if is_ragged(func, tensors):
+        told = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))  # of any start
+        return as_whole(functools.partial(_with_numbers if told else gathered, func))
     return None
 
 

@@ -353,6 +353,15 @@ def set_number(x: Any, index: Any, value: complex) -> None:
     x[index] = torch.full((), value, dtype=x.dtype, device=x.device)
 
 
+def _equal(x: Any, other: Any) -> bool:
+    """One all-reduce of one byte."""
+    return x.shape == other.shape and bool((x == other).all())
+
+
+def _allclose(x: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
+    return bool(torch.isclose(x, other, rtol, atol, equal_nan).all())
+
+
 #: writes that torch has other names for
 _COMPARED: Final = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 #: by torch function, or by the name of all that have it
@@ -375,6 +384,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     "pinverse": lambda x, rcond=1e-15: torch.linalg.pinv(x, rcond),
     **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
+    **{"equal": _equal, "allclose": _allclose},
     "linear_cross_entropy": _unchunked,
     "one_hot": _one_hot,
     **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},

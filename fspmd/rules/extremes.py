@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives.reductions import Within, extremum
-from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, gathering, padded, reducing
+from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, finding, gathering, padded
 
 
 def counting(size: int) -> torch.dtype:
@@ -27,15 +27,9 @@ def limit(dtype: torch.dtype, greatest: bool) -> float:
     return torch.iinfo(dtype).min if greatest else torch.iinfo(dtype).max
 
 
-def _finding(rounds: int) -> Callable[[Body], Bodied]:
-    """A body of all-reduces: few numbers take no longer than their gather, which has half the messages."""
-    ways = (reducing(rounds), gathering(rounds))
-    return lambda body: Bodied(body, lambda lying: min(way(body).time(lying) for way in ways))
-
-
 def _of_all_or_a_dim(body: Body) -> Bodied:
     """One result is the extreme of all; of a dim its places come with it."""
-    alone, placed = _finding(1)(body), gathering(2)(body)
+    alone, placed = finding(1)(body), gathering(2)(body)
     return Bodied(body, lambda lying: (placed if lying.results[1:] else alone).time(lying))
 
 
@@ -67,7 +61,7 @@ def _amax(greatest: bool) -> Body:
     return body
 
 
-@_finding(2)
+@finding(2)
 def aminmax(site: Site, x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     """Both at once."""
     dims = dims_of(x, dim)
@@ -155,7 +149,7 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
 
 #: a few numbers per row forward, and one backward or none
 EXTREMES = {
-    **{name: _finding(1)(_amax(name == "amax")) for name in ("amax", "amin")},
+    **{name: finding(1)(_amax(name == "amax")) for name in ("amax", "amin")},
     **{name: _of_all_or_a_dim(_extreme_or_pair(name == "max")) for name in ("max", "min")},
     **{name: gathering(2)(_place(name == "argmax")) for name in ("argmax", "argmin")},
     "aminmax": aminmax,

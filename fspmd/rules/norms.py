@@ -10,7 +10,19 @@ from torch import Tensor
 
 from fspmd.collectives import pmax, psum
 from fspmd.collectives.reductions import product
-from fspmd.rules.bodies import Bodied, Body, BodyLayout, Dim, Site, dims_of, gathering, is_followed, reducing, widened
+from fspmd.rules.bodies import (
+    Bodied,
+    Body,
+    BodyLayout,
+    Dim,
+    Site,
+    dims_of,
+    finding,
+    gathering,
+    is_followed,
+    reducing,
+    widened,
+)
 from fspmd.rules.extremes import extreme
 from fspmd.rules.moments import root
 
@@ -99,4 +111,4 @@ def _counted(how: str) -> Body:
     return body
 
 
-COUNTS = {name: reducing(1, 0)(_counted(name)) for name in ("any", "all")}
+COUNTS = {name: finding(1, 0)(_counted(name)) for name in ("any", "all")}
