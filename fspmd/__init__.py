@@ -81,6 +81,7 @@ from fspmd.placing.creation import (
     randperm,
     zeros,
 )
+from fspmd.placing.dtensors import from_dtensor, to_dtensor
 from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
@@ -181,6 +182,7 @@ __all__ = [
     "explicit",
     "eye",
     "from_callback",
+    "from_dtensor",
     "from_local",
     "full",
     "functional_call",
@@ -224,6 +226,7 @@ __all__ = [
     "set_topology",
     "shard_map",
     "stop_gradient",
+    "to_dtensor",
     "topology",
     "typeof",
     "unpad",

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from fspmd.errors import FspmdError, join_failures
+from fspmd.foreign import foreign_name
 
 _SHOWN = 60  # characters of a value's own text, and keys of a dict
 
@@ -61,7 +62,7 @@ def described(x: Any) -> str:
     if x is None:
         return "None"
     if isinstance(x, torch.Tensor):
-        return f"a tensor of shape {tuple(x.shape)}"
+        return f"a {foreign_name(x) or 'tensor'} of shape {tuple(x.shape)}"
     name = type(x).__name__
     if name == "ndarray":
         return f"a numpy array of shape {x.shape}"

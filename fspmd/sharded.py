@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fspmd.copies import forget_marks
 from fspmd.errors import ArgumentError, ShapeError, TreeError
+from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.spec import SAVED, TensorSpec
@@ -47,6 +48,8 @@ class Sharded:
                 f"Sharded(local, spec) got {described(spec)} for spec; it takes a TensorSpec: for a P write "
                 "from_local(local, P(...), mesh=mesh)"
             )
+        if type(local) is not Tensor:
+            refuse_foreign(local, "Sharded(local, spec) got for local")
         self.local = local
         self.spec = spec
 

@@ -30,7 +30,7 @@ from fspmd.entries import (
     taken_apart,
 )
 from fspmd.errors import MeshError, ShapeError, SpecError
-from fspmd.meshes.mesh import Mesh, load_mesh
+from fspmd.meshes.mesh import Mesh, load_mesh, mesh_instead
 from fspmd.messages import counted, described, quoted
 
 _NONE: Final[frozenset[str]] = frozenset()
@@ -280,7 +280,7 @@ SAVED: Final = (TensorSpec, Flat, _rebuild, load_mesh)
 def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
     call = "TensorSpec(mesh, P('x'), (8, 4), torch.float32)"
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"TensorSpec got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
+        raise MeshError(f"TensorSpec got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
     if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ShapeError(f"TensorSpec got {described(shape)} for shape; give it the global shape: {call}")
     if not isinstance(dtype, torch.dtype):

@@ -21,6 +21,12 @@ from collective_cases import (
     same,
     some_cases,
 )
+from dtensor_programs import (
+    dtensors_where_none_are_taken,
+    gradients_of_dtensors,
+    layouts_of_dtensors,
+    specs_as_dtensors,
+)
 from gloo_programs import (
     MISTAKES,
     ONLY_PROCESSES,
@@ -240,3 +246,45 @@ def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
 
 def test_torch_functions_with_other_numbers(four: Processes) -> None:
     four.run(numbers_on_processes, seconds=120)
+
+
+# --- DTensors -------------------------------------------------------------------------------------------------------
+
+
+def test_dtensors_of_every_layout_are_the_same_sharded_values(four: Processes) -> None:
+    """Of 392 layouts; ``full_tensor`` is the judge."""
+    for found, wrong in four.run(layouts_of_dtensors, 392 if FULL else 80, seconds=120):
+        assert found > 45, found
+        assert wrong == []
+
+
+def test_sharded_values_of_every_layout_are_the_same_dtensors(four: Processes) -> None:
+    for wrong in four.run(specs_as_dtensors):
+        reduced, flat = wrong
+        assert "no DTensor says that a gradient is a pending sum" in reduced, wrong
+        assert "no placements give each rank the same indices of dim 0" in flat, wrong
+
+
+def test_gradients_go_through_dtensors(four: Processes) -> None:
+    assert four.run(gradients_of_dtensors) == [[True] * 7] * 4
+
+
+def test_dtensors_are_refused_where_blocks_or_global_tensors_are_taken(four: Processes) -> None:
+    for told in four.run(dtensors_where_none_are_taken):
+        for name, text in told.items():
+            if name.startswith("mesh of"):
+                assert "Mesh.from_device_mesh(mesh)" in text, (name, text)
+            elif name not in _OF_DTENSORS:
+                assert "Error: " in text, (name, text)
+                assert "fspmd.from_dtensor(x)" in text, (name, text)
+        assert {name: part for name, part in _OF_DTENSORS.items() if part not in told[name]} == {}, told
+
+
+_OF_DTENSORS = {
+    "max": "Partial(max) has no equal",
+    "unnamed": "its dims have no names",
+    "named": "gave f32[8, 4] on mesh(x=4)",
+    "other mesh": "they must agree",
+    "in a body": "from_dtensor was called inside shard_map",
+    "simulated": "whose ranks are simulated in this process",
+}

@@ -604,7 +604,7 @@ PLAIN = make_mesh((2, 4), ("dp", "tp"))
         (
             lambda: set_mesh("dp"),  # type: ignore[arg-type]
             MeshError,
-            "set_mesh takes a mesh from make_mesh, or None, but got str",
+            "set_mesh takes a mesh, or None, but got str; make one: make_mesh((4,), ('x',))",
         ),
         (
             lambda: Mesh.from_device_mesh("dp"),  # type: ignore[arg-type]

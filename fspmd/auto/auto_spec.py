@@ -21,7 +21,7 @@ from fspmd.auto.record import Op, Program, is_value, record
 from fspmd.auto.repeats import Ties, ties
 from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import ArgumentError, MeshError, SpecError
-from fspmd.meshes.mesh import Mesh
+from fspmd.meshes.mesh import Mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.modules.paths import matches, near
 from fspmd.redistribution.cost import topology
@@ -250,7 +250,10 @@ def _names(f: Any, args: tuple[Any, ...]) -> list[str]:
 def _check(f: Any, mesh: Any, by_path: dict[str, Any], memory_limit: Any, alternatives: Any, solver: Any) -> None:
     """Raises for what no function, mesh or option can be."""
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args)")
+        raise MeshError(
+            f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args), where mesh is "
+            f"{mesh_instead(mesh)}"
+        )
     if not callable(f):
         raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")
     if solver not in (None, "elimination", "milp"):

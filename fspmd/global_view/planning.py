@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
+from fspmd.foreign import refuse_foreign
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import OpPlan, as_whole
@@ -66,6 +67,8 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     tensors = tensors_of(args, kwargs)
     specs = [x.spec for x in tensors if type(x) is Sharded]
     mesh = specs[0].mesh
+    for x in tensors:
+        refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
     for spec in specs:
         if spec.mesh is not mesh and spec.mesh != mesh and not _takes_meshes(func):
             raise MeshError(

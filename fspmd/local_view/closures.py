@@ -103,6 +103,11 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
 
 def holds_trainable(function: Any) -> bool:
     """Whether a function can be seen to hold a tensor that requires grad, or a function of its module that does."""
+    return any(x.requires_grad for x in held_tensors(function))
+
+
+def held_tensors(function: Any, of_modules: bool = True) -> Iterator[Tensor]:
+    """The tensors that a function can be seen to hold, and functions of its module that it names."""
     seen: set[int] = set()
     stack: list[Any] = [function]
     while stack:
@@ -111,10 +116,9 @@ def holds_trainable(function: Any) -> bool:
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
-            if one.requires_grad:
-                return True
+            yield one
         elif isinstance(one, torch.nn.Module):
-            stack.extend(one.parameters())
+            stack.extend(one.parameters() if of_modules else ())
         elif isinstance(one, functools.partial):
             stack += [one.func, *one.args, *one.keywords.values()]
         elif isinstance(one, MethodType):
@@ -126,7 +130,6 @@ def holds_trainable(function: Any) -> bool:
             stack += one.values() if isinstance(one, dict) else one
         elif isinstance(found := getattr(one, "__wrapped__", None), FunctionType):  # of `Jitted`, `functools.cache`
             stack += _held_by(found)
-    return False
 
 
 def _held_by(function: FunctionType) -> list[Any]:

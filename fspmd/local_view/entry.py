@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, ShapeError, SpecError
+from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.redistribute import redistribute, to_blocks
@@ -35,6 +36,8 @@ def argument_failure(
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
     elif not isinstance(leaf, Tensor):
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
+    elif name := foreign_name(leaf):
+        return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
     elif type(leaf) is LocalTensor and not outer_axes:
         text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
         return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")

@@ -14,6 +14,7 @@ from fspmd.body import Body
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
+from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
@@ -84,6 +85,9 @@ def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: froz
     """Why a result cannot leave under this spec, or None."""
     if not isinstance(x, Tensor):
         return _kind_failure(x, partition, path)
+    if name := foreign_name(x):
+        text = f"{path} is a {name} of shape {tuple(x.shape)}, which {IS}, but a body returns blocks"
+        return Failure(text, ArgumentError, f"{ADVICE}, and pass it to the body as an argument")
     if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
         return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None

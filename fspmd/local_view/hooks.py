@@ -29,7 +29,7 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import again, is_active
 from fspmd.local_view.tracking import Tracker, mode_for
-from fspmd.local_view.type_rules import show_value, tensors_of
+from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
 from fspmd.sharded import Sharded
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
 from fspmd.transport.randomness import go_on, kept_states
@@ -72,7 +72,7 @@ def _wrap_apply() -> None:
         if tracker is not None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             for x in tensors:
-                result = join(result, get_variance(x))
+                result = join(result, getattr(x, ATTRIBUTE, None) or first_seen(x))
             if result is not INVARIANT:
                 args = tracker.cast_all(args, result)
         if result is INVARIANT:

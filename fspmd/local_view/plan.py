@@ -12,6 +12,8 @@ import optree
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
+from fspmd.foreign import refuse_foreign
+from fspmd.local_view.closures import held_tensors
 from fspmd.local_view.entry import Entry, argument_failure, make_entry
 from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
 from fspmd.meshes.mesh import Mesh, current_mesh
@@ -111,6 +113,8 @@ def make_plan(
     for leaf, spec, _ in rows:
         if isinstance(leaf, Sharded) and spec is not None and not TensorSpec(whole, spec, leaf.shape, leaf.dtype).even:
             body.mark_uneven()
+    for x in held_tensors(f, of_modules=False):
+        refuse_foreign(x, f"{name} closes over")
     entries = [make_entry(leaf, spec, label, body, new_axes, outer is not None) for leaf, spec, label in rows]
     plain = [
         (i, len(spec)) for i, (leaf, spec, _) in enumerate(rows) if spec is not None and not isinstance(leaf, Sharded)

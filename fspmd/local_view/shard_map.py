@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fspmd.body import RUNNING, state
 from fspmd.errors import ArgumentError, AxisError
+from fspmd.foreign import foreign_name
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.connected import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import BodyMode, lift_mode
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
-from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.trees import flatten, flatten_args
 
@@ -131,7 +132,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     body, outer, outer_tracker = plan.body, state.body, state.tracker
     for i, fewest in plan.plain:
         x = leaves[i]
-        if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest):
+        if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest and not foreign_name(x)):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     widen = plan.widen
@@ -224,8 +225,7 @@ def _check_options(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_vma: 
         if given is MISSING:
             raise ArgumentError(f"shard_map got no {name}, which says how values lie on the mesh: {_CALL}")
     if mesh is not None and not isinstance(mesh, Mesh):
-        make = "make_mesh((4,), ('x',))" if type(mesh).__name__ != "DeviceMesh" else "Mesh.from_device_mesh(mesh)"
-        raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {make}")
+        raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
     if not isinstance(check_vma, bool):
         raise ArgumentError(f"shard_map got {described(check_vma)} for check_vma; expected True or False")
 

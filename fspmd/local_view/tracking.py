@@ -23,6 +23,7 @@ from fspmd.local_view.type_rules import (
     check_known_to_vary,
     check_stays_real,
     check_writes,
+    first_seen,
     parts_by_type,
     pending_sum,
     refuse_branch,
@@ -48,7 +49,6 @@ from fspmd.variance import (
     INVARIANT,
     Variance,
     get_variance,
-    inherited,
     join,
     set_variance,
     storage_of,
@@ -112,7 +112,7 @@ class Tracker(BodyMode):
             return func(args[0], _typed_hook(args[0], args[1], self.body), *args[2:], **kwargs)
         if op.elementwise and (parts := parts_by_type(args)):
             return self._in_parts(op, func, args, kwargs, parts)
-        variances = [get_variance(x) for x in tensors]
+        variances = [getattr(x, ATTRIBUTE, None) or first_seen(x) for x in tensors]
         result = INVARIANT if numbers is None else Variance(varying=numbers.axes)
         for variance in variances:
             if variance is not result:
@@ -334,7 +334,7 @@ def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
         if (kind := type(value)) is not Tensor and kind in _PLAIN:
             continue
         if isinstance(value, Tensor):
-            variance = getattr(value, ATTRIBUTE, None) or inherited(value)
+            variance = getattr(value, ATTRIBUTE, None) or first_seen(value)
         elif isinstance(value, (tuple, list)):
             found, same = _joined(value)
             if found is None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import VarianceError
+from fspmd.foreign import refuse_foreign
 from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.op_kinds import Op, written_operands
 from fspmd.spec import describe
 from fspmd.transport.frame import Frame
-from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, join, show, storage_of
+from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, inherited, join, show, storage_of
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
@@ -26,6 +27,13 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
         elif type(value) is slice:
             yield from tensors_of((value.start, value.stop, value.step))
+
+
+def first_seen(x: Tensor) -> Variance:
+    """The type of an operand that carries none itself; raises `ArgumentError` for what is no block."""
+    if type(x) is not Tensor:
+        refuse_foreign(x, "a shard_map body used")
+    return inherited(x)
 
 
 def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fspmd.body import state
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError
+from fspmd.foreign import foreign_name, refuse_foreign
 from fspmd.local_view.exit import spec_of_blocks
-from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.placing.scatter import check_leaves, description, scatter_from
 from fspmd.placing.sources import source_of
@@ -28,7 +29,7 @@ from fspmd.trees import broadcast_prefix, leaf_paths
 def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
     found = mesh or current_mesh()
     if found is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
@@ -171,9 +172,10 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
         mesh, partition = the_mesh(mesh, "from_local"), spec
     if wrong := complain(partition, mesh, None):
         raise SpecError(f"from_local: {wrong}")
-    if not isinstance(local, Tensor):
+    if not isinstance(local, Tensor) or foreign_name(local):
         if mesh.transport != "simulation":  # the others wait for this rank's shape
             transport_of(mesh).layouts([None], mesh)
+        refuse_foreign(local, "from_local got for local")
         raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
     found = spec_of_blocks(local, partition, mesh, "from_local")
     if isinstance(spec, TensorSpec) and found is not spec:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.body import state
 from fspmd.errors import ArgumentError, MeshError
-from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.placing.placement import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves
@@ -118,7 +118,7 @@ def _checked(tree: Any, leaves: list[Any], specs: Any, mesh: Mesh | None, what: 
     """For each leaf where it is to lie: its partition, and its mesh (None: a plain tensor stays as it is)."""
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: make_mesh((4,), ('x',))")
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     meshes = [_mesh_of(leaf, partition, mesh, what) for leaf, partition in zip(leaves, partitions, strict=True)]
     check_leaves(leaves, partitions, leaf_paths(tree, "tree", _is_value), meshes, what)

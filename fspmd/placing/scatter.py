@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, SpecError, TreeError
+from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
 from fspmd.placing.sources import Source
@@ -80,6 +81,8 @@ def check_leaves(
             continue
         if not isinstance(leaf, (Tensor, Sharded)):
             failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
+        elif name := foreign_name(leaf):
+            failures.append(Failure(f"{label} is a {name}, which {IS}", ArgumentError, ADVICE))
         elif type(leaf) is LocalTensor:
             text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
             failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))

@@ -12,6 +12,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
+from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.programs.facts import functorch
 from fspmd.programs.replaced import replaced
 from fspmd.sharded import Sharded
@@ -44,6 +45,8 @@ def not_compiled() -> RecordError:
 
 def not_dense(x: Tensor) -> RecordError:
     """The refusal of a tensor that is sparse, nested, or lies in a way of its own."""
+    if name := foreign_name(x):
+        return RecordError(f"jit records tensors of this process, but got a {name}, which {IS}; {ADVICE}{line()}")
     kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
     return RecordError(f"jit records dense tensors, but got one of layout {kind}; make it dense before{line()}")
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.foreign import foreign_name
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.op_facts import facts_of
 
@@ -32,8 +33,8 @@ def is_pure(func: Any) -> bool:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor lies in memory by strides."""
-    return x.layout is torch.strided and not x.is_nested
+    """Whether a tensor lies in memory of this process by strides."""
+    return x.layout is torch.strided and not x.is_nested and not foreign_name(x)
 
 
 def draws(func: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
+from fspmd.foreign import refuse_foreign
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply, call
 from fspmd.redistribution.cost import topology
@@ -51,6 +52,8 @@ def viewed(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
 
 def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
+    if type(x) is not Tensor:
+        refuse_foreign(x, "a global tensor was expected, but got")
     return redistribute(x, spec.with_partition(P()), spec)
 
 

@@ -10,7 +10,7 @@ from mistakes import Setting, mistake
 
 @mistake(MeshError)
 def set_mesh_of_a_name(m: Setting) -> None:
-    """set_mesh takes a mesh from make_mesh, or None, but got str"""
+    """set_mesh takes a mesh, or None, but got str; make one: make_mesh((4,), ('x',))"""
     set_mesh("x")
 
 
