@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import as_copies, handed_on, is_packed
-from fspmd.global_view.outcomes import Shape
+from fspmd.global_view.outcomes import Kind, Shape
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.local_view.uneven import call_uneven, numbers_frame
 from fspmd.spec import TensorSpec
@@ -50,6 +50,11 @@ def view_or_copy(local: Callable[..., Tensor], name: str, thin: bool, x: Tensor,
 def of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A function of the first operand alone; the other arguments said what the call is."""
     return local(x)
+
+
+def untouched(kind: Kind | None, shape: Shape, x: Tensor, *_: Any, **__: Any) -> Any:
+    """A view of a block, for a function that takes all of the global tensor; in a tuple where it gives such."""
+    return x[...] if kind is None else kind([x[...]])
 
 
 def rank_by_rank(func: Any, pure: bool, views: bool, *args: Any, **kwargs: Any) -> Any:

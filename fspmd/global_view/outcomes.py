@@ -28,11 +28,14 @@ def at(values: Sequence[Any], place: Place) -> Any:
 
 
 class Outcome(NamedTuple):
-    """Shape and dtype of each result; in what they are, None for a single one; whether it views the first operand."""
+    """Shape and dtype of each result; in what they are, None for a single one; whether it views the first operand, and
+    whether each result is a view of all of it, as it was.
+    """
 
     results: Sequence[tuple[Shape, torch.dtype]]
     kind: Kind | None = None
     views: bool = False
+    same: bool = False
 
 
 def joined(kind: Kind | None, results: list[Any]) -> Any:
@@ -185,7 +188,17 @@ def _outcome(
         return None
     results = [(tuple(one.shape), one.dtype) for one in found]
     base = found[0]._base  # einsum and linear give views of what they have made
-    return Outcome(results, None if isinstance(out, Tensor) else type(out), any(base is x for x in made))
+    views = any(base is x for x in made)
+    same = views and all(_is_all_of(one, made[0]) for one in found)
+    return Outcome(results, None if isinstance(out, Tensor) else type(out), views, same)
+
+
+def _is_all_of(view: Tensor, x: Tensor) -> bool:
+    """Whether a view of a new tensor has each element in the place where it was."""
+    if view._base is not x or view.shape != x.shape or view.dtype is not x.dtype:
+        return False
+    strides = zip(view.stride(), x.stride(), x.shape, strict=True)
+    return not x.numel() or (not view.storage_offset() and all(new == old or n == 1 for new, old, n in strides))
 
 
 def _on(

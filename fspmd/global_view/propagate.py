@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -18,6 +18,7 @@ from fspmd.global_view.on_blocks import (
     copying,
     of_first,
     rank_by_rank,
+    untouched,
     view_or_copy,
 )
 from fspmd.global_view.outcomes import (
@@ -176,6 +177,9 @@ def ask(
         factors = row.rule(Whole(shapes, plain, kwargs, after))
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
+    if outcome.same and (factors.whole or factors.summed):  # x[:, 0:], x.split(8) of 8 rows: nothing is cut
+        row = replace(row, rule=elementwise, linear="first", local=functools.partial(untouched, outcome.kind), body=None, blocks=None)
+        factors = elementwise(Whole(shapes, plain, kwargs, after))
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
     if not (fits or _fits(factors, shapes, after, free, resized=row.blocks is not None)):
         return None

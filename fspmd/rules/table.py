@@ -226,7 +226,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
     "cumsum": Row(over(kept=True), "first", body=SCANS["cumsum"]),
     "flip": Row(views.flipped, "first", body=joins.flip),
-    "roll": Row(views.rolled, "first", body=joins.roll),
+    "roll": Row(views.rolled, "first", local=views.roll_blocks, body=joins.roll),
     "channel_shuffle": Row(views.shuffled, "first", body=joins.shuffle),
     "tril": Row(views.triangle, body=joins.tril),
     "triu": Row(views.triangle, body=joins.triu),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -240,13 +241,34 @@ def rolled(whole: Whole) -> Factors:
     dims = whole.argument(2, "dims")
     every: Dims = tuple(range(whole.ndim))
     if isinstance(dims, int) or dims:
-        return Factors((every,), (every,), whole=frozenset(whole.dims(2, "dims")))
+        moved = _shifts(whole.shapes[0], whole.argument(1, "shifts"), dims)
+        return Factors((every,), (every,), whole=frozenset(d for d, shift in moved.items() if shift))
+    if not any(_shifts((prod(whole.shapes[0]),), whole.argument(1, "shifts"), 0).values()):
+        return Factors((every,), (every,))
     nothing: Dims = (None,) * whole.ndim
     others = []
     for one in range(whole.ndim):
         way: Dims = (*nothing[:one], one, *nothing[one + 1 :])
         others.append(Factors((way,), (way,), whole=frozenset({one})))
     return Factors((nothing,), (nothing,), others=tuple(others))
+
+
+def _shifts(shape: Shape, shifts: int | Sequence[int], dims: int | Sequence[int]) -> dict[int, int]:
+    """By how many places the elements of each dim of a roll move on: less than there are."""
+    found: dict[int, int] = {}
+    pairs = zip(*([given] if isinstance(given, int) else given for given in (shifts, dims)), strict=True)
+    for shift, dim in pairs:
+        d = dim % len(shape)
+        found[d] = (found.get(d, 0) + shift) % max(1, shape[d])
+    return found
+
+
+def roll_blocks(shape: Shape, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Tensor:
+    """Blocks that are whole along all dims that elements move along."""
+    if not isinstance(dims, int) and not dims:
+        return x.roll(*_shifts((prod(shape),), shifts, 0).values())
+    moved = {d: shift for d, shift in _shifts(shape, shifts, dims).items() if shift}
+    return x.roll([*moved.values()], [*moved]) if moved else x.clone()
 
 
 def shuffled(whole: Whole) -> Factors:
@@ -270,7 +292,8 @@ def unfolded(whole: Whole) -> Factors:
     if not isinstance(dim, int):
         return NO_RULE  # of another function of that name
     dim %= whole.ndim
-    return Factors((every,), ((*every, None),), whole=frozenset({dim}))
+    as_it_is = whole.results[0][-1] == whole.argument(3, "step") == 1
+    return Factors((every,), ((*every, None),), whole=frozenset(() if as_it_is else (dim,)))
 
 
 def flipped(whole: Whole) -> Factors:
@@ -278,7 +301,7 @@ def flipped(whole: Whole) -> Factors:
     every: Dims = tuple(range(whole.ndim))
     dims = whole.argument(1, "dims")
     touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
-    return Factors((every,), (every,), whole=frozenset(touched))
+    return Factors((every,), (every,), whole=frozenset(d for d in touched if whole.shapes[0][d] > 1))
 
 
 def parts(place: int, name: str, *, gone: bool = False) -> Rule:
@@ -290,6 +313,8 @@ def parts(place: int, name: str, *, gone: bool = False) -> Rule:
         piece = tuple(d for d in every if d != dim) if gone else tuple(every)
         one = frozenset({dim})
         taken = one if gone else frozenset[int]()
+        if not gone and all(after[dim] == whole.shapes[0][dim] for after in whole.results):
+            one = frozenset()  # one piece
         return Factors((tuple(every),), (piece,) * len(whole.results), summed=taken, whole=one)
 
     return rule
@@ -304,6 +329,11 @@ def joined(*, new: bool = False) -> Rule:
         every = range(ndim)
         if new:
             return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, ndim)),))
+        long = [shape for shape in whole.shapes if len(shape) == ndim and shape[dim]]
+        if len(long) == 1:  # of others there is nothing
+            own = tuple(None if d == dim else d for d in every)
+            of = (tuple(every) if shape is long[0] else own if len(shape) == ndim else (None,) for shape in whole.shapes)
+            return Factors(tuple(of), (tuple(every),))
         operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch skips [0]
         return Factors(operands, (tuple(every),), whole=frozenset({dim}))
 
