@@ -26,6 +26,7 @@ class Body:
         "checked",
         "empty",
         "foreign",
+        "linear",
         "mesh",
         "name",
         "outer",
@@ -39,6 +40,7 @@ class Body:
     foreign: frozenset[str]  # axes of enclosing bodies whose types are not kept as they are here: no collectives
     uneven: bool  # a block's shape may differ from rank to rank (`mark_uneven`)
     empty: bool  # some rank is known to have a block without elements
+    linear: bool  # whatever it does with pending sums is linear in them
     asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
@@ -53,7 +55,7 @@ class Body:
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True
-        self.uneven = self.empty = False
+        self.uneven = self.empty = self.linear = False
 
     def mark_uneven(self, empty: bool = False) -> None:
         """A block's shape may differ from rank to rank; ``empty``: on some there is none."""

@@ -16,6 +16,7 @@ from fspmd.auto.axes import over_axes
 from fspmd.auto.record import Op
 from fspmd.auto.trips import ONCE, Trips
 from fspmd.entries import entry_of
+from fspmd.global_view.choices import passed_on
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.products import products_of
 from fspmd.global_view.propagate import Question
@@ -174,9 +175,5 @@ def _choices(factors: Factors, linear: str, operands: int, bodied: bool) -> Iter
     for factor in known:
         if factor not in factors.whole or bodied:
             yield factor
-    if linear == "sum":
-        yield "U" * operands
-    elif linear in ("product", "first"):
-        for one in range(operands if linear == "product" else 1):
-            if one not in factors.added:
-                yield "".join("U" if i in factors.added or i == one else "R" for i in range(operands))
+    for _, way in passed_on(factors, linear, operands):
+        yield way

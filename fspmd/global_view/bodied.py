@@ -22,11 +22,16 @@ def as_local_call(
     site: Site,
     operands: Sequence[tuple[int | tuple[int, int], TensorSpec]],
     results: Sequence[TensorSpec],
+    *,
+    linear: bool,
 ) -> Callable[..., Any]:
-    """``bodied.body(site, *args)`` run with types tracked, on arguments of which those at ``operands`` are blocks."""
+    """``bodied.body(site, *args)`` run with types tracked, on arguments of which those at ``operands`` are blocks.
+
+    ``linear``: the function is, in operands that are pending sums, and so is each step of its body.
+    """
     mesh = site.mesh
     body = Body(mesh, frozenset(mesh.axis_names), True, name)
-    body.asks = bodied.asks
+    body.asks, body.linear = bodied.asks, linear
     if not all(spec.even for spec in (*(spec for _, spec in operands), *results)):
         body.mark_uneven()
     entries = [(place, typed_entry(spec)) for place, spec in operands]

@@ -222,12 +222,8 @@ def _choices(
     if True in [axis in spec.partition.reduced for spec in operands]:
         found.append("R" * len(operands))
     pending = [i for i, spec in enumerate(operands) if axis in spec.partition.unreduced]
-    if pending and linear == "sum":
-        found.append("U" * len(operands))
-    elif pending and (linear == "product" or (linear == "first" and pending[0] == 0)):
-        for one in pending if linear == "product" else (0,):
-            if one not in factors.added:
-                found.append("".join("U" if i in factors.added or i == one else "R" for i in range(len(operands))))
+    if pending:
+        found += [way for waiting, way in passed_on(factors, linear, len(operands)) if not waiting.isdisjoint(pending)]
     for dims, spec in zip(factors.operands, operands, strict=True):
         if axis not in spec.partition.axes:
             continue
@@ -243,6 +239,17 @@ def _choices(
             return found
     whole = "I" * len(operands)
     return [whole, *found] if True in [0 in spec.shape for spec in operands] else [*found, whole]
+
+
+def passed_on(factors: Factors, linear: str, operands: int) -> Iterator[tuple[frozenset[int], str]]:
+    """The operands that may be pending sums, and what all are then, where the result is one."""
+    every = range(operands)
+    if linear == "sum":
+        summands = frozenset(every) - factors.places
+        yield summands, "".join("U" if i in summands else "I" for i in every)
+    for one in range({"product": operands, "first": 1}.get(linear, 0)):
+        if one not in factors.added:
+            yield frozenset((one,)), "".join("U" if i in factors.added or i == one else "R" for i in every)
 
 
 def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:

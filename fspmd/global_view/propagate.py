@@ -178,12 +178,19 @@ def ask(
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
     if outcome.same and (factors.whole or factors.summed):  # x[:, 0:], x.split(8) of 8 rows: nothing is cut
-        row = replace(row, rule=elementwise, linear="first", local=functools.partial(untouched, outcome.kind), body=None, blocks=None)
+        row = replace(
+            row,
+            rule=elementwise,
+            linear="first",
+            local=functools.partial(untouched, outcome.kind),
+            body=None,
+            blocks=None,
+        )
         factors = elementwise(Whole(shapes, plain, kwargs, after))
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
     if not (fits or _fits(factors, shapes, after, free, resized=row.blocks is not None)):
         return None
-    linear = _linearity(row, args, kwargs, specs[0], results[0])
+    linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
     return Question(
         row, ordered, results, outcome.kind, factors, linear, writes(func), outcome.views, tuple(kwargs), products
@@ -220,7 +227,7 @@ def plan_of(func: Any, positional: int, question: Question, best: Strategy) -> O
         named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
         site = Site(named or best.axes, best.operands, final)
         places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
-        body = as_local_call(row.body, shown(func), site, places, final)
+        body = as_local_call(row.body, shown(func), site, places, final, linear=bool(question.linear))
         if question.views:
             body = functools.partial(copying, body, shown(func), False)
         return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
@@ -265,13 +272,14 @@ def _never(*_: Any) -> NoReturn:
     raise NotImplementedError
 
 
-def _linearity(row: Row, args: tuple[Any, ...], kwargs: dict[str, Any], first: TensorSpec, result: TensorSpec) -> str:
+def _linearity(row: Row, whole: Whole, first: TensorSpec, result: TensorSpec) -> str:
     """A number would be added once per rank, and rounding is not linear."""
-    if kwargs.get("rounding_mode") is not None:
+    if whole.kwargs.get("rounding_mode") is not None:
         return ""
-    if row.linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in args[:2]):
+    linear = row.linear if isinstance(row.linear, str) else row.linear(whole)
+    if linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in whole.args[:2]):
         return ""
-    return "" if is_float(first.dtype) and not is_float(result.dtype) else row.linear
+    return "" if is_float(first.dtype) and not is_float(result.dtype) else linear
 
 
 def is_float(dtype: torch.dtype) -> bool:

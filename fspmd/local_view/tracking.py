@@ -126,7 +126,7 @@ class Tracker(BodyMode):
         if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
             refuse_branch(op, tensors, result)
         if result.unreduced:
-            result = pending_sum(op, tensors, variances, args)
+            result = pending_sum(op, tensors, variances, args, kwargs, trusted=self.body.linear)
         if op.writes or "out" in kwargs:
             check_writes(func, op, args, kwargs, result, self.borrowed)
         if any(variance is not result for variance in variances):
@@ -145,7 +145,7 @@ class Tracker(BodyMode):
             out = connected(func, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        if result.unreduced and op.linear != "metadata":
+        if result.unreduced and op.linear != "metadata" and not self.body.linear:
             check_stays_real(op, tensors[0], out)
         annotate(out, result.dual if op.dual else result)
         return out
@@ -182,7 +182,8 @@ class Tracker(BodyMode):
             out = call_with_numbers(func, args, kwargs, numbers)
             annotate(out, Variance(varying=numbers.axes))
             return out
-        check_known_to_vary(op, operands, numbers)
+        if not self.body.linear:  # whose sizes are alike over the axes of pending sums
+            check_known_to_vary(op, operands, numbers)
         args, kwargs = numbers_to_tensors(op.name, args, kwargs, numbers)
         return self._general(op, func, args, kwargs, numbers)
 

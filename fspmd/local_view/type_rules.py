@@ -48,21 +48,34 @@ def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
     return list(parts.values()) if len(parts) > 1 else None
 
 
-def pending_sum(op: Op, tensors: list[Tensor], variances: list[Variance], args: tuple[Any, ...]) -> Variance:
-    """The type of a linear op on unreduced operands; raises `VarianceError` for any other op."""
+def pending_sum(
+    op: Op,
+    tensors: list[Tensor],
+    variances: list[Variance],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    trusted: bool,
+) -> Variance:
+    """The type of a linear op on unreduced operands; raises `VarianceError` for any other op, unless it is ``trusted``
+    to be a step of a linear function.
+    """
     unreduced = [v for v in variances if v.unreduced]
     axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
     others = [v for v in variances if not v.unreduced]
     numbers = any(isinstance(arg, (int, float, complex)) and arg != 0 for arg in args)  # sum([x, y]) begins with 0
     alike = not others and all(v is unreduced[0] for v in unreduced)
+    ends = variances[0], variances[-1]
     allowed = {
         "sum": alike and not numbers,
         "collect": alike,
         "product": len(unreduced) == 1 and (op.name != "linear" or len(tensors) == 2),
         "first": len(unreduced) == 1 and variances[0].unreduced == axes,
+        "places": len(unreduced) == 2 and all(v is unreduced[0] for v in ends),
         "metadata": True,
     }.get(op.linear, False) and not any(v.varying & axes for v in others)
-    if not allowed:
+    allowed = allowed and op.linear_when(*args, **kwargs)
+    if not (allowed or trusted):
         shown = ", ".join(show_value(x) for x in tensors)
         raise VarianceError(
             f"{op.name}({shown}): a value unreduced over {quoted(sorted(axes))} is a sum still pending, which only "

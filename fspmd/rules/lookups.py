@@ -7,12 +7,14 @@ sum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from fspmd.rules.factors import Dims, Factors, Shape, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
+
+_SECOND: Final = frozenset({1})
 
 
 def embedding(whole: Whole) -> Factors:
@@ -37,42 +39,49 @@ def gather(whole: Whole) -> Factors:
     """One element of x per element of the index: along ``dim`` the index may be sharded."""
     x, index = whole.shapes[:2]
     if not x or len(index) != len(x):
-        return _nothing(whole)
+        return _nothing(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     taken: Dims = tuple(len(x) if d == dim else d if size == x[d] else None for d, size in enumerate(index))
     place = len(x)
     along: Dims = tuple(place if d == dim else f for d, f in enumerate(taken))
     operand: Dims = tuple(d if d in taken or d == dim else None for d in range(len(x)))
-    return Factors((operand, along), (along,), summed=frozenset({dim}), whole=frozenset({dim}))
+    one = frozenset({dim})
+    return Factors((operand, along), (along,), summed=one, whole=one, places=_SECOND)
 
 
 def scatter(whole: Whole) -> Factors:
     """The index and the source lie as x does, where they are as long, except along ``dim``."""
     x, *others = whole.shapes
     if not x:
-        return _nothing(whole)
+        return _nothing(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     shared = {d for d in range(len(x)) if d != dim and all(len(s) == len(x) and s[d] == x[d] for s in others)}
     dims: Dims = tuple(d if d in shared else None for d in range(len(x)))
     own: Dims = tuple(d if d in shared or d == dim else None for d in range(len(x)))
-    return Factors((own, *(dims if s else () for s in others)), (own,), whole=frozenset({dim}))
+    return Factors((own, *(dims if s else () for s in others)), (own,), whole=frozenset({dim}), places=_SECOND)
+
+
+def reduces(whole: Whole) -> str:
+    """What ``scatter_reduce`` is linear in: where it adds."""
+    return "sum" if whole.argument(4, "reduce") == "sum" else ""
 
 
 def select(whole: Whole) -> Factors:
     """Slices of x by a vector of places, which may be sharded."""
     x = whole.shapes[0]
     if not x or len(whole.shapes[1]) != 1:
-        return _nothing(whole)
+        return _nothing(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     result: Dims = tuple(len(x) if d == dim else d for d in range(len(x)))
-    return Factors((tuple(range(len(x))), (len(x),)), (result,), summed=frozenset({dim}), whole=frozenset({dim}))
+    one = frozenset({dim})
+    return Factors((tuple(range(len(x))), (len(x),)), (result,), summed=one, whole=one, places=_SECOND)
 
 
 def put_slices(whole: Whole) -> Factors:
     """Slices set by a vector of places: the source lies as x, except along ``dim``."""
     x, _, *sources = whole.shapes
     if not x:
-        return _nothing(whole)
+        return _nothing(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     kept: Dims = tuple(None if d == dim else d for d in range(len(x)))
     every: Dims = tuple(range(len(x)))
@@ -80,6 +89,7 @@ def put_slices(whole: Whole) -> Factors:
         (every, (None,) * len(whole.shapes[1]), *(kept if len(s) == len(x) else (None,) * len(s) for s in sources)),
         (every,),
         whole=frozenset({dim}),
+        places=_SECOND,
     )
 
 
@@ -92,14 +102,15 @@ def index(whole: Whole) -> Factors:
     joint = _broadcast(shapes, len(kept))
     result = [factor for d, factor in enumerate(kept) if d not in places]
     result[at:at] = joint[0]
-    return Factors((kept, *joint[1]), (tuple(result),), summed=frozenset(places), whole=frozenset(places))
+    taken, others = frozenset(places), frozenset(range(1, 1 + len(shapes)))
+    return Factors((kept, *joint[1]), (tuple(result),), summed=taken, whole=taken, places=others)
 
 
 def index_put(whole: Whole) -> Factors:
     """The dims that are not indexed may be sharded; with masks none."""
     found = _looked_up(whole)
     if found is None:
-        return _nothing(whole)
+        return _nothing(whole, frozenset(range(1, len(whole.shapes) - 1)))
     kept, places, at, shapes = found
     joint = max((len(s) for s in shapes), default=0)
     rest = [factor for d, factor in enumerate(kept) if d not in places]
@@ -108,7 +119,13 @@ def index_put(whole: Whole) -> Factors:
     sizes = [1 if factor is None else whole.shapes[0][factor] for factor in values]
     values, sizes = values[len(values) - len(given) :], sizes[len(sizes) - len(given) :]
     own = tuple(f if size == n else None for f, size, n in zip(values, given, sizes, strict=True))
-    return Factors((kept, *((None,) * len(s) for s in shapes), own), (kept,), whole=frozenset(places))
+    others = frozenset(range(1, 1 + len(shapes)))
+    return Factors((kept, *((None,) * len(s) for s in shapes), own), (kept,), whole=frozenset(places), places=others)
+
+
+def accumulates(whole: Whole) -> str:
+    """What ``index_put`` is linear in: where it adds; else of several values for one place any may be left."""
+    return "sum" if whole.argument(3, "accumulate") is True else ""
 
 
 def _looked_up(whole: Whole) -> tuple[Dims, list[int], int, Sequence[Shape]] | None:
@@ -140,15 +157,15 @@ def _broadcast(shapes: Sequence[Shape], first: int) -> tuple[Dims, list[Dims]]:
     return tuple(range(first, first + n)), each
 
 
-def _nothing(whole: Whole) -> Factors:
+def _nothing(whole: Whole, places: frozenset[int] = frozenset()) -> Factors:
     operands = tuple((None,) * len(shape) for shape in whole.shapes)
-    return Factors(operands, tuple((None,) * len(shape) for shape in whole.results))
+    return Factors(operands, tuple((None,) * len(shape) for shape in whole.results), places=places)
 
 
 def taken_whole(whole: Whole) -> Factors:
     """From the whole of x, by the elements of an index of any shape."""
     dims = tuple(range(len(whole.shapes[1])))
-    return Factors(((None,) * whole.ndim, dims), (dims,))
+    return Factors(((None,) * whole.ndim, dims), (dims,), places=_SECOND)
 
 
 def searched(whole: Whole) -> Factors:

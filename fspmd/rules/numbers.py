@@ -27,16 +27,15 @@ class Free(NamedTuple):
 #: ints that are values, of functions of which others are dims or sizes
 _VALUES: Final[dict[str, frozenset[int | str]]] = {
     **dict.fromkeys(("index_fill", "index_fill_", "scatter", "scatter_", "pad"), frozenset((3, "value"))),
-    "constant_pad_nd": frozenset((2, "value")),
     "layer_norm": frozenset((4, "eps")),
     "rms_norm": frozenset((3, "eps")),
     "__setitem__": frozenset((2,)),
 }
-#: nothing is dropped, or smoothed, and norms are greatest elements
+#: nothing is dropped, smoothed or added, and norms are greatest elements
 _APART: Final = dict.fromkeys(
     (
         *("scaled_dot_product_attention", "cross_entropy", "linear_cross_entropy"),
-        *("linalg_vector_norm", "_cdist_forward", "_pdist_forward"),
+        *("constant_pad_nd", "linalg_vector_norm", "_cdist_forward", "_pdist_forward"),
     ),
     frozenset((0.0, inf, -inf)),
 )

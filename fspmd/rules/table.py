@@ -61,8 +61,10 @@ from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
 from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
-from fspmd.rules.whole import Rule, notation
+from fspmd.rules.whole import Rule, Whole, notation
 from fspmd.sharded import Sharded
+
+Linear = str | Callable[[Whole], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ class Row:
     """What a torch function does with dims, and with pending sums."""
 
     rule: Rule
-    linear: str = ""  # "sum": of a sum of operands; "product": in each of them; "first": in the first alone
+    #: "sum": of a sum of operands; "product": in each of them; "first": in the first alone; as a call says
+    linear: Linear = ""
     free: Kinds = FLOATS  # kinds of Python numbers among the arguments that do not bear on layouts
     local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
     empty: bool = True  # torch takes empty blocks
@@ -111,9 +114,9 @@ _POINTWISE: Final = _names(
     "remainder fmod floor_divide eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor "
     "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift where masked_fill lerp "
     "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold _threshold hardshrink softshrink arccos "
-    "arcsin arctan arccosh arcsinh arctanh fix deg2rad rad2deg sinc i0 polygamma mvlgamma nextafter signbit angle "
+    "arcsin arctan arccosh arcsinh arctanh fix sinc i0 polygamma mvlgamma nextafter signbit angle "
     "frexp gcd lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar "
-    "conj_physical log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
+    "log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
     "native_dropout_backward special_erfcx special_i0e special_i1 "
     "special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
@@ -127,7 +130,8 @@ _POINTWISE: Final = _names(
 #: linear in one operand, which stays as it is or only changes its dtype
 _CASTS: Final = _names(
     "neg negative positive clone contiguous to type float double half bfloat16 _to_copy alias detach lift_fresh_copy "
-    "conj _conj _conj_physical _neg_view resolve_conj resolve_neg real imag alias_copy type_as"
+    "conj conj_physical _conj _conj_physical deg2rad rad2deg _neg_view resolve_conj resolve_neg real imag "
+    "alias_copy type_as"
 )
 _GATHERED: Final = _names(
     "as_strided as_strided_copy as_strided_scatter masked_scatter put segment_reduce native_group_norm embedding_bag "
@@ -135,7 +139,8 @@ _GATHERED: Final = _names(
     "linalg_tensorinv binomial _standard_gamma _sample_dirichlet"
 )
 _RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
-_SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
+#: of several values for one place any may be left, unless they are added
+_SCATTERS: Final[dict[str, Linear]] = {"scatter": "", "scatter_add": "sum", "scatter_reduce": lookups.reduces}
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
@@ -174,7 +179,7 @@ _BATCHED: Final = {
 
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=NUMBERS) for name in _POINTWISE},
-    "complex": Row(elementwise, weighs=True),
+    "complex": Row(elementwise, "sum", weighs=True),
     **{name: Row(elementwise, free=NUMBERS) for name in ELEMENTWISE},
     **{name: Row(elementwise, "first") for name in _CASTS},
     "contiguous": Row(elementwise, "first", local=contiguous),
@@ -198,7 +203,7 @@ ROWS: Final[dict[str, Row]] = {
     "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product"),
     "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product"),
     "einsum": Row(einsum, "product"),
-    "linalg_cross": Row(elementwise_over(2, "dim", -1)),
+    "linalg_cross": Row(elementwise_over(2, "dim", -1), "product"),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
     "_cdist_forward": Row(distances, body=norms.distances),
     "_pdist_forward": Row(distances_within, body=norms.distances_within),
@@ -214,7 +219,10 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},
     **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
     "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),
-    **{name: Row(over(*where), local=SPECTRA.get(name)) for name, where in _ALONG.items()},
+    **{
+        name: Row(over(*where), "first" if "fft" in name else "", local=SPECTRA.get(name))
+        for name, where in _ALONG.items()
+    },
     **{name: Row(over(kept=True), kept=True, body=softmaxes.softmax) for name in _names("softmax _softmax")},
     **{
         name: Row(over(kept=True), kept=True, body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")
@@ -228,9 +236,9 @@ ROWS: Final[dict[str, Row]] = {
     "flip": Row(views.flipped, "first", body=joins.flip),
     "roll": Row(views.rolled, "first", local=views.roll_blocks, body=joins.roll),
     "channel_shuffle": Row(views.shuffled, "first", body=joins.shuffle),
-    "tril": Row(views.triangle, body=joins.tril),
-    "triu": Row(views.triangle, body=joins.triu),
-    **{name: Row(views.unfolded, body=joins.unfold) for name in _names("unfold unfold_copy")},
+    "tril": Row(views.triangle, "first", body=joins.tril),
+    "triu": Row(views.triangle, "first", body=joins.triu),
+    **{name: Row(views.unfolded, "first", body=joins.unfold) for name in _names("unfold unfold_copy")},
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
     "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
@@ -247,7 +255,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
     **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1"), "first"),
-    "constant_pad_nd": Row(views.padded, body=joins.pad),
+    "constant_pad_nd": Row(views.padded, views.of_zeros, body=joins.pad),
     **{
         f"{name}_pad{n}d": Row(views.padded, "first", empty=False, body=body)
         for name, body in (("reflection", joins.reflect), ("replication", joins.replicate))
@@ -258,7 +266,7 @@ ROWS: Final[dict[str, Row]] = {
     "slice": Row(views.sliced, "first", body=joins.cut),
     **{name: Row(diagonals.diagonal, "first", body=diagonals.take) for name in _names("diagonal diagonal_copy")},
     "diag_embed": Row(diagonals.embedded, "first", body=diagonals.embed),
-    "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
+    "diagonal_scatter": Row(diagonals.diagonal_scattered, "sum", body=diagonals.put),
     "slice_scatter": Row(insets.slice_scattered, "sum", body=insets.set_slice),
     "select_scatter": Row(insets.select_scattered, "sum", body=insets.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),
@@ -267,33 +275,49 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
     **{name: Row(parts(2, "dim"), "first", body=joins.split) for name in _names("split chunk split_with_sizes")},
     "split_with_sizes_copy": Row(parts(2, "dim"), "first", body=joins.split),
-    "unsafe_chunk": Row(parts(2, "dim"), "first", local=chunk, body=joins.split),
-    "unsafe_split": Row(parts(2, "dim"), "first", local=split, body=joins.split),
+    "unsafe_chunk": Row(parts(2, "dim", copied=True), "first", local=chunk, body=joins.split),
+    "unsafe_split": Row(parts(2, "dim", copied=True), "first", local=split, body=joins.split),
     **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True), "sum"),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "_linalg_solve_ex": Row(solved, empty=False),
     "convolution": Row(convolution, "product", local=convolution_of_blocks, empty=False, body=halos.convolution),
-    **{f"avg_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
+    **{f"avg_pool{n}d": Row(pools.pooled(n), "first", empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
     "max_pool1d": Row(pools.pooled(1), empty=False, body=pools.max_pool(1, places=False)),
     **{f"max_pool{n}d_with_indices": Row(pools.pooled(n), empty=False, body=pools.max_pool(n)) for n in (2, 3)},
     **{
-        f"{private}adaptive_avg_pool{n}d": Row(pools.pooled(n, added=True), empty=False, body=pools.adaptive_avg(n))
+        f"{private}adaptive_avg_pool{n}d": Row(
+            pools.pooled(n, added=True), "first", empty=False, body=pools.adaptive_avg(n)
+        )
         for private in ("", "_")
         for n in (1, 2, 3)
     },
     **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
-    **{name: Row(pools.pooled(n), free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
-    "col2im": Row(halos.folded, empty=False, body=halos.fold),
+    **{name: Row(pools.pooled(n), "first", free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
+    "col2im": Row(halos.folded, "first", empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
-    "gather": Row(lookups.gather, body=tables.gather, weighs=True),
-    **{name: Row(lookups.scatter, body=tables.setting(getattr(torch, name))) for name in _SCATTERS},
-    "index_select": Row(lookups.select, body=tables.index_select),
-    **{name: Row(lookups.put_slices, body=tables.setting(getattr(torch, name)), weighs=True) for name in _SLICE_WRITES},
+    "gather": Row(lookups.gather, "sum", body=tables.gather, weighs=True),
+    **{
+        name: Row(lookups.scatter, linear, body=tables.setting(getattr(torch, name)))
+        for name, linear in _SCATTERS.items()
+    },
+    "index_select": Row(lookups.select, "sum", body=tables.index_select),
+    **{
+        name: Row(
+            lookups.put_slices,
+            "sum" if name == "index_add" else "",
+            body=tables.setting(getattr(torch, name)),
+            weighs=True,
+        )
+        for name in _SLICE_WRITES
+    },
     "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True)),
-    **{name: Row(lookups.index, body=tables.index) for name in _names("index _unsafe_index")},
-    **{name: Row(lookups.index_put, body=tables.index_put) for name in _names("index_put _unsafe_index_put")},
-    "take": Row(lookups.taken_whole),
+    **{name: Row(lookups.index, "sum", body=tables.index) for name in _names("index _unsafe_index")},
+    **{
+        name: Row(lookups.index_put, lookups.accumulates, body=tables.index_put)
+        for name in _names("index_put _unsafe_index_put")
+    },
+    "take": Row(lookups.taken_whole, "sum"),
     "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
     "searchsorted": Row(lookups.searched),
     "histc": Row(reductions.histogram, free=NONE),  # bounds that are equal are those of the elements

@@ -231,6 +231,11 @@ def padded(whole: Whole) -> Factors:
     return Factors((every,), (every,), whole=frozenset(whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size))
 
 
+def of_zeros(whole: Whole) -> str:
+    """What a padding with a number is linear in: with nothing but zeros in its operand."""
+    return "" if whole.argument(2, "value", 0) else "first"
+
+
 def wrapped(whole: Whole) -> Factors:
     """The same, of what comes from the other end."""
     return padded(whole) if whole.argument(2, "mode") == "circular" else NO_RULE
@@ -304,8 +309,8 @@ def flipped(whole: Whole) -> Factors:
     return Factors((every,), (every,), whole=frozenset(d for d in touched if whole.shapes[0][d] > 1))
 
 
-def parts(place: int, name: str, *, gone: bool = False) -> Rule:
-    """Pieces along a dim, which must be whole; with ``gone`` they do not have it."""
+def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) -> Rule:
+    """Pieces along a dim, which must be whole; with ``gone`` they do not have it; ``copied``: they are no views."""
 
     def rule(whole: Whole) -> Factors:
         dim = whole.argument(place, name, 0) % whole.ndim
@@ -313,7 +318,7 @@ def parts(place: int, name: str, *, gone: bool = False) -> Rule:
         piece = tuple(d for d in every if d != dim) if gone else tuple(every)
         one = frozenset({dim})
         taken = one if gone else frozenset[int]()
-        if not gone and all(after[dim] == whole.shapes[0][dim] for after in whole.results):
+        if copied and whole.results[0] == whole.shapes[0]:
             one = frozenset()  # one piece
         return Factors((tuple(every),), (piece,) * len(whole.results), summed=taken, whole=one)
 
@@ -332,7 +337,9 @@ def joined(*, new: bool = False) -> Rule:
         long = [shape for shape in whole.shapes if len(shape) == ndim and shape[dim]]
         if len(long) == 1:  # of others there is nothing
             own = tuple(None if d == dim else d for d in every)
-            of = (tuple(every) if shape is long[0] else own if len(shape) == ndim else (None,) for shape in whole.shapes)
+            of = (
+                tuple(every) if shape is long[0] else own if len(shape) == ndim else (None,) for shape in whole.shapes
+            )
             return Factors(tuple(of), (tuple(every),))
         operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch skips [0]
         return Factors(operands, (tuple(every),), whole=frozenset({dim}))

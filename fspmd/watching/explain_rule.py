@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, FspmdError
+from fspmd.global_view.choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.instead import instead_of_dispatch
 from fspmd.global_view.propagate import Question, ask
@@ -206,11 +207,10 @@ def _cases(question: Question, letters: dict[int, str]) -> list[Case]:
         rows = ([own == factor and dims.count(factor) == 1 for own in dims] for dims in factors.operands)
         found.append((f"{letter} sharded", [P(*("x" if one else None for one in row)) for row in rows], factor, None))
     pending, settled = P(unreduced={"x"}), P()
-    if linear == "sum":
-        found.append(("unreduced", [pending] * count, None, 0))
-    for i in range({"product": count, "first": 1}.get(linear, 0)):
-        what = "unreduced" if count == 1 else f"{i} unreduced"
-        found.append((what, [pending if k == i else settled for k in range(count)], None, i))
+    for waiting, _ in passed_on(factors, linear, count):
+        first = min(waiting)
+        what = "unreduced" if linear == "sum" or count == 1 else f"{first} unreduced"
+        found.append((what, [pending if k in waiting else settled for k in range(count)], None, first))
     found.append(("reduced", [P(reduced={"x"})] * count, None, None))
     return [*found, ("whole", [P()] * count, None, None)]
 
