@@ -84,6 +84,7 @@ from fspmd.placing.creation import (
 from fspmd.placing.dtensors import from_dtensor, to_dtensor
 from fspmd.placing.measure import measure_topology
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
+from fspmd.placing.processes import assert_equal, barrier, from_process_local, process_allgather
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.debug_print import debug_print
 from fspmd.programs.jit import Jitted, jit
@@ -162,11 +163,13 @@ __all__ = [
     "all_gather_into",
     "all_to_all",
     "arange",
+    "assert_equal",
     "attach",
     "attached",
     "auto_spec",
     "axis_index",
     "axis_size",
+    "barrier",
     "broadcast",
     "checkpoint",
     "clip_by_global_norm",
@@ -184,6 +187,7 @@ __all__ = [
     "from_callback",
     "from_dtensor",
     "from_local",
+    "from_process_local",
     "full",
     "functional_call",
     "global_norm",
@@ -204,6 +208,7 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "process_allgather",
     "propagation_cache_clear",
     "propagation_cache_info",
     "propagation_cache_resize",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
+from fspmd.transport.call import Layout
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
@@ -288,19 +289,24 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
 
     None stands for what is no tensor.
     """
+    with outside_transforms():
+        layouts = [layout for (layout,) in transport_of(mesh).layouts([x], mesh)]
+    return spec_of_layouts(layouts, partition, mesh, name)
+
+
+def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: str) -> TensorSpec:
+    """The same of each rank's dtype and shape, in row-major order."""
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
     found = []
-    with outside_transforms():
-        layouts = transport_of(mesh).layouts([x], mesh)
-    for at, (layout,) in zip(coordinates, layouts, strict=True):
+    for at, layout in zip(coordinates, layouts, strict=True):
         if layout is None:
-            raise ArgumentError(f"{name}: {_where(mesh, at)} has no tensor; every rank must pass its block")
+            raise ArgumentError(f"{name}: {where_is(mesh, at)} has no tensor; every rank must pass its block")
         found.append(layout)
     dtype, first = found[0]
     for at, (kind, shape) in zip(coordinates, found, strict=True):
         if kind != dtype or len(shape) != len(first):
             raise ShapeError(
-                f"{name}: {_where(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
+                f"{name}: {where_is(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
                 f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
             )
     if wrong := complain(partition, mesh, len(first)):
@@ -320,13 +326,13 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
     for at, (_, shape) in zip(coordinates, found, strict=True):
         if shape != spec.local_shape(at):
             raise ShapeError(
-                f"{name}: {_where(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
+                f"{name}: {where_is(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
                 f"gives it {spec.local_shape(at)}; pad the blocks to one shape, or put them together first: all_gather"
             )
     return spec
 
 
-def _where(mesh: Any, at: tuple[int, ...]) -> str:
+def where_is(mesh: Any, at: tuple[int, ...]) -> str:
     """``rank 3 at x=1, y=1``."""
     place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
     return f"rank {mesh.rank_at(at)} at {place}"

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
-from fspmd.transport import transport_of
+from fspmd.transport import Options, transport_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,31 @@ def source_of(src: Any, mesh: Mesh, what: str) -> Source:
     rank, place = mesh.ranks[position], row_major(mesh.coordinate() or (), mesh.shape.values())
     differs = "" if src == rank else f"src={src!r}, but rank {mesh.ranks[0]} src={rank}"
     return Source(what, mesh, rank, position, place, differs)
+
+
+def hear_all(make: Callable[[], Any], mesh: Mesh) -> list[Any]:
+    """What ``make`` gives on each rank, row-major, known to all; the first `FspmdError` among it is raised on all.
+
+    In a simulation, where there is one process, a list of one.
+    """
+    if mesh.transport != "process_group":
+        return [make()]
+    failure: Exception | None = None
+    try:
+        mine = pickle.dumps(make())
+    except Exception as error:  # the others wait to hear of it
+        failure = error
+        mine = pickle.dumps(error if isinstance(error, FspmdError) else ArgumentError(f"a rank failed: {error!r}"))
+    transport, sent = transport_of(mesh), torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(mesh.device)
+    sizes = tuple(layout[1][0] for (layout,) in transport.layouts([sent], mesh) if layout is not None)
+    heard = transport.gather(sent, mesh, mesh.axis_names, Options(sizes=sizes)).wait()
+    if failure is not None:
+        raise failure
+    found = [pickle.loads(bytes(part.tolist())) for part in heard.cpu().split(sizes)]
+    for one in found:
+        if isinstance(one, FspmdError):
+            raise one
+    return found
 
 
 def _told(make: Callable[[], Any], mesh: Mesh, position: int) -> Any:
