@@ -91,14 +91,16 @@ PAIRS: Final[dict[str, Pair]] = {
 class Call:
     """One row over given axes with given options: a linear map, and its transpose. Interned by `call`."""
 
-    __slots__ = ("__weakref__", "_transposed", "axes", "kernel", "mesh", "options", "pair", "results")
+    __slots__ = ("__weakref__", "_transposed", "axes", "kernel", "mesh", "options", "pair", "results", "views")
 
     def __init__(self, name: str, mesh: Mesh, axes: tuple[str, ...], options: Options) -> None:
         self.pair = PAIRS[name]
         self.mesh = mesh
         self.axes = axes
         self.options = options
-        self.kernel = getattr(transport_of(mesh), self.pair.kernel)
+        transport = transport_of(mesh)
+        self.kernel = getattr(transport, self.pair.kernel)
+        self.views = self.pair.kernel in transport.views
         self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
         self._transposed: Call | None = None
 
@@ -208,7 +210,7 @@ class StandIn(Call):
 
     def __init__(self, plain: Call, by: Any) -> None:
         self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
-        self.kernel, self.results = plain.kernel, plain.results
+        self.kernel, self.results, self.views = plain.kernel, plain.results, False
         self.plain = plain
         self.by = by
 
@@ -254,6 +256,30 @@ class _Plain(torch.autograd.Function):
 
 
 _apply_plain = super(torch.autograd.Function, _Plain).apply  # what Function.apply calls when no transform is active
+
+
+def lend(x: Tensor, call: Call) -> Tensor:
+    """`apply`, of which the result is not written into; where it is a view of a leaf at half the cost.
+
+    There a hook on an ordinary view takes the place of an ``autograd.Function``.
+    """
+    if _seen or not call.views or type(x) is not Tensor or not x.is_leaf or not (x.requires_grad and _grad_enabled()):
+        return apply(x, call)
+    if _transforms_active() or _forward_ad._current_level >= 0:
+        return apply(x, call)
+    y = x.view_as(x)
+    y._backward_hooks = {0: functools.partial(_back, x, call)}  # type: ignore[assignment]
+    y.grad_fn._register_hook_dict(y)  # type: ignore[union-attr]
+    return y
+
+
+def _back(x: Tensor, call: Call, g: Tensor | None) -> Tensor:
+    """Of a view of ``x``. Without a gradient, too, since others may have one: as autograd does for a Function."""
+    if g is None:
+        g = torch.zeros_like(x)
+    if _seen or g.requires_grad or type(g) is not Tensor:
+        return apply(g, call.transposed)
+    return call.transposed.run(g)
 
 
 class _Transformable(torch.autograd.Function):

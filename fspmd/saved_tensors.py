@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 from weakref import ref
 
@@ -14,6 +14,7 @@ from torch.utils import checkpoint
 from fspmd.errors import ArgumentError
 
 _autograd: Final[Any] = torch._C._autograd
+_NOTHING: Final = nullcontext()
 
 
 @contextmanager
@@ -40,13 +41,11 @@ class Kept:
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, int]] = []  # and their versions
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[Any]:
         """Within, tensors are saved here, too, if a checkpoint has them."""
         hooks = _autograd._top_saved_tensors_default_hooks(True)
         if hooks is None or getattr(hooks[0], "__module__", None) != checkpoint.__name__:
-            yield
-            return
+            return _NOTHING
         pack, unpack = hooks
         here = ref(self)
 
@@ -68,5 +67,4 @@ class Kept:
                 )
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(save, find):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(save, find)

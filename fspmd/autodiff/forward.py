@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fspmd.autodiff.cotangents import tangents_of
 from fspmd.autodiff.leaves import (
+    DIFFERENTIATING,
     Function,
     check_function,
     check_leaves,
     check_results,
-    differentiating,
     flatten,
     like,
     local_of,
@@ -71,7 +71,7 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
         outs[:], out_tree = flatten(out)
         return tuple(map(local_of, outs))
 
-    with differentiating():
+    with DIFFERENTIATING:
         both: Any = torch.func.jvp(flat, tuple(map(local_of, leaves)), tuple(locals_))
     value, tangent = (out_tree.unflatten(rewrapped(outs, side)) for side in both)
     return value, tangent

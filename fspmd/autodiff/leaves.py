@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
+from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
 from fspmd.sharded import Sharded, is_sharded
@@ -29,13 +29,17 @@ class _Depth(threading.local):
 DEPTH = _Depth()
 
 
-@contextmanager
-def differentiating() -> Any:
-    DEPTH.value += 1
-    try:
-        yield
-    finally:
+class _Differentiating:
+    """While a derivative is taken; quicker than a generator, since every derivative enters it twice."""
+
+    def __enter__(self) -> None:
+        DEPTH.value += 1
+
+    def __exit__(self, *_: object) -> None:
         DEPTH.value -= 1
+
+
+DIFFERENTIATING: Final = _Differentiating()
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -109,6 +113,8 @@ def check_options(f: Any, argnums: Any, what: str) -> None:
 
 def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
     """The positions of the arguments to differentiate, of as many as there are."""
+    if type(argnums) is int and 0 <= argnums < count:
+        return (argnums,)
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     if wrong := [i for i in numbers if not -count <= i < count]:
         hint = "" if count else " (keyword arguments are not differentiated)"
@@ -123,7 +129,16 @@ def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
 
 
 def typed(x: Tensor, like: Tensor) -> Tensor:
+    """``x`` with the type of ``like``."""
     return set_variance(x, get_variance(like))
+
+
+def all_typed(values: list[Tensor], like: list[Tensor], dual: bool = False) -> list[Tensor]:
+    """Values with the types of others, or those of cotangents of them; outside a body nobody asks."""
+    if state.body is None:
+        return values
+    types = map(get_variance, like)
+    return list(map(set_variance, values, [one.dual for one in types] if dual else types))
 
 
 def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
@@ -135,12 +150,16 @@ def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
 
 
 def detached(tree: Any) -> Any:
-    return optree.tree_map(
-        lambda x: like(x, typed(local_of(x).detach(), local_of(x))) if isinstance(local_of(x), Tensor) else x,
-        tree,
-        is_leaf=is_sharded,
-        none_is_leaf=True,
-    )
+    """The same tree of values that autograd does not follow."""
+    if isinstance(tree, (Sharded, Tensor)):  # quickly
+        return _detached_leaf(tree)
+    return optree.tree_map(_detached_leaf, tree, is_leaf=is_sharded, none_is_leaf=True)
+
+
+def _detached_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Sharded):
+        return Sharded(all_typed([leaf.local.detach()], [leaf.local])[0], leaf.spec)
+    return typed(leaf.detach(), leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def show_leaf(x: Any) -> str:

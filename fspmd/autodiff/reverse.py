@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from contextlib import nullcontext
+from typing import Any, Final, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 
 from fspmd.autodiff.cotangents import cotangents_of, scalar_of
 from fspmd.autodiff.leaves import (
     DEPTH,
+    DIFFERENTIATING,
     Function,
+    all_typed,
     check_argnums,
     check_function,
     check_leaves,
     check_options,
     check_results,
     detached,
-    differentiating,
     flatten,
     gradient_like,
     like,
@@ -35,7 +38,8 @@ from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
-from fspmd.variance import get_variance, set_variance
+
+_NOTHING: Final = nullcontext()
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -61,43 +65,62 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     """
     leaves, treedef = flatten(primals)
     check_function(f, "vjp")
-    check_leaves(leaves, lambda: leaf_paths(primals, "primals", is_sharded, none_is_leaf=False), "vjp")
+
+    def labels() -> list[str]:
+        return leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
+
     if transforms_active():
+        check_leaves(leaves, labels, "vjp")
         return _vjp_by_transform(f, leaves, treedef, has_aux, "vjp")
-    inputs, out, aux, create, kept = _trace(f, leaves, treedef, has_aux)
+    inputs, out, aux, create, kept = _trace(f, leaves, treedef, has_aux, labels, "vjp")
     check_results(out, "vjp")
 
     def pull(cotangent: Any) -> Any:
         outputs, _ = flatten(out)
         cotangents = cotangents_of(cotangent, out, outputs, "vjp")
         used = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
-        grads = _autograd(used, inputs, create or any(c.requires_grad for _, c in used), retain=True, kept=kept)
-        return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, grads, strict=True)])
+        again = create or any(c.requires_grad for _, c in used)
+        grads = _autograd([o for o, _ in used], [c for _, c in used], inputs, again, retain=True, kept=kept)
+        return treedef.unflatten(list(map(gradient_like, leaves, grads)))
 
     value = out if create else detached(out)
     return (value, pull, aux) if has_aux else (value, pull)
 
 
-def _trace(f: Function, leaves: list[Any], treedef: Any, has_aux: bool) -> tuple[list[Tensor], Any, Any, bool, Kept]:
+def _trace(
+    f: Function, leaves: list[Any], treedef: Any, has_aux: bool, labels: Callable[[], list[str]], what: str
+) -> tuple[list[Tensor], Any, Any, bool, Kept]:
     """Run ``f`` on fresh autograd leaves (connected to what the primals came from) and give its result.
 
     The fourth says whether gradients must be differentiable: inside another derivative, or where ``f`` depends on other
     tensors that require grad. The last has what they need, as long as it lives.
+
+    Here and in what follows little is called, and loops stand where they are used: each small function costs 1 µs, on
+    the way between kernels that have driven it out of the processor's caches.
     """
     if torch.is_inference_mode_enabled():
         raise ArgumentError("gradients were asked for in torch.inference_mode(), where there are none; use no_grad")
-    create = torch.is_grad_enabled() and (DEPTH.value > 0 or any(local_of(leaf).requires_grad for leaf in leaves))
+    followed = torch.is_grad_enabled()
+    try:
+        blocks = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
+        create = followed and (DEPTH.value > 0 or True in [x.requires_grad for x in blocks])
+        inputs = _fresh(blocks, create)
+    except (AttributeError, RuntimeError):
+        check_leaves(leaves, labels, what)
+        raise
     kept = Kept()
-    with torch.enable_grad(), differentiating(), kept.saving():
-        inputs = [_fresh(local_of(leaf), create) for leaf in leaves]
-        args = treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, inputs, strict=True)])
-        out = f(*args)
+    with _NOTHING if followed else torch.enable_grad(), DIFFERENTIATING, kept.saving():
+        args = [
+            Sharded(x, leaf.spec) if isinstance(leaf, Sharded) else x for leaf, x in zip(leaves, inputs, strict=True)
+        ]
+        out = f(*treedef.unflatten(args))
     aux = None
     if has_aux:
         out, aux = _with_aux(out)
-    if not create and torch.is_grad_enabled():
-        create = depends_on_others(map(local_of, flatten((out, aux))[0]), inputs)
-    return inputs, out, aux if create else detached(aux), create, kept
+    if not create and followed:
+        one = not has_aux and isinstance(out, (Sharded, Tensor))
+        create = depends_on_others(map(local_of, [out] if one else flatten((out, aux))[0]), inputs)
+    return inputs, out, aux if create or not has_aux else detached(aux), create, kept
 
 
 def _with_aux(out: Any) -> tuple[Any, Any]:
@@ -107,33 +130,34 @@ def _with_aux(out: Any) -> tuple[Any, Any]:
     return out
 
 
-def _fresh(x: Tensor, connected: bool) -> Tensor:
+def _fresh(blocks: list[Tensor], connected: bool) -> list[Tensor]:
+    """New leaves of autograd, or views of what it follows."""
+    inner = state.body
+    fresh = []
     with torch._C.DisableTorchFunction():
-        if connected and x.requires_grad:
-            y = x.view_as(x)
-        else:
-            y = x.detach().requires_grad_()
-            setattr(y, INNER, state.body)
-    return typed(y, x)
+        for x in blocks:
+            if connected and x.requires_grad:
+                y = x.view_as(x)
+            else:
+                y = x.detach().requires_grad_()
+                setattr(y, INNER, inner)
+            fresh.append(y)
+    return fresh if inner is None else all_typed(fresh, blocks)
 
 
 def _autograd(
-    used: list[tuple[Tensor, Tensor]], inputs: list[Tensor], create: bool, retain: bool, kept: Kept
+    outputs: list[Tensor], cotangents: list[Tensor], inputs: list[Tensor], create: bool, retain: bool, kept: Kept
 ) -> list[Tensor]:
     """Gradients, of what ``kept`` has, which lives until they are there."""
-    if not used:
-        return [set_variance(torch.zeros_like(x), get_variance(x).dual) for x in inputs]
-    with torch._C.DisableTorchFunction(), differentiating():
-        found = torch.autograd.grad(
-            [o for o, _ in used],
-            inputs,
-            [c for _, c in used],
-            create_graph=create,
-            retain_graph=create or retain,
-            allow_unused=True,
+    if not outputs:
+        return all_typed([torch.zeros_like(x) for x in inputs], inputs, dual=True)
+    with torch._C.DisableTorchFunction(), DIFFERENTIATING:
+        # torch.autograd.grad without its checks, which take as long as the derivatives of several ops
+        found = graph._engine_run_backward(
+            tuple(outputs), tuple(cotangents), retain or create, create, tuple(inputs), True, accumulate_grad=False
         )
         grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
-    return [set_variance(g, get_variance(x).dual) for g, x in zip(grads, inputs, strict=True)]
+    return grads if state.body is None else all_typed(grads, inputs, dual=True)
 
 
 def value_and_grad(
@@ -209,8 +233,6 @@ def _value_and_grad(
         names = parameter_names(f, len(args))
         return [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
 
-    check_leaves(leaves, labels, what)
-
     def of_chosen(*values: Any) -> Any:
         full = list(args)
         for i, value in zip(numbers, values, strict=True):
@@ -218,16 +240,18 @@ def _value_and_grad(
         return f(*full, **kwargs)
 
     if transforms_active():
+        check_leaves(leaves, labels, what)
         result = _vjp_by_transform(of_chosen, leaves, treedef, has_aux, what)
         out, pull, aux = result if has_aux else (*result, None)
         scalar_of(out, what)
         grads = pull(_like_ones(out))
     else:
-        inputs, out, aux, create, kept = _trace(of_chosen, leaves, treedef, has_aux)
+        inputs, out, aux, create, kept = _trace(of_chosen, leaves, treedef, has_aux, labels, what)
         loss = scalar_of(out, what)
-        used = [(loss, _seed(loss))] if loss.requires_grad else []
-        found = _autograd(used, inputs, create, retain=False, kept=kept)
-        grads = treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, found, strict=True)])
+        outputs = [loss] if loss.requires_grad else []
+        found = _autograd(outputs, list(map(_seed, outputs)), inputs, create, retain=False, kept=kept)
+        rows = zip(leaves, found, strict=True)
+        grads = treedef.unflatten([Sharded(g, x.spec.dual) if isinstance(x, Sharded) else g for x, g in rows])
         out = out if create else detached(out)
     value = (out, aux) if has_aux else out
     return value, (grads[0] if isinstance(argnums, int) else grads)
@@ -240,7 +264,7 @@ def _like_ones(out: Any) -> Any:
 
 
 def _seed(loss: Tensor) -> Tensor:
-    return set_variance(torch.ones_like(loss), get_variance(loss).dual)
+    return all_typed([torch.ones_like(loss)], [loss], dual=True)[0]
 
 
 def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: bool, what: str) -> Any:
@@ -257,7 +281,7 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         kept["out"], kept["aux"] = flatten(out), flatten(aux)
         return _unwrappable(kept["out"][0]), _unwrappable(kept["aux"][0])
 
-    with differentiating(), without_saved_tensor_hooks():
+    with DIFFERENTIATING, without_saved_tensor_hooks():
         traced: Any = torch.func.vjp(flat, *map(local_of, leaves), has_aux=True)
     values, pull_flat, aux_values = traced
     outs = rewrapped(kept["out"][0], values)
@@ -267,8 +291,8 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
         cotangents = cotangents_of(cotangent, out, outs, "vjp")
         with without_saved_tensor_hooks():
             grads = pull_flat(tuple(cotangents))
-        typed = [set_variance(g, get_variance(local_of(leaf)).dual) for g, leaf in zip(grads, leaves, strict=True)]
-        return treedef.unflatten([gradient_like(leaf, g) for leaf, g in zip(leaves, typed, strict=True)])
+        grads = all_typed(list(grads), list(map(local_of, leaves)), dual=True)
+        return treedef.unflatten(list(map(gradient_like, leaves, grads)))
 
     aux = kept["aux"][1].unflatten(rewrapped(kept["aux"][0], aux_values))
     return (out, pull, aux) if has_aux else (out, pull)

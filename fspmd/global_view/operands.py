@@ -11,7 +11,7 @@ from torch import Tensor
 from fspmd.copies import moved_from
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
-from fspmd.pairs import Call, apply
+from fspmd.pairs import Call, apply, lend
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
@@ -47,14 +47,19 @@ def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
 
 def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     """Cast what will have a gradient; gives the casts."""
-    found = []
+    found: list[Tensor] = []
     follows = _transforms_active()
+    if not (follows or _grad_enabled()):
+        return found
     for place, casts in plan.casts:
         x = blocks[place] if type(place) is int else at(blocks, place)
-        if follows or (x.requires_grad and _grad_enabled()):
+        if follows or x.requires_grad:
             for cast in casts:
                 x = _cast(x, cast)
-            _set(blocks, place, x)
+            if type(place) is int:
+                blocks[place] = x
+            else:
+                _set(blocks, place, x)
             found.append(x)
     return found
 
@@ -74,7 +79,7 @@ def _cast(x: Tensor, cast: Call) -> Tensor:
         y: Tensor | None = found[0]()
         if y is not None:
             return y
-    y = apply(x, cast)
+    y = lend(x, cast)
     if not _transforms_active():
         if known is None:
             known = _Casts()

@@ -37,7 +37,7 @@ def _nodes(x: Any) -> Iterator[Node]:
     """Where the graphs of a value begin: one per level of ``torch.func`` that follows it, and those of tangents."""
     while isinstance(x, Tensor):
         if x.requires_grad:
-            yield _node(x)
+            yield x.grad_fn or _node(x)
         if not _functorch.is_batchedtensor(x) and (_forward_ad._current_level >= 0 or _transforms_active()):
             yield from _nodes(_forward_ad.unpack_dual(x, level=0).tangent)
         x = _functorch.get_unwrapped(x) if _functorch.is_functorch_wrapped_tensor(x) else None
@@ -65,11 +65,25 @@ def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[A
 
 def depends_on_others(outputs: Iterable[Any], inputs: list[Tensor]) -> bool:
     """Whether the outputs were computed from autograd leaves other than ``inputs``."""
-    for node in _graph(outputs, lambda _: True):
-        if type(node) is _LEAF:
-            leaf = node.variable
-            if not hasattr(leaf, INNER) and all(leaf is not x for x in inputs):
-                return True
+    if _forward_ad._current_level < 0 and not _transforms_active():
+        stack: list[Any] = [x.grad_fn or _node(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+    else:
+        stack = [node for x in outputs for node in _nodes(x)]
+    seen: set[Node] = set(stack)
+    leaves = [node for node in stack if type(node) is _LEAF]
+    while stack:  # as in `_graph`, in as few steps as can be: every derivative asks
+        for parent, _ in stack.pop().next_functions:
+            if parent in seen or parent is None:
+                continue
+            seen.add(parent)
+            if type(parent) is _LEAF:
+                leaves.append(parent)
+            else:
+                stack.append(parent)
+    for node in leaves:
+        x = node.variable
+        if not hasattr(x, INNER) and all(x is not one for one in inputs):
+            return True
     return False
 
 

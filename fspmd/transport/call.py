@@ -42,6 +42,8 @@ class Transport:
 
     #: leaves of one dtype are packed into one call
     coalesces = False
+    #: kernels that give a view of their operand
+    views: frozenset[str] = frozenset()
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A] [B] [C] => [A+B+C]`` on every rank (or max, min, product)."""

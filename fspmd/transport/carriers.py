@@ -43,7 +43,8 @@ _WIDER: Final = {
 }
 #: dtypes that every backend adds and compares
 _PLAIN: Final = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
-_FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+#: floats that every backend adds
+FLOATS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _SIGN: Final = -(1 << 63)
 
 
@@ -71,10 +72,10 @@ def where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
 def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:
     """``x`` itself where every backend can reduce it, else a fresh contiguous carrier, and the way back."""
     dtype = x.dtype
-    if dtype in _PLAIN or (op in ("sum", "product") and dtype in _FLOATS):
+    if dtype in _PLAIN or (op in ("sum", "product") and dtype in FLOATS):
         return x, None
     check_adds(dtype, "psum" if op == "sum" else f"p{op}", op)
-    if dtype in _FLOATS:
+    if dtype in FLOATS:
         return _sortable(x, op)
     if dtype.is_complex:
         return torch.view_as_real(x.clone(memory_format=torch.contiguous_format)), torch.view_as_complex

@@ -16,7 +16,7 @@ from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
-from fspmd.transport.carriers import carried, check_adds, moves_bits
+from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
 from fspmd.transport.nothing import nothing_like
 from fspmd.transport.pending import Pending
@@ -56,13 +56,14 @@ class ProcessGroupTransport(Transport):
     """One rank per process."""
 
     coalesces = True
+    views = frozenset({"alias", "apart", "pick"})
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
         if group.size == 1:
             check_adds(x.dtype, "psum" if o.op == "sum" else f"p{o.op}", o.op)
             return Pending(x.clone(memory_format=torch.contiguous_format))
-        out, back = carried(x, o.op)
+        out, back = (x, None) if x.dtype in FLOATS and o.op == "sum" else carried(x, o.op)
         if out is x:
             out = x.clone(memory_format=torch.contiguous_format)
         works = (group.pg.allreduce([out], _ALLREDUCE[o.op]),) if out.numel() else ()
