@@ -58,6 +58,7 @@ from fspmd.modules.optim import install as _install_optim
 from fspmd.modules.parallel import ParallelPlan, parallelize
 from fspmd.modules.styles import (
     ColwiseParallel,
+    OnBlocks,
     PrepareInput,
     PrepareOutput,
     Replicated,
@@ -139,6 +140,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "NoRuleError",
+    "OnBlocks",
     "Overlap",
     "P",
     "ParallelPlan",

@@ -24,7 +24,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from fspmd import ColwiseParallel, Flat, P, PrepareInput, RowwiseParallel, Style, VocabParallel
+from fspmd import ColwiseParallel, Flat, OnBlocks, P, PrepareInput, RowwiseParallel, Style, VocabParallel
 
 B, S, D, V, H, L = 4, 6, 32, 96, 4, 2
 _ROWS = P("dp")
@@ -149,8 +149,8 @@ WHISPER = {
 MIXTRAL = {
     "model.embed_tokens": VocabParallel(),
     **columns_then_rows("model.layers.*.self_attn", QKV, ("o_proj",)),
-    # each expert's gate and up, cut by columns; its down by rows
-    "model.layers.*.mlp.experts": PrepareInput(
+    # each expert's gate and up, cut by columns; its down by rows; each rank sorts its own tokens by expert
+    "model.layers.*.mlp.experts": OnBlocks(
         specs={"gate_up_proj": P(None, Flat((2, None), (2 * D, "tp")), None), "down_proj": -1}
     ),
     "lm_head": ColwiseParallel(),
@@ -219,16 +219,16 @@ CASES: dict[str, Case] = {
         | {"lm_head": PrepareInput(input="replicated")},
         blocks(2 * L),
     ),
-    # all experts' outputs are summed once, and so are the gradients of their inputs, with that of the router's weights
+    # what a rank's parts of all experts give is summed once; backward the gradients of the tokens, and of their weights
     "Mixtral": _causal(
-        hf.MixtralForCausalLM, hf.MixtralConfig(**_CAUSAL, num_local_experts=4), MIXTRAL, blocks(2 * L),
+        hf.MixtralForCausalLM, hf.MixtralConfig(**_CAUSAL, num_local_experts=4), MIXTRAL, blocks(2 * L, 3 * L),
         dtype=torch.float32,  # torch's grouped_mm, which it takes by default, has no float64
     ),
     "Mixtral, a loop": _causal(
         hf.MixtralForCausalLM,
         hf.MixtralConfig(**_CAUSAL, num_local_experts=4, experts_implementation="eager"),
         MIXTRAL,
-        blocks(2 * L),
+        blocks(2 * L, 3 * L),
     ),
     "Bert": Case(
         hf.BertForMaskedLM,

@@ -104,32 +104,18 @@ class Placed:
         return Step(None, *device_get((value.detach(), used))), counted(log)
 
 
-class _Generating(nn.Module):
-    """`generate` as a call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **arguments: Any) -> Tensor:
-        return self.model.generate(**arguments)  # type: ignore[no-any-return, operator]
-
-
 def generated(name: str, mesh: Mesh | None = None, styled: bool = True) -> Tensor:
     """The tokens that a model generates, on a mesh or on one device."""
     case = CASES[name]
-    model = _Generating(case.make().eval())
-    prompt = {key: batch_of(case)[key] for key in case.prompt}
     if mesh is None:
-        return model(**prompt, **case.generate)  # type: ignore[no-any-return]
-    styles = {f"model.{path}": style for path, style in case.styles.items()}
-    params, plan = fspmd.parallelize(dict(model.named_parameters()), styles, mesh, axis="tp")
-    buffers = device_put(dict(model.named_buffers()), P(), mesh=mesh)
-    prompt = device_put(prompt, case.spec, mesh=mesh)
-    with torch.no_grad():
-        given = {**prompt, **case.generate}  # type: ignore[dict-item]
-        out = functional_call(model, (params, buffers), **given, styles=plan if styled else None)
-    return device_get(out)  # type: ignore[no-any-return]
+        model, prompt = case.make().eval(), batch_of(case)
+        return model.generate(**{key: prompt[key] for key in case.prompt}, **case.generate)  # type: ignore
+    placed = Placed(case, mesh, styled=styled)
+    model = placed.model.eval()
+    tensors, styles = (placed.params, placed.buffers), placed.plan if styled else None
+    with fspmd.attached(model, tensors, styles=styles), torch.no_grad():
+        found = model.generate(**{key: placed.batch[key] for key in case.prompt}, **case.generate)  # type: ignore
+    return device_get(found)  # type: ignore[no-any-return]
 
 
 def counted(log: CommunicationLog) -> Collectives:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import Failure, described, quoted, refuse
+from fspmd.modules.on_blocks import run_on_blocks
 from fspmd.modules.parallel import ParallelPlan, Placed
 from fspmd.modules.paths import leaves_by_name, matches, near
 from fspmd.sharded import Sharded
@@ -237,6 +238,8 @@ def _styled(module: nn.Module, plan: ParallelPlan, what: str) -> list[tuple[ref[
 
 
 def _hook(owner: nn.Module, placed: Placed, stack: ExitStack) -> None:
+    if (style := placed.on_blocks) is not None and style.axis is not None:
+        run_on_blocks(owner, style.axis, style.result, placed.mesh, stack)
     before = owner.register_forward_pre_hook(lambda _, args, kwargs: placed.inputs(args, kwargs), with_kwargs=True)
     stack.callback(before.remove)
     stack.callback(owner.register_forward_hook(lambda _, args, out: placed.outputs(out)).remove)

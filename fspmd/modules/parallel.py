@@ -17,7 +17,7 @@ from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.paths import leaves_by_name, matches, near, prefixes
-from fspmd.modules.styles import ColwiseParallel, Layout, PrepareInput, Style, laid_out, several
+from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
 from fspmd.placing.placement import device_put, the_mesh
 from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded
@@ -162,6 +162,11 @@ class Placed:
                 return type(out)(self._each(tuple(out), style, several(style.output)))
             return self._arranged(out, several(style.output)[0], style)
         return out
+
+    @property
+    def on_blocks(self) -> OnBlocks | None:
+        """The style by which a module's forward runs on blocks."""
+        return next((style for style in reversed(self.styles.values()) if isinstance(style, OnBlocks)), None)
 
     def _speaking_of(self, name: str) -> Style | None:
         return next((style for style in reversed(self.styles.values()) if getattr(style, name) is not None), None)

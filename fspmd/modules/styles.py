@@ -144,6 +144,21 @@ class Replicated(Style):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class OnBlocks(Style):
+    """A module whose ``forward`` runs on each rank's blocks, as ordinary Python on plain tensors; by `functional_call`.
+
+    Each rank sees its own rows of the arguments and its own part of the parameters, which ``specs`` cut, and nothing
+    moves within: loops and shapes may depend on values, as in a mixture of experts whose tokens are sorted by expert.
+    It gives as many rows as its first tensor has. By default that is a part of a sum over the axis, as of columns then
+    rows: forward an all-reduce of it, backward one for each argument that is not cut over the axis.
+    """
+
+    input: Layouts = "replicated"
+    result: Layout = "unreduced"
+    output: Layouts = "replicated"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareInput(Style):
     """Arguments laid out by ``input`` and ``kwargs``; says nothing of parameters."""
 
