@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,58 @@ class Known(nn.Module):
         self.register_buffer("outside", torch.from_numpy(np.arange(3)))
 
 
+class Written(nn.Module):
+    """Values written in every way that initialisers are written in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        self.wide = nn.Linear(4, 3)
+        torch.set_default_dtype(default)
+        nn.init.constant_(tensor=self.wide.weight, val=2.0)
+        nn.init.zeros_(tensor=self.wide.bias)
+        self.identity = nn.Parameter(torch.empty(5, 4))
+        nn.init.eye_(self.identity)
+        self.old = nn.Parameter(torch.Tensor(6, 4))  # in memory that no mode sees
+        self.old.data.fill_(3)
+        self.old.data[1:3].mul_(2)
+        self.unseen = nn.Parameter(torch.Tensor(4).fill_(1), requires_grad=False)
+        self.gates = nn.Parameter(torch.zeros(12, 5))
+        with torch.no_grad():
+            for i, gate in enumerate(self.gates.chunk(3)):
+                gate.add_(i)
+            for i, row in enumerate(self.gates.t().unbind()):
+                row[::2] = i
+            first, second = self.gates.split([5, 7])
+            first[:, 1].copy_(torch.arange(5.0))
+            second.t()[2, 3:].sub_(torch.arange(4.0))
+            torch.mul(self.gates, 2.0, out=self.gates)
+            self.gates[torch.tensor([0, 11])] = 7.0
+            self.gates.view(3, 4, 5)[1, 2].fill_(-1)
+            self.gates.fill_diagonal_(9)
+            torch.ops.aten.add_(self.gates, 1)
+        self.loaded = nn.Linear(2, 3)
+        self.loaded.load_state_dict({"weight": torch.from_numpy(np.ones((3, 2), np.float32)), "bias": torch.ones(3)})
+        self.given = nn.Parameter(torch.empty(4, 2))
+        self.given.data = torch.from_numpy(np.arange(8, dtype=np.float32).reshape(4, 2))
+        self.given.data.mul_(torch.from_numpy(np.full(2, 3, np.float32)))
+        self.small = nn.Linear(3, 4).half()
+        nn.init.ones_(self.small.weight)
+        self.small.bias.data.zero_()
+        self.small.to(self.wide.weight.device, torch.bfloat16)
+        self.turned = nn.Parameter(torch.arange(12.0).view(3, 4).t_())
+        self.copies = copy.deepcopy(self.loaded)
+        self.drops = [round(x.item(), 3) for x in torch.linspace(0, 1, 3)]
+        self.scale = nn.Parameter(torch.full((4,), float(torch.arange(5).sum())))
+        if self.scale.device.type != "meta" and not self.scale.is_meta:  # as libraries ask
+            nn.init.constant_(self.scale, self.drops[1])
+        self.register_buffer("positions", torch.arange(6, device=self.scale.device).expand((1, -1)))
+        self.register_buffer(
+            "table", torch.cat([torch.arange(6.0)[:, None] * x for x in (torch.ones(3), torch.eye(3)[0])], 1)
+        )
+
+
 def last(name: str, shape: tuple[int, ...]) -> P:
     return P(*(None,) * (len(shape) - 1), "x") if shape else P()
 
@@ -72,11 +125,12 @@ def last(name: str, shape: tuple[int, ...]) -> P:
 SPECS: dict[str, Any] = {"whole": P(), "rows": P("x"), "columns": last}
 
 
+@pytest.mark.parametrize("make", [Known, Written])
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
-def test_values_of_the_constructor(mesh: Mesh, specs: str) -> None:
-    plain = Known()
-    module, params, buffers = init_sharded(Known, SPECS[specs], mesh=mesh)
+def test_values_of_the_constructor(mesh: Mesh, specs: str, make: Callable[[], nn.Module]) -> None:
+    plain = make()
+    module, params, buffers = init_sharded(make, SPECS[specs], mesh=mesh)
     assert all(x.is_meta for x in module.parameters())
     assert list(params) == list(dict(plain.named_parameters()))
     assert list(buffers) == list(dict(plain.named_buffers()))
@@ -86,6 +140,14 @@ def test_values_of_the_constructor(mesh: Mesh, specs: str) -> None:
         assert found.requires_grad == x.requires_grad
         if specs == "rows" and x.ndim:
             assert found.spec.partition[0] == "x"
+
+
+def unlike(x: Tensor, y: Tensor) -> float:
+    """Kolmogorov and Smirnov's distance between two samples, beside that which equal distributions have: 1 in 1e5."""
+    x, y = x.double().flatten().sort().values, y.double().flatten().sort().values
+    at = torch.cat([x, y])
+    below = [torch.searchsorted(one, at, right=True) / len(one) for one in (x, y)]
+    return float((below[0] - below[1]).abs().max()) / (2.5 * math.sqrt(1 / len(x) + 1 / len(y)))
 
 
 class Drawn(nn.Module):
@@ -99,6 +161,21 @@ class Drawn(nn.Module):
         nn.init.trunc_normal_(self.truncated, std=0.5, a=-0.5, b=1.0)
         self.orthogonal = nn.Parameter(torch.empty(8, 6))
         nn.init.orthogonal_(self.orthogonal)
+        self.sparse = nn.Parameter(torch.empty(20, 30))
+        nn.init.sparse_(tensor=self.sparse, sparsity=0.3, std=0.2)
+        self.recurrent = nn.LSTM(10, 12)
+        for name, x in self.recurrent.named_parameters():
+            for gate in x.data.chunk(4):
+                nn.init.zeros_(gate) if "bias" in name else nn.init.orthogonal_(gate)
+        self.recurrent.bias_ih_l0.data[12:24].fill_(1.0)
+        self.halves = nn.Parameter(torch.Tensor(40, 30))
+        with torch.no_grad():
+            self.halves[:13].uniform_(-1, 0)
+            self.halves.t()[:, 13:].exponential_(2.0)
+            self.halves[20:, ::2].mul_(torch.rand(20, 15)).add_(3)
+        self.rows = nn.Parameter(torch.stack([torch.randn(30) * i for i in range(1, 5)]))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(30, 20))
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 20, batch_first=True), 2)
         self.apply(self.again)
 
     def again(self, module: nn.Module) -> None:
@@ -114,6 +191,17 @@ def drawn(mesh: Mesh, specs: Any) -> dict[str, Tensor]:
 
 def test_random_values_have_the_constructor_s_distribution() -> None:
     x = drawn(LINE, P("x"))
+    for name, own in [(name, own) for _ in range(4) for name, own in Drawn().named_parameters()]:
+        assert unlike(x[name], own.detach()) < 1, name
+    for name in ("recurrent.weight_ih_l0", "recurrent.weight_hh_l0"):
+        for gate in x[name].chunk(4):
+            torch.testing.assert_close(gate.T @ gate, torch.eye(len(gate.T)), rtol=1e-5, atol=1e-5)
+    assert x["recurrent.bias_ih_l0"].tolist() == [0.0] * 12 + [1.0] * 12 + [0.0] * 24
+    assert [int((column == 0).sum()) for column in x["sparse"].T] == [6] * 30
+    copied = [x[f"layers.layers.{i}.self_attn.in_proj_weight"] for i in range(2)]
+    assert torch.equal(*copied)
+    norms = x["normed.parametrizations.weight.original0"][:, 0]
+    torch.testing.assert_close(x["normed.parametrizations.weight.original1"].norm(dim=1), norms)
     assert x["table.weight"][3].count_nonzero() == 0
     assert x["table.weight"].std().item() == pytest.approx(math.sqrt(39 / 40), rel=0.1)
     assert x["linear.weight"].mean().item() == pytest.approx(1.0, rel=0.02)
@@ -228,12 +316,26 @@ def test_messages() -> None:
         "in module_fn"
     )
 
+    def on_purpose() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Linear(2, 3)
+
+    assert said(lambda: init_sharded(on_purpose, P(), mesh=LINE)) == (
+        "init_sharded: module_fn itself puts 'weight' on the meta device, where libraries initialise nothing; leave "
+        "torch.device('meta') out: init_sharded gives no tensor memory before it is laid out"
+    )
+
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rates = [x.item() for x in torch.linspace(0, 1, 3)]
+            self.rates = [x.item() for x in torch.rand(3)]
 
     assert said(lambda: init_sharded(Looks, P(), mesh=LINE)) == (
         "init_sharded: the constructor asks for values of a tensor by item(), but runs where tensors have none; "
-        "compute them in Python or numpy"
+        "draw them in Python or numpy"
     )
+    assert init_sharded(nn.Tanh, P("x"), mesh=LINE)[1:] == ({}, {})
+    before = nn.Linear(2, 3)
+    weight = before.weight
+    _, params, _ = init_sharded(lambda: nn.Sequential(before), P(), mesh=LINE)
+    torch.testing.assert_close(device_get(params["0.weight"]), weight)

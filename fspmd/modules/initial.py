@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.modules.parallel import make_plan
-from fspmd.modules.recording import Recorder, Replay, ref_of
+from fspmd.modules.recording import Recorder, Ref, ref_of
+from fspmd.modules.replaying import Replay
 from fspmd.modules.styles import Style
-from fspmd.placing.placement import device_put, the_mesh
+from fspmd.placing.placement import device_get, device_put, the_mesh
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 
@@ -27,12 +27,14 @@ def init_sharded(
 ) -> tuple[nn.Module, Named, Named]:
     """A module, its parameters and its buffers, made where they lie: ``(module, params, buffers)``.
 
-    ``module_fn`` runs once on the meta device, where tensors have no memory. What it does to them (``torch.empty`` and
-    the like, ``nn.init``, ``reset_parameters``, arithmetic) is recorded and done again on `Sharded` values, for those
-    of its tensors that became a parameter or a buffer. No rank ever holds the whole of a cut parameter, and nothing
-    moves if the constructor fills its tensors without regard to their values, as those of torch do. Random numbers are
-    the same global values on any mesh and under any specs, after one ``torch.manual_seed`` on every rank; they are
-    not those that the module would have drawn itself.
+    ``module_fn`` runs once on the meta device, where tensors have no memory, though they say that they are on the
+    mesh's, since libraries initialise nothing there. What it does to them (``torch.empty`` and the like, ``nn.init``,
+    ``reset_parameters``, a library's own ``init_weights``, arithmetic) is recorded and done again on `Sharded` values,
+    for those of its tensors that became a parameter or a buffer. No rank ever holds the whole of a cut parameter, but
+    for a moment of one that ``orthogonal_``, ``dirac_`` and ``sparse_`` fill, and nothing moves if the constructor
+    fills its tensors without regard to their values, as those of torch do. Random numbers are the same global values
+    on any mesh and under any specs, after one ``torch.manual_seed`` on every rank; they are not those that the module
+    would have drawn itself.
 
     Args:
         module_fn: Makes the module and all its tensors: ``lambda: Transformer(config)``.
@@ -46,7 +48,8 @@ def init_sharded(
         grad where the module's do. `parallelize` of them with the same styles moves nothing, and gives the plan.
 
     Raises:
-        ArgumentError: ``module_fn`` gives no module, or one with tensors on the meta device that it did not make.
+        ArgumentError: ``module_fn`` gives no module, or one with tensors on the meta device that it did not make, or
+            put there itself; it asks for the values of random tensors.
         TreeError, SpecError: a pattern that matches nothing, a spec that does not fit.
 
     >>> from fspmd import functional_call, make_mesh
@@ -62,33 +65,54 @@ def init_sharded(
             f"init_sharded got {described(module_fn)} for module_fn; give it a function that makes the module: "
             "lambda: Transformer(config)"
         )
-    with torch.device("meta"), Recorder() as tape:
+    tape = Recorder(mesh.device)
+    tape.value_of = lambda ref: _known_value(tape, ref, mesh)
+    with tape:
         module = module_fn()
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"init_sharded: module_fn gave {described(module)}; return the module")
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     layouts = make_plan(shapes, _as_styles(specs, shapes), mesh, axis or mesh.axis_names[-1], "init_sharded").specs
-    wanted = {ref_of(x): layouts[name] for name, x in tensors.items() if x.is_meta}
-    replay = Replay(tape, wanted, mesh)
+    refs = {name: ref_of(x) for name, x in tensors.items() if x.is_meta}
+    replay = Replay(tape, {ref: layouts[name] for name, ref in refs.items()}, mesh)
+    _check_made(tape, refs)
+    replay.run()
     placed: Named = {}
     for name, x in tensors.items():
-        if x.is_meta and not replay.has(ref_of(x)):
+        value = replay.value(refs[name]) if name in refs else x.detach()
+        placed[name] = device_put(value, layouts[name], mesh=mesh).requires_grad_(x.requires_grad)
+    parameters = dict(module.named_parameters())
+    tape.give_back()
+    module.to("meta")
+    return module, {k: placed[k] for k in parameters}, {k: x for k, x in placed.items() if k not in parameters}
+
+
+def _check_made(tape: Recorder, refs: Mapping[str, Ref]) -> None:
+    """Whether the tape tells how each tensor was made."""
+    for name, ref in refs.items():
+        if not tape.has(ref):
             raise ArgumentError(
                 f"init_sharded: {name!r} is on the meta device, but module_fn did not make it; make all tensors of the "
                 "module in module_fn"
             )
-        value = replay.value(ref_of(x)) if x.is_meta else x.detach()
-        placed[name] = device_put(value, layouts[name], mesh=mesh).requires_grad_(x.requires_grad)
-    parameters = dict(module.named_parameters())
-    module.to("meta")
-    return module, {k: placed[k] for k in parameters}, {k: x for k, x in placed.items() if k not in parameters}
+        if ref.storage in tape.meta_on_purpose:
+            raise ArgumentError(
+                f"init_sharded: module_fn itself puts {name!r} on the meta device, where libraries initialise nothing; "
+                "leave torch.device('meta') out: init_sharded gives no tensor memory before it is laid out"
+            )
+
+
+def _known_value(tape: Recorder, ref: Ref, mesh: Mesh) -> Tensor | None:
+    """A value that Python asks for, unless it is random."""
+    replay = Replay(tape, {ref: P()}, mesh)
+    return None if replay.draws or not tape.has(ref) else cast(Tensor, device_get(replay.run().value(ref)))
 
 
 def _as_styles(specs: Any, shapes: Mapping[str, Any]) -> dict[str, Style]:
     """One form for all that ``specs`` may be."""
     if isinstance(specs, P):
-        return {"": Style(weight=specs, vector=specs)}
+        return {} if not shapes else {"": Style(weight=specs, vector=specs)}
     if isinstance(specs, Mapping):
         return {key: Style(weight=x, vector=x) if isinstance(x, P) else x for key, x in specs.items()}
     if not callable(specs):
