@@ -47,7 +47,7 @@ def main() -> None:
     torch.testing.assert_close(fspmd.device_get(c), a @ b)
     torch.testing.assert_close(fspmd.device_get((da, db)), reference)
     if first:
-        print("the result         ", c)
+        print("the result         ", repr(c))
         print("values and gradients agree with unsharded torch")
 
 

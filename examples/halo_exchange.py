@@ -49,7 +49,7 @@ def main() -> None:
         whole = fspmd.device_get(heat)
         torch.testing.assert_close(whole, u)
         if first:
-            print(f"after {steps} more steps, {heat}:")
+            print(f"after {steps} more steps, {heat!r}:")
             for row in whole:
                 print("   ", "".join(" .:-=+*#%@"[min(9, int(x.item() ** 0.5 * 1.5))] for x in row))
 

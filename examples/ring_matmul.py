@@ -48,7 +48,7 @@ def main() -> None:
         torch.testing.assert_close(fspmd.device_get(y), expected)
         torch.testing.assert_close(fspmd.device_get(pull(torch.sin(expected))), expected_gradients)
         if first:
-            print(f"{matmul.__name__:>20}: {y}, value and gradients as in x @ w")
+            print(f"{matmul.__name__:>20}: {y!r}, value and gradients as in x @ w")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
     torch.testing.assert_close(fspmd.device_get((da, dw)), pull_alone(weights))
     if first:
         for name, x in {"a": a_sharded, "a @ w": product, "gradient for w": dw}.items():
-            print(f"{name:>14}: {x}, blocks", *(x.spec.local_shape((rank,)) for rank in range(4)))
+            print(f"{name:>14}: {x!r}, blocks", *(x.spec.local_shape((rank,)) for rank in range(4)))
         print("values and gradients agree with unsharded torch")
 
 

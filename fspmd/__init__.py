@@ -84,6 +84,7 @@ from fspmd.placing.creation import (
 )
 from fspmd.placing.dtensors import from_dtensor, to_dtensor
 from fspmd.placing.measure import measure_topology
+from fspmd.placing.pictures import visualize_sharding
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.processes import assert_equal, barrier, from_process_local, process_allgather
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
@@ -238,6 +239,7 @@ __all__ = [
     "typeof",
     "unpad",
     "value_and_grad",
+    "visualize_sharding",
     "vjp",
     "vmap",
     "with_spec",

@@ -213,6 +213,12 @@ class Sharded:
     def __repr__(self) -> str:
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
 
+    def __str__(self) -> str:
+        return above.text(self)
+
+    def _repr_html_(self) -> str:
+        return above.html(self)
+
     def __copy__(self) -> Sharded:
         return Sharded(self.local, self.spec)
 
@@ -278,7 +284,7 @@ class Sharded:
             raise ArgumentError(
                 f"the format {spec!r} was asked of {self!r}; it takes a scalar: reduce it, or format its repr"
             )
-        return format(self.item() if spec else repr(self), spec)
+        return format(self.item(), spec) if spec or above.is_number(self) else str(self)
 
     def __float__(self) -> float:
         return float(self.item())
@@ -302,6 +308,9 @@ class _Above:
     gradients: Callable[..., Any]
     on_gradient: Callable[[Sharded, Callable[[Sharded], Any]], Any]
     dispatch: _Dispatch
+    text: Callable[[Sharded], str]
+    html: Callable[[Sharded], str]
+    is_number: Callable[[Sharded], bool]
 
 
 #: what a Sharded can do that stands on floors above this one, each set where it is written

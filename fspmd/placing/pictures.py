@@ -1,0 +1,235 @@
+"""How a `Sharded` is shown: its values in text, and which rank holds which part, as text and as HTML."""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fspmd.body import state
+from fspmd.errors import ArgumentError
+from fspmd.messages import described, quoted
+from fspmd.sharded import Sharded, above
+from fspmd.spec import TensorSpec
+from fspmd.tracing import is_recording
+from fspmd.transport.frame import frame
+from fspmd.transport.local_tensor import LocalTensor, expand
+
+_MOST: Final = 16  # rows and columns of a picture; of more the first and the last are shown
+_COLOURS: Final = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
+_CELL: Final = "border:1px solid #888;padding:6px 12px;text-align:center;color:#000;background:"
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def visualize_sharding(x: Sharded | TensorSpec) -> Picture:
+    """A picture of which ranks hold which part of a tensor: text where printed, HTML in a notebook. Nothing moves.
+
+    It is JAX's ``visualize_array_sharding``, for any number of dims: down the side stand the parts of all dims that
+    are cut but the last of them, along the top those of the last. ``+`` stands between ranks that hold terms of a
+    pending sum. A mesh without ranks (``transport="abstract"``) will do.
+
+    Raises:
+        ArgumentError: neither a `Sharded` nor a `TensorSpec`.
+
+    >>> from fspmd import P, make_mesh, zeros
+    >>> mesh = make_mesh((2, 2, 2), ("dp", "tp", "pp"))
+    >>> visualize_sharding(zeros(8, 6, 4, spec=P("dp", None, "tp"), mesh=mesh))
+    f32[8@dp, 6, 4@tp] on mesh(dp=2, tp=2, pp=2)
+                  [:, :, 0:2]   [:, :, 2:4]
+                ┌─────────────┬─────────────┐
+    [0:4, :, :] │    0, 1     │    2, 3     │
+                ├─────────────┼─────────────┤
+    [4:8, :, :] │    4, 5     │    6, 7     │
+                └─────────────┴─────────────┘
+    """
+    if not isinstance(x, (Sharded, TensorSpec)):
+        raise ArgumentError(
+            f"visualize_sharding got {described(x)}; it takes a Sharded or a TensorSpec: visualize_sharding(device_put("
+            "x, P('x'), mesh=mesh))"
+        )
+    return Picture(x.spec if isinstance(x, Sharded) else x)
+
+
+class Picture:
+    """What `visualize_sharding` gives: printed it is text; ``html`` is a table, which notebooks show."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+
+    def __repr__(self) -> str:
+        sides, tops, cells, nothing = _table(self.spec)
+        inside = max(map(len, (*tops, *itertools.chain(*cells)))) + 2
+        margin = max(map(len, sides)) + 1
+
+        def rule(left: str, middle: str, right: str) -> str:
+            return " " * margin + left + middle.join(["─" * inside] * len(tops)) + right
+
+        lines = [repr(self.spec)]
+        if any(tops):
+            lines.append(" " * margin + " " + " ".join(f"{top:^{inside}}" for top in tops))
+        lines.append(rule("┌", "┬", "┐"))
+        for i, (side, row) in enumerate(zip(sides, cells, strict=True)):
+            lines += [rule("├", "┼", "┤")] if i else []
+            lines.append(f"{side:<{margin}}│{'│'.join(f'{cell:^{inside}}' for cell in row)}│")
+        lines.append(rule("└", "┴", "┘"))
+        return "\n".join(line.rstrip() for line in (*lines, *nothing))
+
+    @property
+    def html(self) -> str:
+        """A table, each part in a colour of its own."""
+        sides, tops, cells, nothing = _table(self.spec)
+        colours = itertools.cycle(_COLOURS)
+        rows = [f"<tr><th></th>{''.join(f'<th>{top}</th>' for top in tops)}</tr>"] if any(tops) else []
+        for side, row in zip(sides, cells, strict=True):
+            parts = "".join(f'<td style="{_CELL}{next(colours)}">{html.escape(cell)}</td>' for cell in row)
+            rows.append(f"<tr><th>{side}</th>{parts}</tr>")
+        text = "".join(f"<div>{html.escape(line)}</div>" for line in nothing)
+        table = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
+        return f"<div><code>{html.escape(repr(self.spec))}</code>{table}{text}</div>"
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+Part = tuple[tuple[int, int], ...]  # of each dim where it begins and ends
+
+
+def _table(spec: TensorSpec) -> tuple[list[str], list[str], list[list[str]], list[str]]:
+    """Labels of rows and columns, the ranks in each cell, and a line on ranks that hold nothing."""
+    spec = spec.unflattened
+    holders: dict[Part, list[tuple[int, tuple[int, ...]]]] = {}
+    empty: list[int] = []
+    for place, rank in zip(frame(spec.mesh, spec.mesh.axis_names).coordinates(), spec.mesh.ranks, strict=True):
+        spans = zip(spec.offset(place), spec.local_shape(place), strict=True)
+        part = tuple((start, start + length) for start, length in spans)
+        if 0 in spec.local_shape(place) and 0 not in spec.shape:
+            empty.append(rank)
+        else:
+            holders.setdefault(part, []).append((rank, place))
+    across = max((dim for dim, _, _ in spec.cuts), default=spec.ndim)
+    if not across and spec.ndim > 1:  # rows of a matrix stand one below the other
+        across = spec.ndim
+    rows = _few(sorted({part[:across] for part in holders}))
+    columns = _few(sorted({part[across:] for part in holders}))
+
+    def cell(row: Part | None, column: Part | None) -> str:
+        return "…" if row is None or column is None else _ranks(holders.get((*row, *column), []), spec)
+
+    down = {dim for dim, _, _ in spec.cuts if dim != across}
+    sides = [_label(row, down, 0, spec) for row in rows]
+    tops = [_label(column, {across} & {*range(spec.ndim)}, across, spec) for column in columns]
+    nothing = [f"no part of it: {_listed(empty)}"] if empty else []
+    return sides, tops, [[cell(row, column) for column in columns] for row in rows], nothing
+
+
+def _few(parts: Sequence[Part]) -> list[Part | None]:
+    """Those that are shown; None stands for what is left out."""
+    return list(parts) if len(parts) <= _MOST else [*parts[: _MOST // 2], None, *parts[-_MOST // 2 :]]
+
+
+def _label(part: Part | None, dims: set[int], first: int, spec: TensorSpec) -> str:
+    """``[0:4, :, :]``; "" of what is not cut."""
+    if not dims or part is None:
+        return "…" if part is None else ""
+    spans = {dim: f"{start}:{end}" for dim, (start, end) in enumerate(part, first) if dim in dims}
+    return f"[{', '.join(spans.get(dim, ':') for dim in range(spec.ndim))}]"
+
+
+def _ranks(held: Iterable[tuple[int, tuple[int, ...]]], spec: TensorSpec) -> str:
+    """``0, 1 + 2, 3``: ranks that have the same, and between them those with other terms of a pending sum."""
+    terms: dict[tuple[int, ...], list[int]] = {}
+    pending = [i for i, axis in enumerate(spec.mesh.axis_names) if axis in spec.partition.unreduced]
+    for rank, place in held:
+        terms.setdefault(tuple(place[i] for i in pending), []).append(rank)
+    return " + ".join(map(_listed, terms.values()))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """``0, 4`` of few, ``0-7`` of many in a row."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def _text(x: Sharded) -> str:
+    """What ``print(x)`` shows: the number, of a scalar that all ranks have; else the layout, and below it values.
+
+    A process shows its own block, a simulation the whole. Nothing moves. Where values are not there (in a record, a
+    transform or a body, on a mesh without ranks) it is the layout alone.
+    """
+    return "\n".join(filter(None, (_caption(x), _values(x))))
+
+
+def _caption(x: Sharded) -> str:
+    if not _has_values(x):
+        return repr(x)
+    if _is_number(x):
+        return ""
+    mesh, here = x.spec.mesh, x.spec.mesh.coordinate()
+    if mesh.transport != "process_group" or here is None:
+        return repr(x)
+    pending = quoted(axis for axis in mesh.axis_names if axis in x.spec.partition.unreduced)
+    what = f"its term of the sum over {pending}" if pending else f"rank {mesh.rank_at(here)}'s block"
+    return repr(x) if not x.spec.partition.mentioned else f"{x!r}, {what}:"
+
+
+def _values(x: Sharded) -> str:
+    if not _has_values(x):
+        return ""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        text = repr(_whole(x.local.detach(), x.spec))
+    if not _is_number(x):
+        return text
+    number = text.removeprefix("tensor(").split(",")[0].rstrip(")")
+    return f"{number}0" if number.endswith(".") else number
+
+
+def _has_values(x: Sharded) -> bool:
+    if is_recording() or _transforms_active() or state.body is not None:
+        return False
+    return type(x.local) in (Tensor, LocalTensor, torch.nn.Parameter) and not x.local.is_meta
+
+
+def _is_number(x: Sharded) -> bool:
+    """Whether it is a scalar that this process has."""
+    return not x.spec.shape and not x.spec.partition.unreduced and _has_values(x)
+
+
+def _whole(x: Tensor, spec: TensorSpec) -> Tensor:
+    """The global tensor, of the blocks of a simulation; of a process its block."""
+    if spec.mesh.transport != "simulation":
+        return x
+    view, mesh = spec.unflattened, spec.mesh
+    held = frame(mesh, view.partition.axes | view.partition.unreduced)
+    apart = expand(x, held)
+    whole = torch.zeros(view.shape, dtype=spec.dtype, device=x.device)
+    for place, block in zip(apart.frame.coordinates(), apart.shards, strict=True):
+        at = dict.fromkeys(mesh.axis_names, 0) | dict(zip(apart.frame.axes, place, strict=True))
+        if any(i for axis, i in at.items() if axis not in held.axes):
+            continue  # of axes over which it is equal the first rank's
+        sizes = view.local_shape(tuple(at.values()))
+        spans = zip(view.offset(tuple(at.values())), sizes, strict=True)
+        part = whole[tuple(slice(start, start + length) for start, length in spans)]
+        if view.partition.unreduced and part.dtype is not torch.bool:
+            part.add_(block.reshape(sizes))
+        else:
+            part.copy_(block.reshape(sizes))
+    return whole.view(spec.shape)
+
+
+def _html(x: Sharded) -> str:
+    """What a notebook shows: the picture of its layout, and its values."""
+    caption = f"<pre>{html.escape(_values(x))}</pre>"
+    return f"<div>{Picture(x.spec).html}{caption}</div>"
+
+
+above.text, above.html, above.is_number = _text, _html, _is_number
