@@ -141,6 +141,17 @@ def test_gradients(name: str) -> None:
             torch.testing.assert_close(device_get(x.grad), whole.local.grad, msg=lambda m, s=spec: f"{s}: {m}")
 
 
+@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout2d])
+def test_dropout_of_nothing_is_its_operand(drop: Callable[..., Any]) -> None:
+    """As torch has it: nothing is drawn, and a pending sum stays pending."""
+    plain = torch.ones(4, 3, 2, 2)
+    x = device_put(plain, P(unreduced={"x"}), mesh=LINE)
+    state = torch.get_rng_state()
+    assert drop(x, 0.0, True) is x
+    assert drop(plain, 0.0, True) is plain
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_dropout_is_a_product_with_its_mask_and_moves_nothing() -> None:
     for spec in (P("x"), P(None, "x"), P(unreduced={"x"}), P(reduced={"x"}), P()):
         x = put(LINE, spec).requires_grad_()

@@ -72,7 +72,7 @@ def _restore(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     if forward is None:
         del module.forward
     else:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
 
 def _lies(x: Tensor | Sharded) -> P:

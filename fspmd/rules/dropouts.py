@@ -36,8 +36,13 @@ def _kept(x: Value, p: float, features: bool, one: float = 1.0) -> Value:
     return drawn(spec, lambda dtype: bernoulli(1 - p), x.device, lambda hit: hit.to(spec.dtype).mul_(one))
 
 
+def _keeps_all(p: float, training: bool) -> bool:
+    """Whether a dropout gives its operand, and draws nothing, as torch does then."""
+    return not training or p == 0
+
+
 def _dropout(features: bool, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
-    if not training:
+    if _keeps_all(p, training):
         return x
     noise = _kept(x, p, features, 1 / (1 - p) if p < 1 else 0.0)
     return x.mul_(noise) if inplace else x * noise
@@ -45,7 +50,7 @@ def _dropout(features: bool, x: Value, p: float = 0.5, training: bool = True, in
 
 def _alpha_dropout(features: bool, x: Value, p: float = 0.5, training: bool = False, inplace: bool = False) -> Value:
     """Dropped elements become SELU's lower limit; the result has the mean and variance that ``x`` had."""
-    if not training:
+    if _keeps_all(p, training):
         return x
     kept = _kept(x, p, features)
     scale = ((1 - p) * (1 + p * _ALPHA**2)) ** -0.5 if p < 1 else 0.0
