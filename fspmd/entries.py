@@ -109,7 +109,8 @@ def without(entry: Entry, axes: Iterable[str]) -> Entry:
     """The entry without some axes."""
     gone = set(axes)
     if isinstance(entry, Flat):
-        return Flat(*((n, tuple(a for a in own if a not in gone)) for n, own in entry.factors))
+        factors = tuple((n, tuple(a for a in own if a not in gone)) for n, own in entry.factors)
+        return Flat(*factors) if any(own for _, own in factors) else None
     return entry_of(tuple(a for a in entry_axes(entry) if a not in gone))
 
 

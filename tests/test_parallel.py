@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fspmd import (
     ColwiseParallel,
+    Flat,
     FspmdError,
     Mesh,
     P,
@@ -35,6 +36,7 @@ from fspmd import (
     shard_map,
 )
 from fspmd.modules.paths import matches
+from fspmd.modules.styles import laid_out
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("tp",), transport="simulation")
@@ -65,6 +67,36 @@ class Block(nn.Module):
 
 
 MLP: dict[str, Style] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Fused(nn.Module):
+    """Gate and value of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(6, 16, dtype=F64), nn.Linear(8, 6, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, -1)
+        out: Tensor = self.down(torch.tanh(gate) * value)
+        return out
+
+
+class MultiQuery(nn.Module):
+    """Four heads of queries for one of keys and values, cut within it: their dims lie flat before the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(6, 16, dtype=F64), nn.Linear(16, 6, dtype=F64)
+        self.k, self.v = nn.Linear(6, 4, dtype=F64), nn.Linear(6, 4, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (one.expand(-1, 4, -1, -1) for one in (k, v))
+        out: Tensor = self.o((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).reshape(*x.shape[:2], -1))
+        return out
+
+
 FLOATS = torch.linspace(-1, 1, 60, dtype=F64).view(2, 5, 6).sin()
 IDS = torch.tensor([[1, 2, 10, 0, 4], [0, 2, 5, 6, 7]])
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Style], Tensor]] = {
@@ -82,6 +114,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Style], Tensor]] = {
             "": PrepareOutput(output="replicated"),
         },
         IDS,
+    ),
+    "fused": (
+        Fused,
+        {"both": ColwiseParallel(specs={"*": P(Flat((2, None), (8, "tp")))}), "down": RowwiseParallel()},
+        FLOATS,
+    ),
+    "multi-query": (
+        MultiQuery,
+        {**dict.fromkeys("qkv", ColwiseParallel()), "o": RowwiseParallel()},
+        FLOATS,
     ),
     "embedding by columns": (
         Block,
@@ -378,6 +420,27 @@ def test_styles_in_a_body_are_refused() -> None:
         "rank's blocks; "
         "use them outside"
     )
+
+
+@pytest.mark.parametrize("case", ["fused", "multi-query"])
+def test_flat_dims_move_at_most_to_meet_weights(case: str) -> None:
+    make, styles, x = CASES[case]
+    params, plan = parallelize(dict(seeded(make).named_parameters()), styles, LINE, axis="tp")
+    with communication_log() as log:
+        functional_call(seeded(make), params, x, styles=plan)
+    assert [one.kind for one in log if "hook" in str(one.cause)] == [
+        *(["all_to_all"] if case == "multi-query" else []),
+        "psum_unreduced",
+    ], str(log)
+
+
+def test_a_flat_dim_of_other_axes() -> None:
+    flat = P(Flat((4, None), (6, "data")))
+    assert laid_out(flat, 1, "tp", "replicated") == flat
+    assert laid_out(flat, 1, "data", "replicated") == P(None)
+    assert laid_out(flat, 1, "data", 0) == P("data")
+    assert laid_out(flat, 1, "data", 0, flat=True) == flat
+    assert laid_out(flat, 1, "tp", 0) == P(Flat((4, "tp"), (6, "data")))
 
 
 def on_processes(sizes: tuple[int, ...]) -> None:

@@ -159,8 +159,8 @@ class Placed:
         """The result, laid out as the styles say."""
         if style := self._speaking_of("output"):
             if isinstance(out, (tuple, list)):
-                return type(out)(self._each(tuple(out), style, several(style.output)))
-            return self._arranged(out, several(style.output)[0], style)
+                return type(out)(self._each(tuple(out), style, several(style.output), flat=True))
+            return self._arranged(out, several(style.output)[0], style, flat=True)
         return out
 
     @property
@@ -171,11 +171,13 @@ class Placed:
     def _speaking_of(self, name: str) -> Style | None:
         return next((style for style in reversed(self.styles.values()) if getattr(style, name) is not None), None)
 
-    def _each(self, values: tuple[Any, ...], style: Style, layouts: tuple[Layout, ...]) -> tuple[Any, ...]:
-        placed = [self._arranged(x, layout, style) for x, layout in zip(values, layouts, strict=False)]
+    def _each(
+        self, values: tuple[Any, ...], style: Style, layouts: tuple[Layout, ...], *, flat: bool = False
+    ) -> tuple[Any, ...]:
+        placed = [self._arranged(x, layout, style, flat=flat) for x, layout in zip(values, layouts, strict=False)]
         return *placed, *values[len(layouts) :]
 
-    def _arranged(self, x: Any, layout: Layout, style: Style) -> Any:
+    def _arranged(self, x: Any, layout: Layout, style: Style, *, flat: bool = False) -> Any:
         if layout is None or not isinstance(x, (Tensor, Sharded)):
             return x
         if state.body is not None:
@@ -184,7 +186,7 @@ class Placed:
                 "values are this rank's blocks; use them outside"
             )
         source = x.spec if isinstance(x, Sharded) else TensorSpec(self.mesh, P(), x.shape, x.dtype)
-        target = _target(source, _axis_of(style), layout)
+        target = _target(source, _axis_of(style), layout, flat or style.flat)
         if isinstance(x, Sharded):
             return x if target is source else Sharded(redistribute(x.local, source, target), target)
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
@@ -197,8 +199,8 @@ def _gathered(x: Any, layout: Layout, style: Style) -> Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def _target(source: TensorSpec, axis: str, layout: Layout) -> TensorSpec:
-    return source.with_partition(laid_out(source.partition, len(source.shape), axis, layout))
+def _target(source: TensorSpec, axis: str, layout: Layout, flat: bool) -> TensorSpec:
+    return source.with_partition(laid_out(source.partition, len(source.shape), axis, layout, flat=flat))
 
 
 def _axis_of(style: Style) -> str:

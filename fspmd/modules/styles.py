@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fspmd.entries import entry_axes, without
+from fspmd.entries import Entry, Flat, entry_axes, without
 from fspmd.errors import ArgumentError
 from fspmd.messages import described, quoted
 from fspmd.modules.paths import matches
@@ -32,6 +32,9 @@ class Style:
         kwargs: Layouts of arguments by keyword.
         result: What ``f`` gives when it runs on blocks (`Placed.local`).
         output: Layout of the result, or a tuple for a tuple of results.
+
+    A dim cut over the axis may be `Flat`: a result stays so, and so does an argument where ``specs`` cut parameters so;
+    else it is moved to consecutive blocks, as the parameters lie.
     """
 
     axis: str | None = None
@@ -60,6 +63,12 @@ class Style:
                     f"{type(self).__name__} got {described(layout)} for {name}; expected a dim such as -1, one of "
                     f"{quoted(_WORDS)}, a P, or None"
                 )
+
+    @property
+    def flat(self) -> bool:
+        """Whether parameters are cut along dims that are `Flat`."""
+        given = [layout for layout in self.specs.values() if isinstance(layout, P)]
+        return any(isinstance(entry, Flat) for layout in given for entry in layout)
 
     @property
     def places(self) -> bool:
@@ -172,8 +181,8 @@ def several(layouts: Layouts) -> tuple[Layout, ...]:
     return layouts if isinstance(layouts, tuple) else (layouts,)
 
 
-def laid_out(partition: P, ndim: int, axis: str, layout: Layout) -> P:
-    """The partition with another layout over one axis.
+def laid_out(partition: P, ndim: int, axis: str, layout: Layout, *, flat: bool = False) -> P:
+    """The partition with another layout over one axis; ``flat``: a `Flat` dim that it cuts stays as it is cut.
 
     >>> laid_out(P("data", None, "tp"), 3, "tp", 0), laid_out(P("data"), 2, "tp", "unreduced")
     (P(('data', 'tp'), None, None), P('data', None, unreduced={'tp'}))
@@ -185,8 +194,18 @@ def laid_out(partition: P, ndim: int, axis: str, layout: Layout) -> P:
     if isinstance(layout, int):
         if not -ndim <= layout < ndim:
             raise ArgumentError(f"a style cuts dim {layout}, but the value has {ndim} dims; write another layout")
-        entries[layout] = (*entry_axes(entries[layout]), axis)
+        before = partition[layout] if len(partition) == ndim else None
+        is_cut = flat and isinstance(before, Flat) and axis in before.axes
+        entries[layout] = before if is_cut else _cut(entries[layout], axis)
     pending = partition.unreduced - {axis} | ({axis} if layout == "unreduced" else set())
     return P(
         *entries, unreduced=pending, reduced=partition.reduced - {axis} | ({axis} if layout == "reduced" else set())
     )
+
+
+def _cut(entry: Entry, axis: str) -> Entry:
+    """The entry of a dim, cut over one more axis: of a `Flat` one the leading dim."""
+    if isinstance(entry, Flat):
+        (size, axes), *others = entry.factors
+        return Flat((size, (*axes, axis)), *others)
+    return (*entry_axes(entry), axis)
