@@ -248,8 +248,9 @@ def passed_on(factors: Factors, linear: str, operands: int) -> Iterator[tuple[fr
         summands = frozenset(every) - factors.places
         yield summands, "".join("U" if i in summands else "I" for i in every)
     for one in range({"product": operands, "first": 1}.get(linear, 0)):
-        if one not in factors.added:
-            yield frozenset((one,)), "".join("U" if i in factors.added or i == one else "R" for i in every)
+        if one not in factors.added | factors.places:
+            states = ("U" if i in factors.added or i == one else "I" if i in factors.places else "R" for i in every)
+            yield frozenset((one,)), "".join(states)
 
 
 def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError
 from fspmd.redistribution.redistribute import to_blocks
+from fspmd.rules.grouped import grouped_mm
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
@@ -386,6 +387,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     **{"equal": _equal, "allclose": _allclose},
     "linear_cross_entropy": _unchunked,
+    "_grouped_mm": grouped_mm,
     "one_hot": _one_hot,
     **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},
 }

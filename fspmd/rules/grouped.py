@@ -1,0 +1,168 @@
+"""`torch.nn.functional.grouped_mm`: rows in groups, each group with a matrix of its own, as mixtures of experts have.
+
+Offsets say where groups end. torch leaves what lies past the last one as it is in memory, in results and in gradients;
+here it is zeros, so that sums over ranks that have other groups, or other rows, are sums of their own terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fspmd.errors import ArgumentError
+from fspmd.rules.bodies import Site
+from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.whole import Rule, Whole
+from fspmd.rules.windows import block_places, per_rank, still
+from fspmd.sharded import above
+
+
+def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """torch's, of matrices in groups; what is made of them follows from which operand holds a matrix per group."""
+    dims = mat_a.dim(), mat_b.dim()
+    _check(mat_a, mat_b, offs, bias, out_dtype)
+    if dims == (3, 3):
+        return torch.bmm(mat_a, mat_b)
+    if dims == (2, 3):
+        return above.dispatch(rows_by_groups, (), (mat_a, mat_b, offs))
+    if dims == (3, 2):
+        return above.dispatch(rows_by_groups, (), (mat_b.mT, mat_a.mT, offs)).mT
+    return above.dispatch(groups_of_columns, (), (mat_a, mat_b, offs))
+
+
+def pointing(text: str, cut: str) -> Rule:
+    """A rule whose third operand says where groups end; of the groups, or rows, that ranks have they add up sums."""
+    pattern = parse(text)
+
+    def rule(whole: Whole) -> Factors:
+        found = match(pattern, whole.shapes)
+        return found._replace(summed=found.summed | {found.names[cut]}, places=frozenset({2}))
+
+    return rule
+
+
+def _check(a: Any, b: Any, offs: Any, bias: Any, out_dtype: Any) -> None:
+    """Raises where torch does on some device; the meta device has words of its own, of halves alone."""
+    dims = a.dim(), b.dim()
+    if not {*dims} <= {2, 3}:
+        raise ArgumentError(
+            f"grouped_mm: Multiplicands must be 2D or 3D but got mat_a.dim()={dims[0]} and mat_b.dim()={dims[1]}"
+        )
+    if (offs is None) != (dims == (3, 3)):
+        raise ArgumentError(
+            f"grouped_mm: offs are given if, and only if, an operand is 2D; got dims {dims} and offs={offs!r}"
+        )
+    groups = {x.size(0) for x in (a, b) if x.dim() == 3}
+    if a.size(-1) != b.size(-2) or len(groups | ({offs.size(0)} if offs is not None and groups else set())) > 1:
+        given = f"{tuple(a.shape)} and {tuple(b.shape)}" + ("" if offs is None else f" of {offs.size(0)} groups")
+        raise ArgumentError(
+            f"grouped_mm: contraction dimension of mat_a and mat_b, and their groups, must match; got {given}"
+        )
+    if offs is not None and (offs.dtype is not torch.int32 or offs.dim() != 1):
+        raise ArgumentError(f"grouped_mm: Offsets have to be int32, of one dim; got {offs.dtype}, of {offs.dim()}")
+    if a.dtype is not b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ArgumentError(
+            f"grouped_mm: Expected matrices of Float32, BFloat16 or Float16, alike; got {a.dtype} and {b.dtype}"
+        )
+    if bias is not None or out_dtype not in (None, a.dtype):
+        raise ArgumentError(
+            "grouped_mm: Bias and another out_dtype are not supported yet; add the bias to the result, or cast it"
+        )
+
+
+# --- on blocks --------------------------------------------------------------------------------------------------------
+
+
+def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """``a[s, k]``, ``b[g, k, n]``: ``[s, n]``, the rows of each group times its matrix; zeros past the last group."""
+    if has_torch_function((a, b, offs)):
+        return handle_torch_function(rows_by_groups, (a, b, offs), a, b, offs)  # type: ignore[no-any-return]
+    if a.is_meta:
+        return a.new_empty(a.shape[0], b.shape[2])
+    past = _past(a.shape[0], offs)[:, None]
+    a = a.masked_fill(past, 0)  # and its gradient
+    if 0 in (*a.shape, *b.shape):
+        return a @ b.sum(0)
+    columns = b.shape[2]
+    out = torch._grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
+    return out[:, :columns].masked_fill(past, 0)
+
+
+def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """``a[m, s]``, ``b[s, n]``: ``[g, m, n]``, for each group its columns times its rows."""
+    if has_torch_function((a, b, offs)):
+        return handle_torch_function(groups_of_columns, (a, b, offs), a, b, offs)  # type: ignore[no-any-return]
+    if a.is_meta:
+        return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
+    past = _past(a.shape[1], offs)
+    a, b = a.masked_fill(past, 0), b.masked_fill(past[:, None], 0)
+    if 0 in (*a.shape, *b.shape, *offs.shape):
+        return (a @ b).expand(offs.shape[0], -1, -1).clone()
+    rows, columns = a.shape[0], b.shape[1]
+    return torch._grouped_mm(_fitting(a), _fitting(b), offs=offs)[:, :rows, :columns].contiguous()
+
+
+def _past(rows: int, offs: Tensor) -> Tensor:
+    """Which rows belong to no group."""
+    places = torch.arange(rows, device=offs.device)
+    return places >= (offs[-1:] if len(offs) else 0)
+
+
+def _fitting(x: Tensor, rows: bool = False) -> Tensor:
+    """As torch's kernels take it, and its gradient: the last two dims, or the last of ``rows``, multiples of 16 bytes
+    long.
+    """
+    unit = max(1, 16 // x.dtype.itemsize)
+    lacks = [-x.shape[-1] % unit, 0 if rows else -x.shape[-2] % unit]
+    if any(lacks):
+        return torch.constant_pad_nd(x, [0, lacks[0], 0, lacks[1]]).contiguous()
+    rows_apart, columns_apart = x.stride()[-2:]
+    is_fit = (columns_apart == 1 and rows_apart >= x.shape[-1] and rows_apart % unit == 0) or (
+        rows_apart == 1 and columns_apart >= x.shape[-2] and columns_apart % unit == 0
+    )
+    return x if is_fit else x.contiguous()
+
+
+# --- rows, or groups, of which each rank has some ---------------------------------------------------------------------
+
+
+@still
+def own_groups(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Of `rows_by_groups`: each rank multiplies those rows of its block that belong to its groups, the first first."""
+    ends = _ends(site, offs)
+    if not site.axes.get("g"):
+        return rows_by_groups(a, b, ends)
+    groups = site.blocks(offs.shape[0], "g")
+    ends = torch.cat([ends.new_zeros(1), ends])
+    start = _part(site, "start", "g", ends, lambda at: torch.tensor([groups[at][0]]))
+    own = _part(site, "own", "g", ends, lambda at: block_places(groups, at) + 1)
+    rows = site.blocks(site.operands[0].shape[0], "s")
+    axes = site.axes.get("s", ())
+    places = per_rank(site, "places", axes, lambda at: torch.arange(rows[at][1]))
+    length = per_rank(site, "length", axes, lambda at: torch.tensor([max(1, rows[at][1])]))
+    out = rows_by_groups(a.index_select(0, (places + start) % length), b, own - start)
+    return out.index_select(0, (places - start) % length)
+
+
+@still
+def own_columns(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Of `groups_of_columns`: each rank's rows are terms of a sum."""
+    return groups_of_columns(a, b, _ends(site, offs))
+
+
+def _ends(site: Site, offs: Tensor) -> Tensor:
+    """Where groups end in this rank's rows."""
+    if not site.axes.get("s"):
+        return offs
+    rows = site.blocks(site.operands[0].shape[site.operands[0].ndim - 1 if site.results[0].ndim == 3 else 0], "s")
+    first = per_rank(site, "first", site.axes["s"], lambda at: torch.tensor([rows[at][0]], dtype=offs.dtype))
+    length = per_rank(site, "rows", site.axes["s"], lambda at: torch.tensor([rows[at][1]], dtype=offs.dtype))
+    return (offs - first).clamp(min=0).minimum(length)
+
+
+def _part(site: Site, key: str, dim: str, x: Tensor, places: Callable[[int], Tensor]) -> Tensor:
+    return x.index_select(0, per_rank(site, key, site.axes[dim], places))
