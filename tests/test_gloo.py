@@ -21,6 +21,7 @@ from collective_cases import (
     same,
     some_cases,
 )
+from compile_programs import compiled_functions
 from dtensor_programs import (
     dtensors_where_none_are_taken,
     gradients_of_dtensors,
@@ -246,6 +247,12 @@ def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
 
 def test_torch_functions_with_other_numbers(four: Processes) -> None:
     four.run(numbers_on_processes, seconds=120)
+
+
+def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
+    assert (
+        four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5, seconds=120) == [[]] * 4
+    )
 
 
 # --- DTensors -------------------------------------------------------------------------------------------------------

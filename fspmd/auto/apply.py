@@ -25,6 +25,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import RecomputeContext, recomputed_in
+from fspmd.wrapping import wraps
 
 _AHEAD = 4  # steps that may be left out: what is recorded of whole values may be less of such that are no sums yet
 
@@ -63,7 +64,7 @@ def applied(
     """``f``, whose calls follow the steps in their order; where its results must lie, if they must."""
     calls = Calls(mesh)
 
-    @functools.wraps(f)
+    @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _guided(calls, steps):
             out = f(*args, **kwargs)

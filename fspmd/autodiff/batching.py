@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +20,7 @@ from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.trees import DIMS, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
+from fspmd.wrapping import wraps
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ def vmap(
     if randomness not in ("error", "different", "same"):
         raise ArgumentError(f"vmap got randomness={randomness!r}; expected one of 'error', 'different', 'same'")
 
-    @functools.wraps(f)
+    @wraps(f)
     def mapped(*args: Q.args, **kwargs: Q.kwargs) -> Any:
         if kwargs:
             raise ArgumentError(f"vmap maps positional arguments only; pass {quoted(kwargs)} by position")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd.autodiff.leaves import check_function, transforms_active
 from fspmd.body import state
+from fspmd.wrapping import wraps
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ def checkpoint(f: Callable[Q, R]) -> Callable[Q, R]:
 
     check_function(f, "checkpoint")
 
-    @functools.wraps(f)
+    @wraps(f)
     def recomputed(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if transforms_active() or not torch.is_grad_enabled():
             return f(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, Literal, ParamSpec, TypeVar, overload
@@ -38,6 +37,7 @@ from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
+from fspmd.wrapping import wraps
 
 _NOTHING: Final = nullcontext()
 
@@ -185,7 +185,7 @@ def value_and_grad(
 
     check_options(f, argnums, "value_and_grad")
 
-    @functools.wraps(f)
+    @wraps(f)
     def with_gradient(*args: Q.args, **kwargs: Q.kwargs) -> tuple[R, Any]:
         return _value_and_grad(f, argnums, has_aux, args, kwargs, "value_and_grad")
 
@@ -214,7 +214,7 @@ def grad(f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = 
 
     check_options(f, argnums, "grad")
 
-    @functools.wraps(f)
+    @wraps(f)
     def gradient(*args: Q.args, **kwargs: Q.kwargs) -> Any:
         value, grads = _value_and_grad(f, argnums, has_aux, args, kwargs, "grad")
         return (grads, value[1]) if has_aux else grads

@@ -22,6 +22,7 @@ from fspmd.global_view.operands import cast_operands, keep, move_operands
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
+from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.redistribution.cost import replan_with
 from fspmd.rules import IN_C
@@ -258,16 +259,5 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
-def _leave_to_python(function: Any, why: str) -> None:
-    """``torch.compile`` calls the function as it is and compiles nothing within; with fullgraph=True it raises.
-
-    As ``torch.compiler.disable``, which would wrap it.
-    """
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-_leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")
+leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")
 above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -16,12 +16,21 @@ from fspmd.foreign import foreign_name
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.connected import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
-from fspmd.local_view.modes import BodyMode, lift_mode
+from fspmd.local_view.modes import (
+    BodyMode,
+    check_not_compiled,
+    leave_to_python,
+    lift_mode,
+    pop_mode,
+    push_mode,
+    put_back,
+)
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.trees import flatten, flatten_args
+from fspmd.wrapping import wraps
 
 MISSING: Any = object()
 
@@ -75,7 +84,8 @@ def shard_map(
             values are whole.
         check_vma: Track over which axes each value varies, cast invariant operands (backward: the all-reduce), and
             refuse an output that varies over an axis its spec leaves out. With False: JAX's unchecked semantics, in
-            which ``psum`` transposes to ``psum``, and no cost per op.
+            which ``psum`` transposes to ``psum``, and no cost per op. In a checked body functions that
+            ``torch.compile`` has made run as they are; `jit` with ``backend="inductor"`` compiles around types.
 
     Arguments are plain tensors (a global value known to every process) or `Sharded` (moved only if the spec
     differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes. A block is
@@ -103,7 +113,7 @@ def shard_map(
     plans: dict[Any, Plan] = {}
     function = f
 
-    @functools.wraps(f)
+    @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         names: tuple[str, ...] = ()
         if kwargs:
@@ -121,6 +131,7 @@ def shard_map(
             leaves = [leaves[i] for i in plan.order]
         return run(plan, function, leaves, names, flat)
 
+    leave_to_python(mapped, "what shard_map runs is compiled by jit(f, backend='inductor')")
     return mapped
 
 
@@ -156,13 +167,14 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             out = called(*args)
         else:
             below = lift_mode() if plan.nested else None
-            _push_mode(mode)
+            pushed = push_mode(mode)
             try:
                 out = called(*args)
+                check_not_compiled(pushed, body.name)
             finally:
-                _pop_mode()
+                pop_mode(pushed)
                 if below is not None:
-                    _push_mode(below)
+                    put_back(below)
         leaves, tree = _flatten_result(out)
         if widen is not None and _may_close(plan, function, leaves):
             leaves = list(leaves)
@@ -198,7 +210,6 @@ def _flatten_result(out: Any) -> tuple[list[Any], Any]:
 _TENSORS = {Tensor}
 _transforms_active = torch._C._are_functorch_transforms_active
 _sees_functions = torch._C._is_torch_function_enabled
-_push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 
 
 def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:

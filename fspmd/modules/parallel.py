@@ -22,6 +22,7 @@ from fspmd.placing.placement import device_put, the_mesh
 from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.wrapping import wraps
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class Placed:
     def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """``f`` on global shapes, its arguments and results arranged."""
 
-        @functools.wraps(f)
+        @wraps(f)
         def arranged(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self.inputs(args, kwargs)
             return self.outputs(f(*args, **kwargs))
@@ -121,7 +122,7 @@ class Placed:
         axis, result = _axis_of(style), style.result
         maps: dict[Any, Callable[..., Any]] = {}
 
-        @functools.wraps(f)
+        @wraps(f)
         def mapped(*args: Any) -> Any:
             args, _ = self.inputs(args, {})
             specs = tuple(_partition_of(x) for x in args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from fspmd.messages import counted, described, quoted
 from fspmd.programs.keys import Static
 from fspmd.sharded import Sharded
 from fspmd.trees import parameter_names
+from fspmd.wrapping import wraps
 
 Numbers = int | Sequence[int] | None
 Names = str | Sequence[str] | None
@@ -125,7 +125,7 @@ def _static(f: Any, where: int | str, value: Any) -> Static:
 def with_static(f: Callable[..., Any]) -> Callable[..., Any]:
     """``f`` of arguments of which some are marked as static."""
 
-    @functools.wraps(f)
+    @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         return f(*map(_opened, args), **{name: _opened(x) for name, x in kwargs.items()})
 

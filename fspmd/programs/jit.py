@@ -268,7 +268,7 @@ class Jitted(Generic[Q, R]):
         self._has_static = bool(recordable.static)
         self._recordable = recordable
         self._records = _Records(recordable)
-        functools.update_wrapper(self, recordable.function)
+        functools.update_wrapper(self, recordable.function, updated=())  # as `wraps` does
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         """The function's result: replayed, or recorded where there is no record of arguments of this kind."""

@@ -1,0 +1,97 @@
+"""Functions that `torch.compile` has made run as they are where a mode sees torch's calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch._dynamo
+from compile_programs import compiled_functions
+from torch import Tensor
+
+from fspmd import ArgumentError, P, device_get, grad, jit, make_mesh, shard_map, vmap
+from fspmd.local_view.modes import check_not_compiled
+
+FULL = bool(os.environ.get("FSPMD_FULL"))
+MESH = make_mesh((4,), ("x",))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_functions_in_simulated_bodies() -> None:
+    assert compiled_functions("simulation", sample=1 if FULL else 5) == []
+
+
+def test_the_compiler_is_as_it_was_after_a_body() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+
+    def count(f: object) -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        f()  # type: ignore[operator]
+        return int(torch._dynamo.utils.counters["frames"]["total"])
+
+    def body(x: Tensor) -> Tensor:
+        if x.numel() == 1:
+            raise KeyError("within")
+        return shard_map(compiled, in_specs=P(), out_specs=P(), axis_names={"y"})(x)
+
+    grid = make_mesh((2, 2), ("x", "y"))
+    mapped = shard_map(body, mesh=grid, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+    assert count(lambda: mapped(torch.ones(8))) == 0
+    with pytest.raises(KeyError):
+        mapped(torch.ones(2))
+    assert count(lambda: compiled(torch.ones(2))) == 1
+
+
+def test_a_body_in_one_thread_ends_while_another_runs() -> None:
+    """The second body begins within the first and ends after it; the compiler's stance is of the whole process."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    inside, ended = threading.Event(), threading.Event()
+
+    def slow(x: Tensor) -> Tensor:
+        inside.set()
+        assert ended.wait(20)
+        return compiled(x)
+
+    def quick(x: Tensor) -> Tensor:
+        thread.start()
+        assert inside.wait(20)
+        return compiled(x)
+
+    found: list[Tensor] = []
+    options = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x")}
+    thread = threading.Thread(target=lambda: found.append(device_get(shard_map(slow, **options)(torch.ones(4)))))
+    shard_map(quick, **options)(torch.ones(4))
+    ended.set()
+    thread.join(20)
+    assert torch.allclose(found[0], torch.ones(4).sin() + 1)
+    assert torch._dynamo.utils.counters["frames"]["total"] == 0
+    compiled(torch.ones(4))
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1
+
+
+def test_the_first_use_of_the_compiler_within_a_body_is_told() -> None:
+    torch._dynamo.utils.counters["frames"]["total"] = 1
+    with pytest.raises(ArgumentError, match="compile the function outside of the body"):
+        check_not_compiled(None, "shard_map(f)")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_made_of_a_compiled_function_is_more_than_that_function() -> None:
+    compiled = torch.compile(lambda x: x * x.sum(), backend="eager")
+    x = torch.arange(4.0)
+    mapped = shard_map(compiled, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    for made, expected in (
+        (lambda x: device_get(mapped(x)), x * x),
+        (vmap(compiled), x * x),
+        (jit(compiled), x * 6),
+        (grad(torch.compile(lambda x: (x * x).sum(), backend="eager")), 2 * x),
+    ):
+        torch._dynamo.reset()
+        assert torch.equal(made(x), expected)
+        assert torch.equal(torch.compile(lambda x, made=made: made(x) * 1, backend="eager")(x), expected)
+        assert torch.equal(torch.compile(made, backend="eager")(x), expected)
