@@ -96,7 +96,10 @@ def _values_by_name(leaves: dict[str, Leaf], slots: dict[str, Slot], failures: l
         elif given:
             values |= dict.fromkeys(names, leaves[next(iter(given.values()))].value)
         elif slots[names[0]].value.is_meta:
-            failures.append(Failure(f"{names[0]!r} is left out, and the module has it on the meta device", TreeError))
+            text = f"{names[0]!r} is left out, and the module has it on the meta device"
+            is_buffer = not isinstance(slots[names[0]].value, nn.Parameter)
+            advice = "give it buffers, too: (params, dict(module.named_buffers()))" if is_buffer else ""
+            failures.append(Failure(text, TreeError, advice))
     return values
 
 

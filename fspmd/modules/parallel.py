@@ -19,6 +19,7 @@ from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.paths import leaves_by_name, matches, near, prefixes
 from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
 from fspmd.placing.placement import device_put, the_mesh
+from fspmd.placing.scatter import PLANNED, lacks_values
 from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -233,7 +234,8 @@ def parallelize(
 
     Args:
         params: Dicts, lists and tuples of tensors, flat (``dict(module.named_parameters())``) or nested. Global plain
-            tensors that every rank holds, or `Sharded`, which are moved.
+            tensors that every rank holds, or `Sharded`, which are moved. To plan a module without memory: tensors on
+            the meta device and a mesh of transport "abstract", or `TensorSpec` leaves.
         styles: By glob on qualified names: ``"layers.*.attn.wq"`` is a leaf or a subtree; ``*`` is one key, ``**`` any
             number. Where several match, the later decides. A leaf that none matches is replicated.
         mesh: By default the current one.
@@ -261,21 +263,30 @@ def parallelize(
     if not isinstance(params, (Mapping, list, tuple)):
         raise TreeError(f"parallelize got {described(params)} for params; give it a dict of tensors by name")
     named = {name: leaf for name, leaf, _, _ in leaves_by_name(params) if leaf is not None}
-    if wrong := [name for name, leaf in named.items() if not isinstance(leaf, (Tensor, Sharded))]:
-        failures = [Failure(f"{name!r} is {described(named[name])}, not a tensor", TreeError) for name in wrong]
-        refuse("parallelize lays out trees of tensors", failures)
+    _check_named(named, mesh)
     shapes = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in named.items()}
     plan = make_plan(shapes, styles, mesh, axis, "parallelize")
     specs = plan.specs
-    placed: dict[Any, Sharded] = {}  # one leaf under several names that lies alike stays one
+    placed: dict[Any, Sharded | TensorSpec] = {}  # one leaf under several names that lies alike stays one
 
-    def place(name: str, leaf: Tensor | Sharded) -> Sharded:
+    def place(name: str, leaf: Tensor | Sharded | TensorSpec) -> Sharded | TensorSpec:
         key = id(leaf), specs[name]
         if key not in placed:
             placed[key] = _leaf(leaf, specs[name], mesh)
         return placed[key]
 
     return _mapped(params, "", place), plan
+
+
+def _check_named(named: Mapping[str, Any], mesh: Mesh) -> None:
+    failures = []
+    for name, leaf in named.items():
+        if not isinstance(leaf, (Tensor, Sharded, TensorSpec)):
+            failures.append(Failure(f"{name!r} is {described(leaf)}, not a tensor", TreeError))
+        elif lacks_values(leaf, mesh):
+            failures.append(Failure(f"{name!r} is on the meta device, which has no values", ArgumentError, PLANNED))
+    if failures:
+        refuse("parallelize lays out trees of tensors", failures)
 
 
 def _mapped(tree: Any, prefix: str, f: Callable[[str, Any], Any]) -> Any:
@@ -288,7 +299,9 @@ def _mapped(tree: Any, prefix: str, f: Callable[[str, Any], Any]) -> Any:
     return tree if tree is None else f(prefix[1:], tree)
 
 
-def _leaf(x: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
+def _leaf(x: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Sharded | TensorSpec:
+    if isinstance(x, TensorSpec):
+        return TensorSpec(mesh, partition, x.shape, x.dtype)
     placed: Sharded = device_put(x.detach(), partition, mesh=mesh)
     return placed.requires_grad_() if x.requires_grad else placed
 

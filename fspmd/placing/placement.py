@@ -59,10 +59,12 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
 
     ``specs`` is a pytree prefix of ``tree``. Without ``src`` every process holds the global tensors and keeps its
     blocks: nothing moves. With ``src`` only that global rank holds them: see `scatter`. A `Sharded` leaf is
-    redistributed. Backward gathers the gradient.
+    redistributed. Backward gathers the gradient. To plan without memory: a `TensorSpec` leaf gives one with another
+    layout, and on a mesh of transport "abstract" a tensor on the meta device a `Sharded` there.
 
     Raises:
         SpecError, TreeError, MeshError: naming every leaf that fails.
+        ArgumentError: a leaf is no tensor, or on the meta device, where ranks would need its values.
 
     >>> from fspmd import make_mesh
     >>> device_put({"w": torch.zeros(4, 3)}, P("x"), mesh=make_mesh((2,), ("x",)))
@@ -110,7 +112,8 @@ def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
 def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree", is_sharded), [mesh] * len(leaves), what)
+    labels, taken = leaf_paths(tree, "tree", is_sharded), (Tensor, Sharded, TensorSpec)
+    check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what, taken)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -118,12 +121,14 @@ def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     return treedef.unflatten(placed)
 
 
-def _put(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
+def _put(leaf: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Sharded | TensorSpec:
+    if isinstance(leaf, TensorSpec):
+        return TensorSpec(mesh, partition, leaf.shape, leaf.dtype)
     if isinstance(leaf, Sharded):
         target = TensorSpec(mesh, partition, leaf.shape, leaf.dtype)
         return Sharded(redistribute(leaf.local, leaf.spec, target), target)
     spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
-    x = to_blocks(leaf.to(mesh.device) if leaf.device != mesh.device else leaf, spec)
+    x = to_blocks(leaf if leaf.is_meta or leaf.device == mesh.device else leaf.to(mesh.device), spec)
     # in memory of its own: an optimizer may write into the global tensor; empty blocks, too, have strides of their own
     order = torch.contiguous_format if x.is_contiguous() or not spec.even else torch.preserve_format
     return Sharded(x.clone(memory_format=order), spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -72,17 +72,24 @@ class Route:
 
 
 def check_leaves(
-    leaves: list[Any], partitions: list[Any], labels: list[str], meshes: Sequence[Mesh | None], what: str
+    leaves: list[Any],
+    partitions: list[Any],
+    labels: list[str],
+    meshes: Sequence[Mesh | None],
+    what: str,
+    taken: tuple[Any, ...] = (Tensor, Sharded),
 ) -> None:
     """Every leaf a tensor, every spec fitting it and its mesh, where it has one; all failures in one message."""
     failures = []
     for leaf, partition, label, mesh in zip(leaves, partitions, labels, meshes, strict=True):
         if leaf is None or partition is None:
             continue
-        if not isinstance(leaf, (Tensor, Sharded)):
+        if not isinstance(leaf, taken):
             failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
         elif name := foreign_name(leaf):
             failures.append(Failure(f"{label} is a {name}, which {IS}", ArgumentError, ADVICE))
+        elif lacks_values(leaf, mesh):
+            failures.append(Failure(f"{label} is on the meta device, which has no values", ArgumentError, PLANNED))
         elif type(leaf) is LocalTensor:
             text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
             failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))
@@ -90,6 +97,16 @@ def check_leaves(
             failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
     if failures:
         refuse(f"{what}: the tree does not fit its specs", failures)
+
+
+PLANNED: Final = "to plan without memory write make_mesh(..., transport='abstract'); for values, init_sharded"
+
+
+def lacks_values(leaf: Any, mesh: Mesh | None) -> bool:
+    """Whether a leaf is on the meta device, and its mesh's ranks need values."""
+    if mesh is None or mesh.transport == "abstract" or isinstance(leaf, Sharded):
+        return False
+    return isinstance(leaf, Tensor) and leaf.is_meta
 
 
 def _as_tensor(leaf: Any) -> str:
