@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport import Options, Pending, transport_of
 
@@ -268,15 +269,21 @@ def lend(x: Tensor, call: Call) -> Tensor:
     if _transforms_active() or _forward_ad._current_level >= 0:
         return apply(x, call)
     y = x.view_as(x)
-    y._backward_hooks = {0: functools.partial(_back, x, call)}  # type: ignore[assignment]
+    y._backward_hooks = {0: functools.partial(_back, x, call)}
     y.grad_fn._register_hook_dict(y)  # type: ignore[union-attr]
     return y
 
 
-def _back(x: Tensor, call: Call, g: Tensor | None) -> Tensor:
-    """Of a view of ``x``. Without a gradient, too, since others may have one: as autograd does for a Function."""
+def _back(x: Tensor, call: Call, g: Tensor | None) -> Tensor | None:
+    """Of a view of ``x``. Without a gradient, too, it takes part in what others may communicate."""
     if g is None:
-        g = torch.zeros_like(x)
+        total = apply(torch.zeros_like(x), call.transposed)
+        if total.any():  # torch does not let a hook put it in place of none
+            raise ArgumentError(
+                f"a function between a tensor of shape {tuple(x.shape)} and its gradient gave None for it on this rank "
+                "alone: let its backward return zeros there"
+            )
+        return None
     if _seen or g.requires_grad or type(g) is not Tensor:
         return apply(g, call.transposed)
     return call.transposed.run(g)

@@ -32,6 +32,7 @@ from fspmd import (
     rank_map,
     shard_map,
 )
+from fspmd.pairs import call, lend
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -273,3 +274,67 @@ def convolved_thrice_differentiated(mesh: Mesh | None, check: bool) -> list[floa
 
 def convolved_on_processes(check: bool) -> list[float]:
     return convolved_thrice_differentiated(make_mesh((4,), ("x",), transport="process_group", device="cpu"), check)
+
+
+# --- leaves that are cast for their gradients -----------------------------------------------------------------------
+
+
+def _weight_and_batch() -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(shape, generator=numbers, dtype=torch.float64) for shape in ((5, 3), (7, 5)))
+    return w, x
+
+
+def _used_twice(w: Any, x: Any) -> Any:
+    return ((x @ w).tanh() * (x @ w)).square().sum()
+
+
+def leaves_differentiated() -> list[Any]:
+    """The loss, its gradient, a gradient of that, and that of a closed over factor 1 of both; by torch alone."""
+    w, x = _weight_and_batch()
+    first, value = torch.func.grad_and_value(_used_twice)(w, x)
+    again = torch.func.grad(lambda w: torch.func.grad(_used_twice)(w, x).square().sum())(w)
+    return [one.tolist() for one in (value, first, again, value + first.sum(), 4 * first)]
+
+
+def leaves_on_processes() -> tuple[list[Any], int]:
+    """The same of a weight that every rank has, beside a cut batch; and how often a gradient of it communicates."""
+    mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
+    w, x = (device_put(one, p, mesh=mesh) for one, p in zip(_weight_and_batch(), (P(), P("x")), strict=True))
+    c = device_put(torch.ones((), dtype=torch.float64), P(), mesh=mesh).requires_grad_()
+    value, first = fspmd.value_and_grad(_used_twice)(w, x)
+    again = fspmd.grad(lambda w: fspmd.grad(_used_twice)(w, x).square().sum())(w)
+    scaled, gradient = fspmd.value_and_grad(lambda w: _used_twice(w, x) * c)(w)
+    (scaled + gradient.sum()).backward()
+    leaf = w.detach().requires_grad_()
+    total = _used_twice(leaf, x) + _used_twice(leaf, x)
+    total.backward(retain_graph=True)
+    total.backward()
+    with fspmd.communication_log() as log:
+        fspmd.grad(_used_twice)(w, x)
+    return [fspmd.device_get(one).tolist() for one in (value, first, again, c.grad, leaf.grad)], len(log)
+
+
+class _Cut(torch.autograd.Function):
+    """The identity, whose gradient some ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        ctx.ranks = ranks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None]:
+        return (g if torch.distributed.get_rank() in ctx.ranks else None), None
+
+
+def lent_without_a_gradient(ranks: tuple[int, ...]) -> str:
+    """Whoever has no gradient takes part in the sum of the others all the same, and says so if there are any."""
+    mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
+    x = torch.ones((), requires_grad=True)
+    y = _Cut.apply(lend(x, call("invariant_to_varying", mesh, ("x",))), ranks)
+    try:
+        y.backward()
+    except FspmdError as error:
+        return str(error)
+    return str(x.grad)

@@ -10,36 +10,45 @@ import torch
 from torch import Tensor
 
 from fspmd.random import distributions
-from fspmd.random.counter import Block, Distribution, draw, philox
+from fspmd.random.counter import _MIX, Block, Distribution, Key, _hash, draw, key_of, words
 
 CPU = torch.device("cpu")
-ONES = 0xFFFFFFFF
+ONES = (1 << 64) - 1
 
 
 def drawn(law: Distribution, *shape: int, seed: int = 1) -> Tensor:
     return draw(Block(shape, (0,) * len(shape), shape), law, seed, CPU)
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ((ONES,) * 4, (ONES,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
-def test_published_vectors(counter: tuple[int, int, int, int], key: tuple[int, int], words: str) -> None:
-    """The known answers that the authors publish with Random123, of ints and of tensors."""
-    expected = [int(word, 16) for word in words.split()]
-    assert list(philox(counter, key)) == expected
-    columns = tuple(torch.full((3,), word) for word in counter)
-    assert [word.tolist() for word in philox(columns, key)] == [[word] * 3 for word in expected]
-    some = (counter[0], columns[1], counter[2], columns[3])
-    assert [word.tolist() for word in philox(some, key)] == [[word] * 3 for word in expected]
+def test_published_words() -> None:
+    """What splitmix64.c of S. Vigna gives of 1234567; and a Python int has the same hash as a tensor."""
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert [x & ONES for x in words(torch.arange(5), Key(1234567, 0x9E3779B97F4A7C15)).tolist()] == expected
+    assert [_hash(1234567 + i * 0x9E3779B97F4A7C15 & ONES, _MIX) for i in range(1, 6)] == expected
+
+
+def test_keys_have_steps_of_irregular_bits() -> None:
+    keys = [key_of(seed, stream) for seed in (0, 1, 2, ONES, 1 << 63) for stream in range(40)]
+    assert len({key.state for key in keys}) == len({key.gamma for key in keys}) == len(keys)
+    for key in keys:
+        assert key.gamma % 2 == 1
+        assert (key.gamma ^ key.gamma >> 1).bit_count() >= 24
+
+
+def test_a_bit_of_the_counter_changes_half_the_bits_of_a_word() -> None:
+    """Avalanche, within four standard deviations for each bit of the counter and of the word."""
+    n, key = 4096, key_of(7)
+    counters = torch.randint(0, 1 << 62, (n,), generator=torch.Generator().manual_seed(0))
+    for bit in range(0, 62, 3):
+        changed = words(counters, key) ^ words(counters ^ (1 << bit), key)
+        share = torch.stack([(changed >> i & 1).double().mean() for i in range(64)])
+        assert (share - 0.5).abs().max() < 4.5 * 0.5 / math.sqrt(n)
 
 
 def test_elements_beyond_32_bits_have_numbers_of_their_own() -> None:
@@ -48,9 +57,8 @@ def test_elements_beyond_32_bits_have_numbers_of_their_own() -> None:
     far = draw(Block(whole, (1 << 35, 0), (4, 3)), law, 1, CPU)
     near = draw(Block(whole, (0, 0), (4, 3)), law, 1, CPU)
     assert not torch.equal(far, near)
-    index = 3 << 35
-    a, b, _, _ = philox((index // 2 & ONES, index // 2 >> 32, 0, 0), (1, 0))
-    assert far[0, 0].item() == ((a << 21) | (b >> 11)) * 2.0**-53
+    word = words(torch.tensor([3 << 35]), key_of(1)).item()
+    assert far[0, 0].item() == (word >> 11) * 2.0**-53 + 0.5
 
 
 LAWS = {

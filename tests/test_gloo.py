@@ -36,6 +36,9 @@ from gloo_programs import (
     complaints,
     convolved_on_processes,
     convolved_thrice_differentiated,
+    leaves_differentiated,
+    leaves_on_processes,
+    lent_without_a_gradient,
     zeros_travel,
 )
 from number_programs import numbers_on_processes
@@ -148,6 +151,21 @@ def test_gradients_of_empty_blocks_leave_no_collective_out(four: Processes, chec
     want = convolved_thrice_differentiated(None, check)
     for found in four.run(convolved_on_processes, check):
         assert found == pytest.approx(want, rel=1e-12)
+
+
+def test_leaves_cast_for_their_gradients(four: Processes) -> None:
+    want = leaves_differentiated()
+    for found, calls in four.run(leaves_on_processes):
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)
+        assert calls == 1  # both uses of the weight share a sum
+
+
+def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:
+    first, *others = four.run(lent_without_a_gradient, (1, 2, 3))
+    assert "gave None for it on this rank alone" in first
+    assert others == ["tensor(3.)"] * 3
+    assert four.run(lent_without_a_gradient, ()) == ["None"] * 4
 
 
 # --- ragged exchanges -----------------------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
 """Random bits as a function of (seed, stream, element): each rank draws its own block's, and all agree.
 
-Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), in int64
-arithmetic, which torch has on every device. One counter gives four words of 32 bits, which are one *group* of elements
-that follow one another in the global tensor.
+SplitMix of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with the constants of
+its Java version: word i of a key is a hash of ``state + (i + 1) * gamma``. It takes three passes of int64 arithmetic,
+which torch has on every device, where Philox takes ten. Words of 64 bits that follow one another are a *group* of
+elements that follow one another in the global tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,37 +19,60 @@ from torch import Tensor
 from fspmd.tracing import outside_transforms, step
 
 Shape = tuple[int, ...]
-#: words of 32 bits in int64; a Python int where all elements have the same one
-Word = Any
-_MASK: Final = 0xFFFFFFFF
-_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
-_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
-_CHUNK: Final = {"cpu": 1 << 15}  # counters at a time: as many as stay in a core's cache
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+#: the passes of a hash: ``z ^= z >>> shift``, then ``z *= multiplier``
+_MIX: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_MIX_GAMMA: Final = ((33, 0xFF51AFD7ED558CCD), (33, 0xC4CEB9FE1A85EC53), (33, 1))
+_CHUNK: Final = {"cpu": 1 << 15}  # words at a time: as many as stay in a core's cache
 _CHUNK_ELSEWHERE: Final = 1 << 24
 
 
-def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10: four words of a counter of four and a key of two.
+class Key(NamedTuple):
+    """Which sequence of words: where it begins, and its step, an odd number."""
 
-    >>> [hex(word) for word in philox((0, 0, 0, 0), (0, 0))]
-    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    state: int
+    gamma: int
+
+
+def key_of(seed: int, stream: int = 0) -> Key:
+    """The key of a seed and a stream, as SplitMix makes that of a generator it splits off."""
+    start = _hash(seed & _MASK, _MIX) + stream * _GOLDEN & _MASK
+    gamma = _hash(start + _GOLDEN & _MASK, _MIX_GAMMA) | 1
+    if (gamma ^ gamma >> 1).bit_count() < 24:  # steps of too regular bits
+        gamma ^= 0xAAAAAAAAAAAAAAAA
+    return Key(_hash(start, _MIX), gamma)
+
+
+def _hash(z: int, passes: tuple[tuple[int, int], ...]) -> int:
+    for shift, multiplier in passes:
+        z = (z ^ z >> shift) * multiplier & _MASK
+    return z
+
+
+def words(counters: Tensor, key: Key) -> Tensor:
+    """The words of some counters.
+
+    >>> [x % 2**64 for x in words(torch.arange(2), Key(1234567, 0x9E3779B97F4A7C15)).tolist()]
+    [6457827717110365317, 3203168211198807973]
     """
-    (a, low_b, b, low_a), (key_a, key_b) = counter, key
-    for _ in range(10):
-        product_a, product_b = a * _MULTIPLIERS[0], b * _MULTIPLIERS[1]
-        a, b = _mix(product_b, low_b, key_a), _mix(product_a, low_a, key_b)
-        low_b, low_a = product_b, product_a  # of which only the lower halves count
-        key_a, key_b = (key_a + _WEYL[0]) & _MASK, (key_b + _WEYL[1]) & _MASK
-    return a, low_b & _MASK, b, low_a & _MASK
+    z = counters * _signed(key.gamma)
+    return _mix(z.add_(_signed(key.state + key.gamma)), torch.empty_like(z))
 
 
-def _mix(product: Word, low: Word, key: int) -> Word:
-    """The upper half of a product, xor the lower half of a word, xor a key."""
-    if isinstance(low, int):
-        return ((product >> 32) ^ ((low ^ key) & _MASK)) & _MASK
-    if isinstance(product, int):
-        return (low ^ ((product >> 32) ^ key)) & _MASK
-    return (product >> 32).bitwise_xor_(low).bitwise_xor_(key).bitwise_and_(_MASK)
+def _mix(z: Tensor, spare: Tensor) -> Tensor:
+    """The hash of words, in their place."""
+    for shift, multiplier in _MIX:
+        torch.bitwise_right_shift(z, shift, out=spare)
+        z.bitwise_xor_(spare.bitwise_and_(_MASK >> shift))  # torch's shift hands on the sign
+        if multiplier != 1:
+            z.mul_(_signed(multiplier))
+    return z
+
+
+def _signed(word: int) -> int:
+    """64 bits as torch has them."""
+    return (word + (1 << 63) & _MASK) - (1 << 63)
 
 
 class Block(NamedTuple):
@@ -61,11 +85,16 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How the four words of a counter become ``group`` elements of ``dtype``: one column each."""
+    """How ``words`` words become ``group`` elements of ``dtype``.
+
+    ``fill(found, spare, out)`` writes into a contiguous ``out`` the elements of all of ``found``. It may overwrite
+    ``found``, and ``spare``, which is as large.
+    """
 
     dtype: torch.dtype
-    group: int  # 4, 2 or 1
-    columns: Callable[[Word, Word, Word, Word], Sequence[Tensor]]
+    group: int  # 2 or 1
+    fill: Callable[[Tensor, Tensor, Tensor], object]
+    words: int = 1
 
 
 @step
@@ -79,15 +108,14 @@ def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, str
     if not prod(block.shape):
         return torch.empty(block.shape, dtype=law.dtype, device=device)
     dim, length = _run(block)
-    wide = prod(block.whole) > 1 << 32
     starts, phase = _starts(block, dim, law.group, device)
     if isinstance(starts, int):
         first, last = starts // law.group, (starts + length - 1) // law.group
-        values = _groups(range(first, last + 1), wide, law, seed, device, stream).view(-1)
+        values = _groups(range(first, last + 1), law, key_of(seed, stream), device)
         return _exactly(values, starts % law.group, length).view(block.shape)
     count = (length - 1 + (law.group - 1 if phase is None else phase)) // law.group + 1
     counters = starts.div(law.group, rounding_mode="floor").unsqueeze(1) + torch.arange(count, device=device)
-    values = _groups(counters.view(-1), wide, law, seed, device, stream).view(len(starts), -1)
+    values = _groups(counters.view(-1), law, key_of(seed, stream), device).view(len(starts), -1)
     if phase is not None:
         return values[:, phase : phase + length].contiguous().view(block.shape)
     places = (starts % law.group).unsqueeze(1) + torch.arange(length, device=device)
@@ -116,20 +144,25 @@ def _starts(block: Block, dim: int, group: int, device: torch.device) -> tuple[i
     return starts.view(-1), first % group if alike else None
 
 
-def _groups(
-    counters: range | Tensor, wide: bool, law: Distribution, seed: int, device: torch.device, stream: int
-) -> Tensor:
-    """All elements of each counter, [counters, group]; ``wide``: some counter has more than 32 bits."""
-    out = torch.empty(len(counters), law.group, dtype=law.dtype, device=device)
-    chunk = _CHUNK.get(device.type, _CHUNK_ELSEWHERE)
-    key = seed & _MASK, seed >> 32 & _MASK
-    for at in range(0, len(counters), chunk):
-        some = counters[at : at + chunk]
-        number = torch.arange(some.start, some.stop, device=device) if isinstance(some, range) else some
-        low, high = (number & _MASK, number >> 32) if wide else (number, 0)
-        words = philox((low, high, stream, 0), key)
-        for k, column in enumerate(law.columns(*words)):
-            out[at : at + chunk, k] = column
+def _groups(groups: range | Tensor, law: Distribution, key: Key, device: torch.device) -> Tensor:
+    """All elements of some groups, in a row."""
+    out = torch.empty(len(groups) * law.group, dtype=law.dtype, device=device)
+    count = min(len(groups), _CHUNK.get(device.type, _CHUNK_ELSEWHERE) // law.words)
+    gamma, number = _signed(key.gamma), count * law.words
+    spare = torch.empty(number, dtype=torch.int64, device=device)
+    z = steps = torch.arange(number, device=device).mul_(gamma)
+    if count < len(groups):
+        z = torch.empty_like(steps)
+    for at in range(0, len(groups), count):
+        if len(some := groups[at : at + count]) < count:  # the last ones
+            z, spare = z[: len(some) * law.words], spare[: len(some) * law.words]
+        if isinstance(some, range):
+            first = _signed(key.state + (some.start * law.words + 1) * key.gamma)
+            torch.add(steps[: len(z)], first, out=z)
+        else:
+            counters = some.unsqueeze(1) * law.words + torch.arange(law.words, device=device)
+            torch.mul(counters.view(-1), gamma, out=z).add_(_signed(key.state + key.gamma))
+        law.fill(_mix(z, spare), spare, out[at * law.group : (at + len(some)) * law.group])
     return out
 
 

@@ -1,4 +1,8 @@
-"""Uniform, normal and other numbers from words of 32 random bits."""
+"""Uniform, normal and other numbers from words of 64 random bits, most of them from halves of a word.
+
+A half is a signed int32, so that it needs no mask, and all that is done is done in the place of the result: on a CPU
+each pass over memory counts.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.random.counter import Distribution, Word
+from fspmd.random.counter import Distribution
 
 _MASK: Final = 0xFFFFFFFF
 #: bits of a uniform number on [0, 1) that a dtype tells apart
 _BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_FEW: Final = 1 << 20  # integers of which 32 bits draw one: none is likelier than another by more than 2⁻¹²
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
@@ -24,93 +29,118 @@ def _floating(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def _halves(z: Tensor) -> Tensor:
+    return z.view(torch.int32)
+
+
+def _write(out: Tensor, spare: Tensor, dtype: torch.dtype) -> Tensor:
+    """``out``, or what is to be written into it, of another dtype."""
+    if out.dtype is dtype:
+        return out
+    room = spare.view(dtype)
+    return room if len(room) == len(out) else torch.empty(out.shape, dtype=dtype, device=out.device)
+
+
 @functools.cache
 def uniform(dtype: torch.dtype) -> Distribution:
     """On [0, 1), in steps of the dtype's precision below 1."""
     bits = _BITS[_floating(dtype)]
-    if bits > 32:
-        return Distribution(dtype, 2, lambda a, b, c, d: (_double(a, b), _double(c, d)))
-    shift, scale = 32 - bits, 2.0**-bits
+    wide = bits > 32
+    shift, scale = (64 if wide else 32) - bits, 2.0**-bits
 
-    def columns(*words: Word) -> list[Tensor]:
-        return [(word >> shift).to(torch.float32).mul_(scale) for word in words]
+    def fill(z: Tensor, spare: Tensor, out: Tensor) -> None:
+        source = z if wide else _halves(z)
+        u = _write(out, spare, torch.float64 if wide else torch.float32)
+        u.copy_(torch.bitwise_right_shift(source, shift, out=source)).mul_(scale).add_(0.5)
+        if u is not out:
+            out.copy_(u)
 
-    return Distribution(dtype, 4, columns)
-
-
-def _double(high: Word, low: Word) -> Tensor:
-    """53 bits on [0, 1)."""
-    return ((high << 21) | (low >> 11)).to(torch.float64).mul_(2.0**-53)  # type: ignore[no-any-return]
+    return Distribution(dtype, 1 if wide else 2, fill)
 
 
-def _above_zero(high: Word, low: Word, wide: bool) -> Tensor:
-    """On (0, 1], finer towards 0."""
-    if wide:
-        return ((high << 21) | (low >> 11)).to(torch.float64).add_(1.0).mul_(2.0**-53)  # type: ignore[no-any-return]
-    return high.to(torch.float32).add_(0.5).mul_(2.0**-32)  # type: ignore[no-any-return]
+def _above_zero(found: Tensor, bits: int) -> Tensor:
+    """On (0, 1], finer towards 0, of signed numbers of so many bits, in their place."""
+    return found.abs_().mul_(2.0 ** (1 - bits)).add_(2.0**-bits)
 
 
 @functools.cache
 def normal(dtype: torch.dtype) -> Distribution:
     """Of mean 0 and variance 1: Box and Muller's pairs."""
     wide = _floating(dtype) is torch.float64
+    exact, bits = (torch.float64, 64) if wide else (torch.float32, 32)
 
-    def pair(radius: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-        radius = radius.log_().mul_(-2.0).sqrt_()
-        angle = angle.mul_(2 * pi)
-        return angle.cos().mul_(radius), angle.sin_().mul_(radius)
+    def fill(z: Tensor, spare: Tensor, out: Tensor) -> None:
+        pairs = (z if wide else _halves(z)).view(-1, 2)
+        radius, angle = spare.view(exact).chunk(2)
+        _above_zero(radius.copy_(pairs[:, 0]), bits).log_().mul_(-2.0).sqrt_()
+        angle.copy_(pairs[:, 1]).mul_(2 * pi * 2.0**-bits)
+        cosine, places = z.view(exact)[: len(angle)], out.view(-1, 2)
+        torch.cos(angle, out=cosine)
+        for trigonometric, place in ((cosine, places[:, 0]), (angle.sin_(), places[:, 1])):
+            if out.dtype is exact:
+                torch.mul(trigonometric, radius, out=place)
+            else:
+                place.copy_(trigonometric.mul_(radius))
 
-    def columns(a: Word, b: Word, c: Word, d: Word) -> tuple[Tensor, ...]:
-        if wide:
-            return pair(_above_zero(a, b, wide), _double(c, d))
-        first = pair(_above_zero(a, a, wide), b.to(torch.float32).mul_(2.0**-32))
-        return *first, *pair(_above_zero(c, c, wide), d.to(torch.float32).mul_(2.0**-32))
-
-    return Distribution(dtype, 2 if wide else 4, columns)
+    return Distribution(dtype, 2, fill, 2 if wide else 1)
 
 
 @functools.cache
 def exponential(dtype: torch.dtype) -> Distribution:
     """Of rate 1, and never 0."""
     least = torch.finfo(_floating(dtype)).tiny
+    wide = dtype is torch.float64
 
-    def one(high: Word, low: Word) -> Tensor:
-        return _above_zero(high, low, dtype is torch.float64).log_().neg_().clamp_min_(least)
+    def fill(z: Tensor, spare: Tensor, out: Tensor) -> None:
+        u = _write(out, spare, torch.float64 if wide else torch.float32)
+        u.copy_(z if wide else _halves(z))
+        _above_zero(u, 64 if wide else 32).log_().neg_().clamp_min_(least)
+        if u is not out:
+            out.copy_(u)
 
-    if dtype is torch.float64:
-        return Distribution(dtype, 2, lambda a, b, c, d: (one(a, b), one(c, d)))
-    return Distribution(dtype, 4, lambda *words: [one(word, word) for word in words])
+    return Distribution(dtype, 1 if wide else 2, fill)
 
 
 def bernoulli(p: float) -> Distribution:
     """True with probability ``p``, to 2⁻³²."""
-    threshold = round(p * 2.0**32)
-    return Distribution(torch.bool, 4, lambda *words: [word < threshold for word in words])
+    highest = round(p * 2.0**32) - (1 << 31) - 1
+
+    def fill(z: Tensor, spare: Tensor, out: Tensor) -> None:
+        if highest < -(1 << 31):
+            out.zero_()
+        else:
+            torch.le(_halves(z), highest, out=out)
+
+    return Distribution(torch.bool, 2, fill)
 
 
 #: 32 bits on [0, 1), exactly: true where below a probability
-FRACTIONS: Final = Distribution(torch.float64, 4, lambda *words: [word.to(torch.float64) * 2.0**-32 for word in words])
+FRACTIONS: Final = Distribution(torch.float64, 2, lambda z, spare, out: out.copy_(_halves(z)).mul_(2.0**-32).add_(0.5))
 
 
 def integers(low: int, high: int, dtype: torch.dtype) -> Distribution:
-    """From ``low`` up to, without, ``high``: the upper 64 bits of 64 random ones times their number, at most 2⁶⁴.
+    """From ``low`` up to, without, ``high``: the upper half of random bits times their number, at most 2⁶⁴.
 
-    No integer is likelier than another by more than 2⁻⁶⁴.
+    Of 32 bits for a few integers, of 64 for more: then none is likelier than another by more than 2⁻⁶⁴.
     """
     count = high - low
     upper, lower = count >> 32, count & _MASK
     first = low if low < 1 << 63 else low - (1 << 64)
 
-    def one(a: Word, b: Word) -> Tensor:
-        below = (b * lower) >> 32 & _MASK
+    def few(z: Tensor, spare: Tensor, out: Tensor) -> None:
+        found = _write(out, spare, torch.int64).copy_(_halves(z)).bitwise_and_(_MASK).mul_(count)
+        torch.bitwise_right_shift(found, 32, out=found)
+        out.copy_(found.add_(first)) if found is not out else found.add_(first)
+
+    def many(z: Tensor, spare: Tensor, out: Tensor) -> None:
+        a, b = torch.bitwise_right_shift(z, 32).bitwise_and_(_MASK), z.bitwise_and_(_MASK)
+        below = torch.bitwise_right_shift(b * lower, 32).bitwise_and_(_MASK)
         if count < 1 << 31:  # no product needs more than 63 bits
-            return ((a * lower + below) >> 32).add_(first)  # type: ignore[no-any-return]
-        left, right = a * lower, b * upper
-        middle = (left & _MASK) + (right & _MASK) + below
-        found = a * upper + (left >> 32 & _MASK) + (right >> 32 & _MASK) + (middle >> 32)
-        return found.add_(first)  # type: ignore[no-any-return]
+            found = torch.bitwise_right_shift(a.mul_(lower).add_(below), 32)
+        else:
+            left, right = a * lower, b * upper
+            middle = (left & _MASK) + (right & _MASK) + below
+            found = a * upper + (left >> 32 & _MASK) + (right >> 32 & _MASK) + (middle >> 32)
+        out.copy_(found.add_(first))
 
-    def columns(a: Word, b: Word, c: Word, d: Word) -> tuple[Tensor, Tensor]:
-        return one(a, b), one(c, d)
-
-    return Distribution(dtype, 2, columns)
+    return Distribution(dtype, 2, few) if count <= _FEW else Distribution(dtype, 1, many)
