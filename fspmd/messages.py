@@ -61,9 +61,9 @@ def described(x: Any) -> str:
     """
     if x is None:
         return "None"
-    if isinstance(x, torch.Tensor):
-        return f"a {foreign_name(x) or 'tensor'} of shape {tuple(x.shape)}"
     name = type(x).__name__
+    if isinstance(x, torch.Tensor):
+        return f"a {name if name == 'Sharded' else foreign_name(x) or 'tensor'} of shape {tuple(x.shape)}"
     if name == "ndarray":
         return f"a numpy array of shape {x.shape}"
     if isinstance(x, type):

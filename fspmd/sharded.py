@@ -6,15 +6,14 @@ import copy
 import operator
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import optree
 import torch
-import torch.utils._pytree
 from torch import Tensor
 
 from fspmd.copies import forget_marks
-from fspmd.errors import ArgumentError, ShapeError, TreeError
+from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
@@ -24,10 +23,14 @@ from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
-class Sharded:
-    """A pair of (local tensor, spec): a pytree node whose only child is the local tensor.
+class Sharded(Tensor):
+    """A pair of (local tensor, spec): a global tensor, of which ``local`` is this rank's block.
 
     ``shape`` and ``dtype`` are those of the global tensor. In a simulation ``local`` holds the blocks of all ranks.
+
+    It is a ``torch.Tensor`` so that libraries which ask for one take it. Torch functions reach it through
+    ``__torch_function__``, above autograd, and run on the block. What torch keeps below Python is a shell without data:
+    a function that gets there is refused.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> x = device_put(torch.zeros(8, 4), P("x"), mesh=make_mesh((4,), ("x",)))
@@ -37,12 +40,12 @@ class Sharded:
     (torch.Size([8, 4]), P('x', None))
     """
 
-    __slots__ = ("__weakref__", "local", "spec")
+    __slots__ = ("local", "spec")
     local: Tensor
     spec: TensorSpec
     __torch_function__: ClassVar[Callable[..., Any]]  # set, as `above`, where it is written
 
-    def __init__(self, local: Tensor, spec: TensorSpec) -> None:
+    def __new__(cls, local: Tensor, spec: TensorSpec) -> Sharded:
         if type(spec) is not TensorSpec:
             raise ArgumentError(
                 f"Sharded(local, spec) got {described(spec)} for spec; it takes a TensorSpec: for a P write "
@@ -50,21 +53,41 @@ class Sharded:
             )
         if type(local) is not Tensor:
             refuse_foreign(local, "Sharded(local, spec) got for local")
-        self.local = local
-        self.spec = spec
+        return pair(local, spec)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """What reached the shell: aten functions run as they do above; a gradient that would be lost is refused."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return args[0].item()
+        given = [x for x in (*args, *(kwargs or {}).values()) if type(x) is Sharded]
+        if wrapped := [x for x in given if torch._C._functorch.is_functorch_wrapped_tensor(x.local)]:
+            raise ArgumentError(
+                f"{func} got {wrapped[0]!r}, whose block a transform of torch has wrapped; instead of torch.vmap and "
+                "torch.func use fspmd.vmap, fspmd.grad ..., or return device_get(x) from the function"
+            )
+        followed = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        if func.namespace == "aten" and (not followed or func is torch.ops.aten.detach.default):
+            return above.dispatch(func, (), args, kwargs)
+        raise ArgumentError(
+            f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
+            "does not follow it; write x.local for this rank's block, device_get(x) for the whole tensor"
+        )
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """The global shape."""
         return torch.Size(self.spec.shape)
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """Number of dims."""
         return len(self.spec.shape)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype."""
         return self.spec.dtype
 
@@ -90,7 +113,7 @@ class Sharded:
         return prod(self.spec.shape)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the global tensor."""
         return self.numel() * self.spec.dtype.itemsize
 
@@ -103,7 +126,7 @@ class Sharded:
         return self.spec.dtype.is_complex
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Where this rank's block is."""
         return self.local.device
 
@@ -121,7 +144,7 @@ class Sharded:
         self.local.requires_grad_(requires_grad)
         return self
 
-    @property
+    @property  # type: ignore[override]
     def grad(self) -> Sharded | None:
         """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced."""
         gradient, spec = self.local.grad, self.spec.dual
@@ -181,7 +204,7 @@ class Sharded:
         except RuntimeError as error:
             raise ArgumentError(f"{name}() of {self!r} fails: {error}") from error
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> Sharded:
         """`detach`: the same memory, not followed by autograd."""
         return self.detach()
@@ -199,18 +222,7 @@ class Sharded:
         """The same value, not followed by autograd."""
         return Sharded(self.local.detach(), self.spec)
 
-    @property
-    def _is_param(self) -> bool:
-        return False
-
-    @_is_param.setter
-    def _is_param(self, value: bool) -> NoReturn:
-        raise ArgumentError(
-            f"torch.nn.Parameter got {self!r}; parameters that are Sharded stand in a dict beside their module: "
-            "x.requires_grad_(), and functional_call(module, params, ...)"
-        )
-
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
 
     def __str__(self) -> str:
@@ -220,10 +232,16 @@ class Sharded:
         return above.html(self)
 
     def __copy__(self) -> Sharded:
-        return Sharded(self.local, self.spec)
+        return _marked(pair(self.local, self.spec), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return Sharded(forget_marks(copy.deepcopy(self.local, memo)), self.spec)
+        return _marked(pair(forget_marks(copy.deepcopy(self.local, memo)), self.spec), self)
+
+    def __dir__(self) -> list[str]:
+        return list(object.__dir__(self))
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
@@ -321,9 +339,26 @@ class ShardedTypeError(ArgumentError, TypeError):
     """A number of elements asked of a Sharded without dims."""
 
 
+#: the shell that torch knows of a Sharded: shape and dtype, no data
+shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
+
+
+def pair(local: Any, spec: TensorSpec) -> Sharded:
+    """``Sharded(local, spec)`` without the check of its constructor. By place: names cost torch 200 ns."""
+    x = shell(Sharded, spec.shape, None, None, None, spec.dtype)
+    x.local = local
+    x.spec = spec
+    return x
+
+
 def is_sharded(x: Any) -> bool:
     """For the ``is_leaf`` of tree functions."""
-    return isinstance(x, Sharded)
+    return type(x) is Sharded
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a value is a tensor but no `Sharded`: a block, or a global value that every rank has."""
+    return isinstance(x, Tensor) and type(x) is not Sharded
 
 
 def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
@@ -336,6 +371,12 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
     return apply(x, call("held_once", mesh, absent)) if absent else x
+
+
+def _marked(x: Sharded, like: Sharded) -> Sharded:
+    """With the attributes that users, and ``torch.nn.Parameter``, have set."""
+    x.__dict__.update(like.__dict__)
+    return x
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
@@ -356,9 +397,7 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:
 
 
 def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
-    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error, and
-    so what is no block.
-    """
+    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error."""
     (local,) = children
     if isinstance(local, Tensor):
         if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != spec.block_shape):
@@ -370,24 +409,18 @@ def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
             )
         if local.dtype is not spec.dtype:
             spec = TensorSpec(spec.mesh, spec.partition, spec.shape, local.dtype)
-    elif isinstance(local, Sharded):
-        raise TreeError(
-            f"a tree function put {local!r} in the place of a block into Sharded {spec!r}: it called its function with "
-            "blocks, and one of them met a Sharded value; write tree_map(f, tree, is_leaf=lambda x: isinstance(x, "
-            "Sharded)), which calls f with Sharded values, however each lies"
-        )
-    return Sharded(local, spec)
+    return pair(local, spec)
 
 
-optree.register_pytree_node(
-    Sharded, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-torch.utils._pytree.register_pytree_node(  # so that torch.func transforms take trees of Sharded
-    Sharded,
-    lambda x: ([x.local], x.spec),
-    lambda children, spec: _unflatten(spec, children),
-    flatten_with_keys_fn=lambda x: ([(torch.utils._pytree.GetAttrKey("local"), x.local)], x.spec),
-)
+#: The namespaces of optree in which a Sharded is a node, whose child is its block. For everybody else it is a leaf: a
+#: function of all elements, such as a norm, then sees the global tensor and not one block of it.
+NODES: Final = "fspmd"
+#: and dicts have their keys as they were put in, of which functions learn; elsewhere they are sorted
+IN_ORDER: Final = "fspmd.in_order"
+for _namespace in (NODES, IN_ORDER):
+    optree.register_pytree_node(
+        Sharded, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=_namespace
+    )
 
 
 class ValueType:

@@ -13,18 +13,16 @@ from torch import Tensor
 
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
-from fspmd.sharded import Sharded
+from fspmd.sharded import IN_ORDER, NODES, Sharded
 from fspmd.spec import P
 
-#: where dicts have their keys as they were put in, of which functions learn; elsewhere they are sorted
-_IN_ORDER: Final = "fspmd"
-_for_good = optree.dict_insertion_ordered(True, namespace=_IN_ORDER)
+_for_good = optree.dict_insertion_ordered(True, namespace=IN_ORDER)
 _for_good.__enter__()
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and treedef; None is a leaf."""
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    """Leaves and treedef, which holds the spec of each `Sharded`; its leaf is the block. None is a leaf."""
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
     return leaves, treedef
 
 
@@ -34,7 +32,7 @@ def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
     >>> flatten({"w": 1, "b": 2})[0], flatten_in_order({"w": 1, "b": 2})[0]
     ([2, 1], [1, 2])
     """
-    leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_IN_ORDER)
+    leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=IN_ORDER)
     return leaves, treedef
 
 
@@ -100,7 +98,7 @@ def leaf_paths(
     >>> leaf_paths({"w": [1, None]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    namespace = _IN_ORDER if in_order else ""
+    namespace = IN_ORDER if in_order else ""
     accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
     return [accessor.codify(root) for accessor in accessors]
 
@@ -122,7 +120,9 @@ def tree_text(treedef: optree.PyTreeSpec) -> str:
     "{'w': [*, *]}"
     """
     text = str(treedef).removeprefix("PyTreeSpec(").removesuffix(")")
-    return text.removesuffix(f", namespace={_IN_ORDER!r}").removesuffix(", NoneIsLeaf")
+    for namespace in (NODES, IN_ORDER):
+        text = text.removesuffix(f", namespace={namespace!r}")
+    return text.removesuffix(", NoneIsLeaf")
 
 
 # --- prefixes: specs over trees of values, dims over trees of arguments ---------------------------------------------
@@ -212,7 +212,7 @@ _KEYS = 8  # differing keys that a message names
 
 
 def _is_leaf(x: Any) -> bool:
-    return isinstance(x, Sharded) or optree.tree_is_leaf(x, none_is_leaf=True)
+    return bool(optree.tree_is_leaf(x, none_is_leaf=True))
 
 
 def _alike(prefix: Any, tree: Any) -> bool:

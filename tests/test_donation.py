@@ -37,7 +37,7 @@ class Peak(TorchDispatchMode):
         self.see(given)
 
     def see(self, values: Any) -> None:
-        for x in optree.tree_leaves(values):
+        for x in optree.tree_leaves(values, namespace="fspmd"):
             for shard in x.shards if isinstance(x, LocalTensor) else [x] if isinstance(x, Tensor) else []:
                 storage = torch.Tensor.untyped_storage(shard)
                 self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()

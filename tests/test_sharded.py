@@ -47,9 +47,42 @@ def test_protocols(x: Any) -> None:
 def test_attributes_and_trees(x: Any) -> None:
     x.requires_grad = True
     assert x.local.requires_grad
-    paths = [path for path, _ in torch.utils._pytree.tree_flatten_with_path({"w": x})[0]]
-    assert [torch.utils._pytree.keystr(path) for path in paths] == ["['w'].local"]
     assert x.to("cpu").spec is x.spec
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_what_takes_tensors_takes_it(x: Any) -> None:
+    assert isinstance(x, torch.Tensor)
+    assert torch.is_tensor(x)
+    assert torch.equal(device_get(torch.tensor(x)), PLAIN)
+    assert torch.equal(device_get(torch.as_tensor(x, dtype=torch.float64)), PLAIN.double())
+    leaf = nn.Parameter(x)
+    assert isinstance(leaf, nn.Parameter)
+    assert isinstance(copy.deepcopy(leaf), nn.Parameter)
+    assert leaf.requires_grad
+    assert not isinstance(leaf * 1, nn.Parameter)
+    place = x[0, 2].long()  # 2: numbers that C asks for
+    assert torch.equal(torch.arange(place), torch.arange(2))
+    assert torch.ones(3).add(1, alpha=place)[place] == 3
+    assert PLAIN[place].tolist() == PLAIN[2].tolist()
+    torch.testing.assert_close(x.reshape(-1), PLAIN.reshape(-1))
+
+
+def test_no_gradient_is_lost_below_torch_functions() -> None:
+    w = device_put(PLAIN, P("x"), mesh=LINE).requires_grad_()
+    with pytest.raises(ArgumentError, match=r"aten._to_copy.default got Sharded .*where autograd does not follow it"):
+        torch.as_tensor(w, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(device_get(torch.as_tensor(w, dtype=torch.float64)), PLAIN.double())
+
+
+def test_derivatives_of_torch_func(x: Any) -> None:
+    """They wrap the shell, so aten functions of global tensors are what runs."""
+    expected = torch.func.grad(lambda p: (p["w"] ** 3).sum())({"w": PLAIN})["w"]
+    assert torch.equal(device_get(torch.func.grad(lambda p: (p["w"] ** 3).sum())({"w": x}))["w"], expected)
+    value, pull = torch.func.vjp(torch.sin, x)
+    torch.testing.assert_close(device_get(value), PLAIN.sin())
+    torch.testing.assert_close(device_get(pull(x)[0]), PLAIN.cos() * PLAIN)
 
 
 def test_saved_and_loaded(x: Any) -> None:
@@ -112,9 +145,7 @@ def test_comparisons_in_place(name: str) -> None:
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a dim": (lambda x: x.size(5), ShapeError, r"size\(5\) of Sharded .*, whose dims are -2 to 1"),
     "len": (lambda x: len(x[0, 0]), ArgumentError, r"len\(\) of .*, which has no dims; .*write device_get\(x\)"),
-    "tensor": (torch.tensor, ArgumentError, r"torch.tensor and torch.as_tensor, .*take no Sharded"),
     "data": (lambda x: setattr(x, "data", x + 1), ArgumentError, r"torch.no_grad\(\): x.copy_\(y\)"),
-    "a parameter": (nn.Parameter, ArgumentError, r"torch.nn.Parameter got Sharded .*functional_call"),
     "an address": (lambda x: x.data_ptr(), ArgumentError, r"write x.local.data_ptr\(...\), of this rank's block"),
     "a function": (lambda x: x.apply_(abs), ArgumentError, r"write x.local.apply_\(...\)"),
     "a device": (

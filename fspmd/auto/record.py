@@ -33,7 +33,7 @@ from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placing.reshard import telling
 from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
@@ -159,7 +159,7 @@ class Recorder(DispatchMode):
             self.nested |= DEPTH.value > 1
             self._lies_as(out, self._numbers[_memory(args[0])])
         elif self._gradients and func is torch.ops.aten.add.Tensor:
-            of = {self._gradients.get(_memory(x), -1) for x in args if isinstance(x, Tensor)}
+            of = {self._gradients.get(_memory(x), -1) for x in args if is_plain(x)}
             if len(of) == 1 and -1 not in of:
                 self._arrived(out, *of)
         return out
@@ -342,7 +342,7 @@ def _without_data(args: Any, kwargs: Any) -> Any:
         return args, kwargs
 
     def moved(x: Any) -> Any:
-        return x.to("meta") if isinstance(x, Tensor) else x
+        return x.to("meta") if is_plain(x) else x
 
     return optree.tree_map(moved, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
 

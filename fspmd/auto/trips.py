@@ -20,7 +20,7 @@ from fspmd.global_view.calls import operands_of, replaced
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec
 
 
@@ -141,7 +141,7 @@ class Counting:
                 f"auto_spec cannot record gradients of gradients through {shown(func)}, of which torch knows nothing "
                 "without data; leave it out of the function"
             ) from error
-        return [one.clone() for one in ((out,) if isinstance(out, Tensor) else out)]
+        return [one.clone() for one in ((out,) if is_plain(out) else out)]
 
     def of_operand(self, op: int, operand: int) -> Trips:
         """Those of one operand of an op."""

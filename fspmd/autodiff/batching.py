@@ -106,7 +106,7 @@ def _dims_of(in_dims: Dims, args: tuple[Any, ...], leaves: list[Any], names: lis
 def _dim_of(leaf: Any, dim: int | None, label: str, failures: list[Failure]) -> int | None:
     if dim is None or leaf is None:
         return None
-    if not isinstance(leaf, (Tensor, Sharded)):
+    if not isinstance(leaf, Tensor):
         failures.append(Failure(f"{label} is {described(leaf)}, which has no dim {dim}; give it None", ShapeError))
     elif not -leaf.ndim <= dim < leaf.ndim:
         more = f"; give it {f'an int from {-leaf.ndim} to {leaf.ndim - 1}, or ' if leaf.ndim else ''}None"
@@ -170,7 +170,7 @@ def _placed(x: Any, dim: int | None) -> Any:
 
 
 def _result(x: Any, label: str) -> Tensor:
-    if isinstance(x, (Tensor, Sharded)):
+    if isinstance(x, Tensor):
         return x.local if isinstance(x, Sharded) else x
     if not isinstance(x, (int, float, complex)):
         raise ArgumentError(f"vmap: {label} is {described(x)}; a mapped function returns tensors and numbers")
@@ -238,7 +238,7 @@ def _over_axis(
             )
         )
     in_specs = tuple(
-        None if not isinstance(leaf, (Tensor, Sharded)) else P() if dim is None else P(*(None,) * dim, axis)
+        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, axis)
         for leaf, dim in zip(leaves, dims, strict=True)
     )
     for leaf, dim in zip(leaves, dims, strict=True):

@@ -13,7 +13,7 @@ from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import to_blocks
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
@@ -118,7 +118,7 @@ def _sharded_failure(x: Any, spec: TensorSpec, where: str, of: str) -> Failure |
     if isinstance(x, Sharded):
         fits = x.spec is spec
     else:
-        fits = isinstance(x, Tensor) and tuple(x.shape) == spec.shape and x.dtype == spec.dtype
+        fits = is_plain(x) and tuple(x.shape) == spec.shape and x.dtype == spec.dtype
     if fits:
         return None
     plain = describe(spec.dtype, spec.shape)
@@ -126,7 +126,7 @@ def _sharded_failure(x: Any, spec: TensorSpec, where: str, of: str) -> Failure |
 
 
 def _plain_failure(x: Any, like: Tensor, want: Variance, where: str, of: str) -> Failure | None:
-    if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype:
+    if not is_plain(x) or x.shape != like.shape or x.dtype != like.dtype:
         return Failure(f"{where} is {show_leaf(x)}; {of} takes {_text(like, want)}", TreeError)
     if state.body is None or not state.body.checked:
         return None

@@ -29,7 +29,7 @@ def backward(
     """``torch.autograd.backward`` and `Sharded.backward`."""
     values: Tensor | list[Tensor]
     cotangents: Tensor | list[Tensor | None] | None
-    if type(tensors) is Sharded and (grad_tensors is None or isinstance(grad_tensors, (Sharded, Tensor))):  # quickly
+    if type(tensors) is Sharded and (grad_tensors is None or isinstance(grad_tensors, Tensor)):  # quickly
         if grad_tensors is None:
             values, cotangents = scalar_of(tensors, what), None
         else:
@@ -74,7 +74,7 @@ def gradients(
 
 
 def _listed(given: Tensors) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, (Tensor, Sharded)) else tuple(given)
+    return (given,) if isinstance(given, Tensor) else tuple(given)
 
 
 def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor], list[Tensor | None]]:

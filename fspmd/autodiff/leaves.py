@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.trees import leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
@@ -151,7 +151,7 @@ def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
 
 def detached(tree: Any) -> Any:
     """The same tree of values that autograd does not follow."""
-    if isinstance(tree, (Sharded, Tensor)):  # quickly
+    if isinstance(tree, Tensor):  # quickly
         return _detached_leaf(tree)
     return optree.tree_map(_detached_leaf, tree, is_leaf=is_sharded, none_is_leaf=True)
 
@@ -164,7 +164,7 @@ def _detached_leaf(leaf: Any) -> Any:
 
 def show_leaf(x: Any) -> str:
     """A tensor's type, a Sharded's, or what else was given, for messages."""
-    return show(x) if isinstance(x, Tensor) else repr(x) if isinstance(x, Sharded) else described(x)
+    return show(x) if is_plain(x) else repr(x) if isinstance(x, Sharded) else described(x)
 
 
 def stop_gradient(tree: T) -> T:

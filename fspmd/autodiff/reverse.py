@@ -35,7 +35,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.wrapping import wraps
 
@@ -300,4 +300,4 @@ def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: boo
 
 def _unwrappable(leaves: list[Any]) -> tuple[Any, ...]:
     """Leaves as a transform takes them: tensors, nothing for what is none."""
-    return tuple(x if isinstance(x := local_of(leaf), Tensor) else () for leaf in leaves)
+    return tuple(x if is_plain(x := local_of(leaf)) else () for leaf in leaves)

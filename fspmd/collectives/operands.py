@@ -15,7 +15,7 @@ from fspmd.errors import ArgumentError, FspmdError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import Call
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.variance import Variance, get_variance, show
 
 AxisName = str | Sequence[str]
@@ -26,14 +26,14 @@ WORDS = {"I": "invariant", "V": "varying", "U": "unreduced", "R": "reduced"}
 
 def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     """The leaves, all tensors or Python numbers, and the treedef."""
-    if isinstance(tree, Tensor):
+    if is_plain(tree):
         refuse_foreign(tree, f"{what} got")
         return [tree], _LEAF
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded)
     failures = []
     for i, leaf in enumerate(leaves):
         refuse_foreign(leaf, f"{what} got")
-        if not isinstance(leaf, (Tensor, int, float, complex)):
+        if is_sharded(leaf) or not isinstance(leaf, (Tensor, int, float, complex)):
             label = treedef.accessors()[i].codify("x")
             if isinstance(leaf, Sharded):
                 text = f"{label} is {leaf!r}; pass it as an argument of the function, with its spec in in_specs"
@@ -70,7 +70,7 @@ def steps_of(
 
 def tensor_leaves(tree: Any, what: str) -> tuple[list[Any], Any]:
     leaves, treedef = flatten_operand(tree, what)
-    return [leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves], treedef
+    return [leaf if is_plain(leaf) else torch.as_tensor(leaf) for leaf in leaves], treedef
 
 
 def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> Step:

@@ -27,6 +27,7 @@ from fspmd.collectives.steps import Handle, Step, T, run
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call, watched
+from fspmd.sharded import Sharded, is_plain
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show
@@ -52,7 +53,13 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     Sharded f32[1] on mesh(x=4)
     """
     body = state.body
-    if body is not None and wait is True and axis_index_groups is None and isinstance(x, Tensor):
+    if (
+        body is not None
+        and wait is True
+        and axis_index_groups is None
+        and isinstance(x, Tensor)
+        and type(x) is not Sharded
+    ):
         known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
         if known is not None and not (body.uneven and body.asks):
             with torch._C.DisableTorchFunction():
@@ -94,7 +101,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
     mean = what == "pmean"
 
     def build(i: int, leaf: Any) -> Step | None:
-        if not isinstance(leaf, Tensor):  # a Python number: no communication
+        if not is_plain(leaf):  # a Python number: no communication
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
             return None
         check_adds(leaf.dtype, what)
@@ -236,7 +243,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
         check_alike(body, leaves, axes, what)
 
     def build(i: int, leaf: Any) -> Step | None:
-        if not isinstance(leaf, Tensor):
+        if not is_plain(leaf):
             return None
         check_adds(leaf.dtype, what, op)
         variance = varying_operand(body, leaf, axes, what)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.rules import Free, free_numbers
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.transport.local_tensor import LocalTensor
 
 #: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
@@ -46,7 +46,7 @@ def hashable(arg: Any) -> Any:
         return float, str(arg)  # two zeros, and nan, which equals nothing
     if isinstance(arg, dict):
         return dict, *((name, hashable(value)) for name, value in arg.items())
-    if isinstance(arg, Tensor):
+    if is_plain(arg):
         return (kind, arg.dtype, arg.shape) if kind is not LocalTensor else LocalTensor
     if isinstance(arg, (tuple, list)):
         return kind, *map(hashable, arg)

@@ -66,7 +66,7 @@ class _Either:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tree: Any = (args, kwargs)
         leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-        followed = tuple([isinstance(x, (Sharded, Tensor)) and _is_followed(x) for x in leaves])
+        followed = tuple([isinstance(x, Tensor) and _is_followed(x) for x in leaves])
         if followed not in self.gathers:
             self.gathers[followed] = _writes_if_gathered(self.parts, leaves, treedef, followed)
         written = self.gathers[followed]
@@ -121,7 +121,7 @@ def _writes_if_gathered(
     values = [x for x in leaves if isinstance(x, Sharded)]
     by = _Reckoner(values[0].spec.mesh)
     given = [
-        by.stand_in(x.spec if isinstance(x, Sharded) else x, own) if isinstance(x, (Sharded, Tensor)) else x
+        by.stand_in(x.spec if isinstance(x, Sharded) else x, own) if isinstance(x, Tensor) else x
         for x, own in zip(leaves, followed, strict=True)
     ]
     args, kwargs = treedef.unflatten(given)
@@ -156,10 +156,10 @@ class _Reckoner:
 
     def stand_in(self, like: TensorSpec | Tensor, followed: bool) -> Any:
         """A value that lies so, or the same on all ranks."""
-        if isinstance(like, Tensor):
-            made: Any = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        if isinstance(like, TensorSpec):
+            made: Any = Sharded(torch.empty(like.block_shape, dtype=like.dtype, device="meta"), like)
         else:
-            made = Sharded(torch.empty(like.block_shape, dtype=like.dtype, device="meta"), like)
+            made = torch.empty(like.shape, dtype=like.dtype, device="meta")
         self._made.append(made)
         if followed:
             self._followed.add(id(made))

@@ -174,7 +174,7 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
             leaves.append(arg)
     if not _LEAVES.issuperset(map(type, leaves)):
         leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    return [x for x in leaves if isinstance(x, (Sharded, Tensor))]
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
@@ -201,7 +201,7 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], o
 
 
 def _is_operand(x: Any) -> bool:
-    return isinstance(x, (Tensor, Sharded)) or (type(x) is float and isfinite(x))
+    return isinstance(x, Tensor) or (type(x) is float and isfinite(x))
 
 
 #: types of most arguments, in which nothing is nested

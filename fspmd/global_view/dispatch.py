@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from contextlib import nullcontext
 from types import MethodType
@@ -26,11 +25,10 @@ from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.redistribution.cost import replan_with
 from fspmd.rules import IN_C
-from fspmd.sharded import Sharded, above, held_as, is_sharded
+from fspmd.sharded import Sharded, above, held_as, is_sharded, shell
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 
-_new = functools.partial(object.__new__, Sharded)
 _plan_call = hidden(plan)
 
 
@@ -199,7 +197,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     results = plan.results
     if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, results)
-    value = _new()  # without the checks of its constructor
+    value = shell(Sharded, results.shape, None, None, None, results.dtype)  # type: ignore[union-attr] # as `pair` does
     value.local = out
     value.spec = results  # type: ignore[assignment]
     return value

@@ -64,10 +64,10 @@ def _asked_of_local(name: str) -> Any:
 
 
 _OF_LOCAL: Final = (
-    *("layout", "is_sparse", "is_quantized", "is_cuda", "is_cpu", "is_meta", "is_nested"),
-    *("is_leaf", "itemsize", "grad_fn", "retains_grad", "output_nr"),
+    *(name for name in dir(torch._C.TensorBase) if name.startswith("is_") and not callable(getattr(Tensor, name))),
+    *("layout", "itemsize", "grad_fn", "retains_grad", "output_nr", "_version", "_backward_hooks"),
 )
-_ASKED_OF_LOCAL: Final = ("is_shared", "is_pinned", "is_inference", "get_device")
+_ASKED_OF_LOCAL: Final = ("is_shared", "is_pinned", "is_inference", "get_device", "_is_view")
 #: what other libraries call it
 _OTHER_NAMES: Final = {
     "to_local": "x.local",
@@ -86,9 +86,8 @@ def install() -> None:
         setattr(Sharded, name, _of_local(name))
     for name in _ASKED_OF_LOCAL:
         setattr(Sharded, name, _asked_of_local(name))
-    own = set(dir(Sharded))
     for name in dir(Tensor):
-        if name not in own and not name.startswith("_") and callable(getattr(Tensor, name)):
+        if name not in vars(Sharded) and not name.startswith("_") and callable(getattr(Tensor, name)):
             setattr(Sharded, name, _method(getattr(Tensor, name)))
     for name in _VIEWS:
         setattr(Sharded, name, _getter(getattr(Tensor, name).__get__))
@@ -99,9 +98,9 @@ def install() -> None:
             setattr(Sharded, f"__i{name}__", _binary(getattr(Tensor, f"{function}_")))
     for name in UNARY:
         setattr(Sharded, f"__{name}__", _method(getattr(Tensor, f"__{name}__")))
-    Sharded.__radd__ = _radd  # type: ignore[attr-defined]
+    Sharded.__radd__ = _radd  # type: ignore[method-assign, assignment]
     for name in dir(Tensor):
-        if not hasattr(Sharded, name) and not name.startswith("_"):
+        if name not in vars(Sharded) and not name.startswith("_"):
             setattr(Sharded, name, _absent(name))
     for name, ours in _OTHER_NAMES.items():
         setattr(Sharded, name, _absent(name, f"write {ours}"))

@@ -47,7 +47,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         MeshError: the values lie on several meshes.
     """
     if kwargs:
-        if any(isinstance(kwargs.get(name), (Sharded, Tensor)) for name in _numbers_of(func)):
+        if any(isinstance(kwargs.get(name), Tensor) for name in _numbers_of(func)):
             return as_whole(functools.partial(_with_numbers, func))
         if not isinstance(func, FunctionType) and _by_own_names(func, args, kwargs) != (args, kwargs):
             return as_whole(lambda args, kwargs: above.dispatch(func, (), *_by_own_names(func, args, kwargs)))
@@ -117,7 +117,7 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return as_whole(functools.partial(_in_place, func))
     if registered:
         return None
-    if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Sharded, Tensor)):
+    if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
         return as_whole(_to_dtype_of)
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
@@ -154,7 +154,7 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _without_data(x: Any) -> Any:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, (Sharded, Tensor)) else x
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -192,10 +192,10 @@ def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list
     """The tensors among the arguments and in lists there."""
     found: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
-        if isinstance(arg, (Sharded, Tensor)):
+        if isinstance(arg, Tensor):
             found.append((i, _spec_of(arg, mesh)))
         elif isinstance(arg, (list, tuple)):
-            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, (Sharded, Tensor))]
+            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, Tensor)]
     return found
 
 
@@ -230,9 +230,11 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return x.item() if _is_index(x) else x
 
     rest: Any = optree.tree_map(number, (args[1:], kwargs), is_leaf=is_sharded, none_is_leaf=True)
-    named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), (Sharded, Tensor)))
+    named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), Tensor))
     numbers = {name: kwargs[name].item() for name in named}
-    return above.dispatch(func, (), (args[0], *rest[0]), {**rest[1], **numbers})
+    args, kwargs = (args[0], *rest[0]), {**rest[1], **numbers}
+    left = any(map(is_sharded, tensors_of(args, kwargs)))
+    return above.dispatch(func, (), args, kwargs) if left else func(*args, **kwargs)
 
 
 def _numbers_of(func: Any) -> tuple[str, ...]:
@@ -241,7 +243,7 @@ def _numbers_of(func: Any) -> tuple[str, ...]:
 
 
 def _is_index(x: Any) -> bool:
-    kind = x.dtype if isinstance(x, (Sharded, Tensor)) and not x.ndim else torch.bool
+    kind = x.dtype if isinstance(x, Tensor) and not x.ndim else torch.bool
     return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
 
 

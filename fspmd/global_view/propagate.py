@@ -43,7 +43,6 @@ from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
-from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 
 T = TypeVar("T")
@@ -150,7 +149,7 @@ def ask(
         return None
     specs = [spec for _, spec in ordered]
     shapes = [spec.shape for spec in specs]
-    plain = [None if isinstance(arg, (Sharded, Tensor)) else arg for arg in args]
+    plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     outcome = None
     if row.kept:
         outcome = like_first(args, kwargs, specs)

@@ -25,7 +25,7 @@ from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, 
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, above, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -140,7 +140,7 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return redistribute(x.local, x.spec, x.spec.with_partition(P()))
 
     def wrapped(x: Any) -> Any:
-        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if isinstance(x, Tensor) else x
+        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if is_plain(x) else x
 
     whole: Any = optree.tree_map(at_home, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
     try:

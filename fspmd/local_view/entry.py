@@ -14,7 +14,7 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.redistribute import redistribute, to_blocks
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.tracing import outside_transforms
 from fspmd.transport.local_tensor import LocalTensor
@@ -34,7 +34,7 @@ def argument_failure(
         if outer_axes:
             advice = "pass it to the outer function, with its spec, and hand its block on"
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
-    elif not isinstance(leaf, Tensor):
+    elif not is_plain(leaf):
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
     elif name := foreign_name(leaf):
         return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)

@@ -19,7 +19,7 @@ from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
@@ -84,7 +84,7 @@ def static_failure(x: Any, path: str) -> Failure | None:
 
 def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
     """Why a result cannot leave under this spec, or None."""
-    if not isinstance(x, Tensor):
+    if not is_plain(x):
         return _kind_failure(x, partition, path)
     if name := foreign_name(x):
         text = f"{path} is a {name} of shape {tuple(x.shape)}, which {IS}, but a body returns blocks"
@@ -192,7 +192,7 @@ def make_exit(
     def leave(x: Any) -> Any:
         if x is None:
             return None
-        if not isinstance(x, Tensor):
+        if not is_plain(x):
             x = torch.tensor(x, device=body.mesh.device)
         if body.checked:
             if getattr(x, ATTRIBUTE, INVARIANT) is not target:

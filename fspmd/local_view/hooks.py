@@ -30,7 +30,7 @@ from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import again, is_active
 from fspmd.local_view.tracking import Tracker, mode_for
 from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
@@ -70,7 +70,7 @@ def _wrap_apply() -> None:
             return original(cls, *args, **kwargs)  # inside a torch function the tracker has cast the operands already
         result = INVARIANT
         if tracker is not None:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in (*args, *kwargs.values()) if is_plain(x)]
             for x in tensors:
                 result = join(result, getattr(x, ATTRIBUTE, None) or first_seen(x))
             if result is not INVARIANT:
@@ -167,12 +167,28 @@ def _wrap_recomputation() -> None:
                     if variance is not None:
                         set_variance(x, variance)
             with again(body, mode_for(body, None if tracker is None else tracker.body)), later(), recomputing():
-                return fn(*args, **kw)
+                return fn(*(x.value if type(x) is _Kept else x for x in args), **kw)
 
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
-        return original(run, *given, **kwargs)
+        return original(run, *_keep_sharded(given), **kwargs)
 
     setattr(torch_checkpoint, name, generator)
+
+
+class _Kept:
+    """A `Sharded` that is computed with again: torch would save its shell, without the block."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Sharded) -> None:
+        self.value = value
+
+
+def _keep_sharded(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        _Kept(x) if type(x) is Sharded else _keep_sharded(x) if type(x) is tuple and i == 0 else x
+        for i, x in enumerate(given)
+    )
 
 
 def _inputs(given: tuple[Any, ...]) -> tuple[Any, ...]:

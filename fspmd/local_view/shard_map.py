@@ -29,6 +29,7 @@ from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
+from fspmd.sharded import is_plain
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
 
@@ -143,7 +144,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     body, outer, outer_tracker = plan.body, state.body, state.tracker
     for i, fewest in plan.plain:
         x = leaves[i]
-        if x is not None and not (isinstance(x, Tensor) and x.dim() >= fewest and not foreign_name(x)):
+        if x is not None and not (is_plain(x) and x.dim() >= fewest and not foreign_name(x)):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     widen = plan.widen

@@ -40,6 +40,7 @@ from fspmd.local_view.uneven import (
 )
 from fspmd.op_kinds import OPS, Op, learn
 from fspmd.pairs import apply, call
+from fspmd.sharded import Sharded
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.transport.rank_draws import draw_apart
@@ -73,6 +74,8 @@ class Tracker(BodyMode):
         self.borrowed: Borrowed = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if types and Sharded in types:
+            return func(*args, **(kwargs or {}))  # which refuses it
         op = OPS.get(func) or learn(func)
         if op.asks:
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -17,7 +17,6 @@ from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.on_blocks import run_on_blocks
 from fspmd.modules.parallel import ParallelPlan, Placed
 from fspmd.modules.paths import leaves_by_name, matches, near
-from fspmd.sharded import Sharded
 from fspmd.tracing import RecomputeContext, recomputed_in
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ def _values_by_name(leaves: dict[str, Leaf], slots: dict[str, Slot], failures: l
     for name, leaf in leaves.items():
         if name not in slots:
             failures.append(Failure(f"the module has no {name!r}{near(name, slots)}", TreeError))
-        elif leaf.value is not None and not isinstance(leaf.value, (Tensor, Sharded)):
+        elif leaf.value is not None and not isinstance(leaf.value, Tensor):
             failures.append(Failure(f"{name!r} is {described(leaf.value)}; expected a tensor", ArgumentError))
     tied: dict[int, list[str]] = {}
     for name, slot in slots.items():

@@ -33,7 +33,7 @@ def global_norm(tree: Any, order: float = 2.0) -> Tensor:
     """
     leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
     for x in leaves:
-        if not isinstance(x, (Tensor, Sharded)):
+        if not isinstance(x, Tensor):
             raise ArgumentError(f"global_norm got a leaf that is {described(x)}; expected tensors")
     if not isinstance(order, Real) or not order > 0:
         raise ArgumentError(f"global_norm got order={order!r}; expected a positive number, or math.inf")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.placing.placement import device_get, device_put
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P
 
 Groups = dict[Any, tuple[list[list[Any]], list[int]]]
@@ -82,7 +82,7 @@ def _over_meshes(get_total_norm: Any) -> Any:
 
     @functools.wraps(get_total_norm)
     def wrapper(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensors, (Tensor, Sharded)):
+        if isinstance(tensors, Tensor):
             return get_total_norm([tensors], norm_type, *args, **kwargs)
         listed = list(tensors)
         by_mesh: dict[Any, list[Any]] = {}
@@ -174,7 +174,7 @@ def _unveil(optimizer: torch.optim.Optimizer) -> None:
         def laid_out(x: Any, param: Any = param) -> Any:
             if isinstance(x, _Veiled):
                 return x.value
-            if is_sharded(param) and isinstance(x, Tensor) and x.ndim:
+            if is_sharded(param) and is_plain(x) and x.ndim:
                 return device_put(x, P(*(param.spec.partition if x.shape == param.shape else ())), mesh=param.spec.mesh)
             return x
 

@@ -21,7 +21,7 @@ from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput
 from fspmd.placing.placement import device_put, the_mesh
 from fspmd.placing.scatter import PLANNED, lacks_values
 from fspmd.redistribution.redistribute import redistribute, to_blocks
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec
 from fspmd.wrapping import wraps
 
@@ -139,10 +139,10 @@ class Placed:
 
     def _check_summands(self, others: tuple[Any, ...], axis: str) -> None:
         for x in others:
-            if isinstance(x, (Tensor, Sharded)) and x.is_floating_point() and axis not in _spread(x).axes:
+            if isinstance(x, Tensor) and x.is_floating_point() and axis not in _spread(x).axes:
                 raise ArgumentError(
                     f"{self.path!r}: what each rank computes there is summed over {axis!r}, but {described(x)} "
-                    f"{tuple(x.shape)} is equal on all ranks and would count once per rank; add it to the result"
+                    "is equal on all ranks and would count once per rank; add it to the result"
                 )
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -180,7 +180,7 @@ class Placed:
         return *placed, *values[len(layouts) :]
 
     def _arranged(self, x: Any, layout: Layout, style: Style, *, flat: bool = False) -> Any:
-        if layout is None or not isinstance(x, (Tensor, Sharded)):
+        if layout is None or not isinstance(x, Tensor):
             return x
         if state.body is not None:
             raise ArgumentError(
@@ -211,7 +211,7 @@ def _axis_of(style: Style) -> str:
 
 
 def _partition_of(x: Any) -> P | None:
-    return x.spec.partition if isinstance(x, Sharded) else P() if isinstance(x, Tensor) else None
+    return x.spec.partition if isinstance(x, Sharded) else P() if is_plain(x) else None
 
 
 def _spread(x: Any) -> P:

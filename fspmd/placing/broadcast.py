@@ -18,7 +18,7 @@ from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.placing.placement import the_mesh
 from fspmd.placing.sources import source_of
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, complain, describe
 from fspmd.transport import Options
 from fspmd.transport.local_tensor import LocalTensor
@@ -69,7 +69,7 @@ def _metadata(label: str, leaf: Any) -> str:
 def _follows(label: str, leaf: Any) -> bool:
     """Whether gradients come back to a leaf."""
     refuse_foreign(leaf, f"broadcast: {label} is")
-    if not isinstance(leaf, Tensor) or type(leaf) is LocalTensor:
+    if not is_plain(leaf) or type(leaf) is LocalTensor:
         raise ArgumentError(
             f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "
             "reshard moves a Sharded"
@@ -103,12 +103,12 @@ def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
     if not any(lacks):
         return x
     padding = [n for lack in reversed(lacks) for n in (0, lack)]
-    padded: Any = torch.nn.functional.pad(x, padding)  # type: ignore[arg-type]
+    padded: Any = torch.nn.functional.pad(x, padding)
     return padded  # type: ignore[no-any-return]
 
 
 def _check_is_tensor(name: str, x: object) -> None:
-    if not isinstance(x, (Tensor, Sharded)):
+    if not isinstance(x, Tensor):
         raise ArgumentError(f"{name} got {described(x)}; expected a tensor, or a Sharded")
 
 

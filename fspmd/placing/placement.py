@@ -18,7 +18,7 @@ from fspmd.messages import described
 from fspmd.placing.scatter import check_leaves, description, scatter_from
 from fspmd.placing.sources import source_of
 from fspmd.redistribution.redistribute import from_blocks, redistribute, to_blocks
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
@@ -177,7 +177,7 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
         mesh, partition = the_mesh(mesh, "from_local"), spec
     if wrong := complain(partition, mesh, None):
         raise SpecError(f"from_local: {wrong}")
-    if not isinstance(local, Tensor) or foreign_name(local):
+    if not is_plain(local) or foreign_name(local):
         if mesh.transport != "simulation":  # the others wait for this rank's shape
             transport_of(mesh).layouts([None], mesh)
         refuse_foreign(local, "from_local got for local")
@@ -218,19 +218,19 @@ def from_callback(
     where = [_coordinate(mesh, held.axes, at) for at in held.coordinates()]
     if simulated:
         made = [_call_for_block(fn, layout, at) for at in where]
-        found = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else None for x in made]
+        found = [(x.dtype, tuple(x.shape)) if is_plain(x) else None for x in made]
     else:
         made, failure = [None], None
         try:
             made = [_call_for_block(fn, layout, mesh.coordinate() or ())]
         except Exception as error:  # the other ranks wait to hear of this one's block
             failure = error
-        told = transport_of(mesh).layouts([x if isinstance(x, Tensor) else None for x in made], mesh)
+        told = transport_of(mesh).layouts([x if is_plain(x) else None for x in made], mesh)
         if failure is not None:
             raise failure
         found = [block for (block,) in told]
     _check_made(layout, where, found)
-    blocks = [x.to(mesh.device) for x in made if isinstance(x, Tensor)]
+    blocks = [x.to(mesh.device) for x in made if is_plain(x)]
     local = local_tensor(blocks, held) if simulated else blocks[0]
     return Sharded(local, TensorSpec(mesh, spec, shape, local.dtype))
 
@@ -243,7 +243,7 @@ def _coordinate(mesh: Mesh, axes: tuple[str, ...], at: tuple[int, ...]) -> tuple
 def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, at: tuple[int, ...]) -> Any:
     spans = zip(layout.offset(at), layout.local_shape(at), strict=True)
     block = fn(tuple(slice(start, start + length) for start, length in spans))
-    if isinstance(block, Tensor) and block.requires_grad:
+    if is_plain(block) and block.requires_grad:
         raise ArgumentError(
             "from_callback: the callback returned a tensor that requires grad, but its blocks are data that no "
             "gradient goes back through; return block.detach(), or use device_put, which is differentiable"

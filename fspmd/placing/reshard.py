@@ -22,7 +22,7 @@ from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.redistribution.routes import Route
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import broadcast_prefix, leaf_paths
 
@@ -139,7 +139,7 @@ def _mesh_of(leaf: Any, partition: P | None, mesh: Mesh | None, what: str) -> Me
         return mesh
     if isinstance(leaf, Sharded):
         return leaf.spec.mesh
-    if not isinstance(leaf, Tensor) or (what == "with_spec" and current_mesh() is None):
+    if not is_plain(leaf) or (what == "with_spec" and current_mesh() is None):
         return None
     return the_mesh(None, what)
 

@@ -16,7 +16,7 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
 from fspmd.placing.sources import Source
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_of
 from fspmd.transport.local_tensor import LocalTensor
@@ -106,7 +106,7 @@ def lacks_values(leaf: Any, mesh: Mesh | None) -> bool:
     """Whether a leaf is on the meta device, and its mesh's ranks need values."""
     if mesh is None or mesh.transport == "abstract" or isinstance(leaf, Sharded):
         return False
-    return isinstance(leaf, Tensor) and leaf.is_meta
+    return is_plain(leaf) and leaf.is_meta
 
 
 def _as_tensor(leaf: Any) -> str:
@@ -135,10 +135,10 @@ class Row(NamedTuple):
         """How the spec that a rank gives and its own leaf, if it is a tensor, differ from what the source has."""
         if self._layout(partition, source.mesh) != self._layout(self.partition, source.mesh):
             return source.against(f"the spec {partition!r} for {self.label}", f"{self.partition!r}")
-        if self.shape is None or not isinstance(leaf, (Tensor, Sharded)):
+        if self.shape is None or not isinstance(leaf, Tensor):
             return ""
         mine, theirs = described(leaf), describe(self.dtype, self.shape)
-        if isinstance(leaf, Tensor):
+        if is_plain(leaf):
             mine = describe(leaf.dtype, leaf.shape)
         return "" if mine == theirs else source.against(f"{self.label} as {mine}", f"as {theirs}")
 
@@ -220,7 +220,7 @@ def _place(row: Row, leaf: Any, source: Source) -> Any:
         return row.value if leaf is None else leaf
     mesh = source.mesh
     spec = TensorSpec(mesh, row.partition, row.shape, row.dtype)
-    route = Route(spec, source.position, source.place, leaf.device if isinstance(leaf, Tensor) else mesh.device)
+    route = Route(spec, source.position, source.place, leaf.device if is_plain(leaf) else mesh.device)
     whole = leaf
     if leaf is None:
         whole = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.follow)

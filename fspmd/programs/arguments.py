@@ -12,7 +12,6 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.messages import counted, described, quoted
 from fspmd.programs.keys import Static
-from fspmd.sharded import Sharded
 from fspmd.trees import parameter_names
 from fspmd.wrapping import wraps
 
@@ -111,7 +110,7 @@ def mark_static(
 
 def _static(f: Any, where: int | str, value: Any) -> Static:
     instead = "it must be hashable: a number, a string, a tuple, a frozen dataclass, a function or a module"
-    if isinstance(value, (Tensor, Sharded)):
+    if isinstance(value, Tensor):
         instead = "only what a record holds as a constant can be static; leave it out of static_argnums"
     else:
         try:

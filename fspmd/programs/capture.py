@@ -170,7 +170,7 @@ def _reduced(out: Any) -> list[Frame | None]:
         if type(x) is Sharded and x.spec.partition.reduced and x.spec.mesh.transport == "simulation"
         else None
         for x in leaves
-        if isinstance(x, (Sharded, Tensor))
+        if isinstance(x, Tensor)
     ]
 
 

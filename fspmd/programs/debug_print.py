@@ -17,7 +17,7 @@ from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.placing.placement import device_get
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.frame import frame, union
 from fspmd.transport.local_tensor import column, common_frame
@@ -97,7 +97,7 @@ def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
 @reading
 def _print(line: _Line, values: list[Any]) -> None:
     with torch._C.DisableTorchFunction(), outside_transforms(), torch.no_grad():
-        for where, here, own in _of_ranks(line, [x.detach() if isinstance(x, Tensor) else x for x in values]):
+        for where, here, own in _of_ranks(line, [x.detach() if is_plain(x) else x for x in values]):
             for example in _of_examples(line, own):
                 text = where + line.text(example)
                 if here:

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from fspmd.errors import RecordError
 from fspmd.local_view.indexing import INTEGERS, as_index
 from fspmd.programs.escapes import line
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 
 _VALUES: Final[Any] = (Tensor, Sharded)
 
 
 def _one_hot(records: Any, tensor: Any, num_classes: int = -1) -> Any:
-    if not isinstance(tensor, Tensor) or tensor.dtype is not torch.int64 or not _is_value(records, tensor):
+    if not is_plain(tensor) or tensor.dtype is not torch.int64 or not _is_value(records, tensor):
         return NotImplemented
     if type(num_classes) is not int or num_classes <= 0:
         return NotImplemented

@@ -15,7 +15,7 @@ from fspmd.errors import RecordError
 from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.programs.facts import functorch
 from fspmd.programs.replaced import replaced
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.watching.causes import trace
 
 Knows = Callable[[Tensor], bool]
@@ -177,4 +177,4 @@ class Escapes(TorchFunctionMode):
 def _within(data: Any) -> list[Tensor]:
     if not isinstance(data, (list, tuple)):
         return []
-    return [x for one in data for x in ([one] if isinstance(one, Tensor) else _within(one))]
+    return [x for one in data for x in ([one] if is_plain(one) else _within(one))]

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fspmd.programs.escapes import not_dense
 from fspmd.programs.facts import is_dense
 from fspmd.programs.fake_results import Imagining
-from fspmd.sharded import Sharded
+from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor
@@ -25,7 +25,7 @@ def fake_mode() -> FakeTensorMode:
 
 def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:
     """The same tree, with a fake tensor for each tensor, and a `Sharded` of one for each `TensorSpec`."""
-    return optree.tree_map(lambda leaf: _stand_in(leaf, mode), tree, none_is_leaf=True)
+    return optree.tree_map(lambda leaf: _stand_in(leaf, mode), tree, none_is_leaf=True, namespace=NODES)
 
 
 def active_mode() -> FakeTensorMode:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
+from fspmd.sharded import is_plain
 from fspmd.tracing import outside_transforms
 from fspmd.transport.randomness import go_on, kept_states
 
@@ -136,7 +137,7 @@ class Generators:
 
     def check_unread(self, value: Any) -> None:
         """Raises for a seed or a state that somebody has read between steps."""
-        if isinstance(value, Tensor):
+        if is_plain(value):
             with torch._C.DisableTorchFunction():
                 if value.dtype is torch.uint8 and value.numel() in {len(state) for state in self.left.values()}:
                     read = self.is_name(_seed(value.contiguous()))

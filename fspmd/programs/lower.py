@@ -24,7 +24,7 @@ from fspmd.programs.schedule import Event, communications, end_of, schedule
 from fspmd.programs.text import program_text
 from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import is_sharded
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
 from fspmd.watching.communication_log import CommunicationLog
 
@@ -210,7 +210,7 @@ def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     for name, tree in named:
         leaves, _ = flatten_in_order(tree, is_sharded)
         paths = leaf_paths(tree, name, is_sharded, in_order=True)
-        found += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, (Tensor, Sharded))]
+        found += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
     return found
 
 

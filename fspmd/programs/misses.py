@@ -10,14 +10,13 @@ from typing import Any, Final
 
 import optree
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
 from fspmd.op_kinds import autocasts
 from fspmd.programs.keys import Static, default_device, identity
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
 from fspmd.watching.causes import trace
@@ -115,7 +114,7 @@ def _parts(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, Sharded):
         known = {"type": "Sharded", "shape": tuple(leaf.shape), "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
         return {part: what for part, what in _parts(leaf.local).items() if part != _HELD} | known
-    if isinstance(leaf, Tensor):
+    if is_plain(leaf):
         parts = {
             "type": "Tensor" if isinstance(leaf, (torch.nn.Parameter, FakeTensor)) else type(leaf).__name__,
             "shape": tuple(leaf.shape),

@@ -24,7 +24,7 @@ from fspmd.programs.program import owner
 from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.telling import tell_when_they_run, told_before
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain, pair
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import filling, flatten
@@ -210,7 +210,7 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
     """What makes a result like ``out`` of its tensors."""
-    if isinstance(out, Tensor):
+    if is_plain(out):
         return lambda values: values[0]
     if type(out) is Sharded:
         return _pairing([out.spec], "x0")
@@ -225,13 +225,12 @@ def _pairing(specs: Sequence[TensorSpec], result: str) -> Callable[[tuple[Any, .
     ``result`` is made of their names, ``x0`` and so on.
     """
     scope: dict[str, Any] = {
-        "new": object.__new__,
-        "Sharded": Sharded,
+        "pair": pair,
         **{f"s{i}": spec for i, spec in enumerate(specs)},
     }
     lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(specs)))} = values"]
     for i in range(len(specs)):
-        lines += [f"    x{i} = new(Sharded)", f"    x{i}.local = v{i}", f"    x{i}.spec = s{i}"]
+        lines += [f"    x{i} = pair(v{i}, s{i})"]
     exec("\n".join([*lines, f"    return {result}"]), scope)
     rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
     return rebuild

@@ -20,7 +20,7 @@ from fspmd.programs.escapes import line
 from fspmd.programs.facts import aten, functorch, memory_of, shard_of
 from fspmd.programs.fakes import active_mode, stand_in
 from fspmd.programs.program import value_of
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec, describe
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
@@ -176,7 +176,7 @@ class Values(RecordingMode):
 
     def learn(self, values: Iterable[Any]) -> None:
         """Python learns of constants: which rank it runs on, where they are made of that."""
-        waiting = [self.node_of(x) for x in values if isinstance(x, Tensor)]
+        waiting = [self.node_of(x) for x in values if is_plain(x)]
         while waiting and not self.unlike:
             node = waiting.pop()
             if node in self._of_rank:
@@ -206,7 +206,7 @@ class Values(RecordingMode):
 
     def _placed(self, value: Any) -> Any:
         """An argument as the graph has it."""
-        if isinstance(value, Tensor):
+        if is_plain(value):
             return self.node_of(value)
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
@@ -253,10 +253,10 @@ class Values(RecordingMode):
 
     def _results(self, out: Any, node: fx.Node) -> Any:
         """Make the results of a step known; numbers become such as can be told apart."""
-        if isinstance(out, Tensor):
+        if is_plain(out):
             self._know(out, node)
         elif type(out) in (tuple, list):
-            node.meta["parts"] = tuple(value_of(one).nbytes if isinstance(one, Tensor) else 0 for one in out)
+            node.meta["parts"] = tuple(value_of(one).nbytes if is_plain(one) else 0 for one in out)
             return type(out)(self._results(one, _part(node, i)) for i, one in enumerate(out))
         elif type(out) is int:
             out = Number(out)

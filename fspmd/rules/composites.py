@@ -71,7 +71,7 @@ def _normalize(x: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: An
 
 
 def _is_tensor(x: Any) -> bool:
-    return isinstance(x, (torch.Tensor, Sharded))
+    return isinstance(x, Tensor)
 
 
 def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:

@@ -115,7 +115,7 @@ def _write(name: str, x: Any, *args: Any, generator: torch.Generator | None = No
     if name == "random":
         args, named = (*args, *(named[key] for key in ("from", "to") if key in named)), {}
     parameters = [*args, *named.values()]
-    if name == "bernoulli" and any(isinstance(p, (Sharded, Tensor)) for p in parameters):
+    if name == "bernoulli" and any(isinstance(p, Tensor) for p in parameters):
         return x.copy_(_below(x, parameters[0], generator))
     law, then = _LAWS[name](x, *args, **{_FROM.get(key, key): value for key, value in named.items()})
     x.local.copy_(drawn(x.spec, law, x.device, then, generator).local)
@@ -141,7 +141,7 @@ def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None 
 
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Value:
     """``torch.normal``: in the layout of the operand that has the shape of the result."""
-    operands = [x for x in (mean, std) if isinstance(x, (Sharded, Tensor))]
+    operands = [x for x in (mean, std) if isinstance(x, Tensor)]
     _check_each("normal", "std", std, lambda std: std >= 0, "not below 0")
     shape = torch.broadcast_shapes(*(tuple(x.shape) for x in operands))
     sharded = [x for x in operands if isinstance(x, Sharded)]

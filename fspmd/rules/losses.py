@@ -188,7 +188,7 @@ def _ctc(
     zero_infinity: bool = False,
 ) -> Any:
     lengths, target_lengths = (
-        one if isinstance(one, (torch.Tensor, Sharded)) else torch.tensor(one, dtype=torch.int64, device=x.device)
+        one if isinstance(one, torch.Tensor) else torch.tensor(one, dtype=torch.int64, device=x.device)
         for one in (lengths, target_lengths)
     )
     found = above.dispatch(ctc, (), (x, target, lengths, target_lengths, blank, zero_infinity))

@@ -131,7 +131,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return dispatch(Sharded, inner, types, args, kwargs)
 
     def without_data(x: Any) -> Any:
-        if not isinstance(x, (Tensor, Sharded)):
+        if not isinstance(x, Tensor):
             return x
         block = torch.empty(x.shape, dtype=x.dtype, device="meta")
         return Sharded(block, TensorSpec(mesh, P(), tuple(x.shape), x.dtype))
@@ -157,7 +157,7 @@ def _operands(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
         for k, one in enumerate(arg if listed else (arg,)):
-            if isinstance(one, (Tensor, Sharded)):
+            if isinstance(one, Tensor):
                 found.append(((i, k) if listed else i, TensorSpec(mesh, P(), tuple(one.shape), one.dtype)))
     return found
 

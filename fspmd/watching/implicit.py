@@ -174,7 +174,7 @@ def _names(user: FrameType | None) -> dict[object, str]:
                 leaves = optree.tree_leaves(value, is_leaf=is_sharded, none_is_leaf=True)
                 paths = leaf_paths(value, name, is_sharded)
                 found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
-    return found | {id(value): name for name, value in known.items() if isinstance(value, (Tensor, Sharded))}
+    return found | {id(value): name for name, value in known.items() if isinstance(value, Tensor)}
 
 
 def _at(given: Sequence[Any], place: Place) -> Any:
@@ -199,7 +199,7 @@ def _operands(
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
         for k, x in enumerate(arg if listed else (arg,)):
-            if isinstance(x, (Tensor, Sharded)):
+            if isinstance(x, Tensor):
                 source = sources[i] if i < len(sources) and not listed else None
                 spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype)
                 known = names.get(id(x))

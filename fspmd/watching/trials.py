@@ -33,7 +33,7 @@ def trials(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh)
     """
     tree: Any = (args, kwargs)
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     operands = [_with_values(leaves[i]) for i in places]
     lines: list[str] = []
     failed: Exception | None = None

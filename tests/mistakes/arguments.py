@@ -235,7 +235,7 @@ def closed_over_sharded(m: Setting) -> None:
     blocks; pass it as an argument, with its spec in in_specs, instead of closing over it
     """
     w = device_put(ONES, P("x"), mesh=m.line)
-    m.inside(lambda x: x * w)
+    m.inside(lambda x: torch.mul(x, w))
 
 
 @mistake(ArgumentError)
