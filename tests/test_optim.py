@@ -11,7 +11,7 @@ import torch
 from dispatch_cases import values
 from torch import Tensor, nn
 
-from fspmd import ArgumentError, P, device_get, device_put, make_mesh
+from fspmd import ArgumentError, P, Sharded, device_get, device_put, make_mesh
 
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 SPECS = [(P("x", "y"), P("y")), (P(None, ("y", "x")), P()), (P(reduced={"x"}), P("x"))]
@@ -70,6 +70,44 @@ def test_steps_and_states(name: str, specs: tuple[P, ...]) -> None:
         restored.load_state_dict(saved)
         _step(restored, again)
         _same(again, plain)
+
+
+ELSEWHERE = [
+    (make_mesh((3,), ("x",), transport="simulation"), (P("x"), P("x")), torch.float64),
+    (make_mesh((4,), ("z",), transport="simulation"), (P(None, "z"), P()), torch.float64),
+    (make_mesh((2, 2, 2), ("a", "x", "y"), transport="simulation"), (P(("y", "a")), P("x")), torch.float64),
+    (GRID, (P("y", "x"), P("x")), torch.float32),
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_loaded_as_the_parameters_lie(name: str) -> None:
+    """On other meshes, under other specs, of another dtype, and where some parameter is plain."""
+    make, options = OPTIMIZERS[name]
+    plain, ours = _leaves(None), _leaves(SPECS[0])
+    want, found = make(plain, **options), make(ours, **options)
+    for _ in range(2):
+        _step(want, plain)
+        _step(found, ours)
+    before = [x.detach().clone() for x in plain]
+    _step(want, plain)
+    for mesh, specs, dtype in ELSEWHERE:
+        for whole in (False, True):
+            again = [device_put(x.to(dtype), spec, mesh=mesh) for x, spec in zip(before, specs, strict=True)]
+            again = [x.requires_grad_() for x in (before[0].to(dtype).clone() if whole else again[0], again[1])]
+            if whole and name == "LBFGS":  # one vector of all parameters
+                continue
+            restored = make(again, **options)
+            restored.load_state_dict(copy.deepcopy(found.state_dict()))
+            for x in again if name != "LBFGS" else ():
+                for key, y in restored.state[x].items():
+                    if isinstance(y, Sharded):
+                        assert y.spec.mesh is mesh
+                        assert key == "step" or y.dtype is dtype
+                        assert y.shape != x.shape or y.spec is x.spec
+            _step(restored, again)
+            for x, y in zip(again, plain, strict=True):
+                torch.testing.assert_close(device_get(x).double(), y, rtol=1e-5, atol=1e-5)
 
 
 def test_groups_and_names() -> None:

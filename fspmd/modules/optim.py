@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.placing.placement import device_get, device_put
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
 
 Groups = dict[Any, tuple[list[list[Any]], list[int]]]
@@ -168,20 +168,28 @@ def _veiled(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _unveil(optimizer: torch.optim.Optimizer) -> None:
-    """And lay global tensors out: those of the parameter's shape as it lies, others whole on every rank."""
+    """And lay all out as the parameters lie, however they were saved."""
     for param, state in optimizer.state.items():
-
-        def laid_out(x: Any, param: Any = param) -> Any:
-            if isinstance(x, _Veiled):
-                return x.value
-            if is_sharded(param) and is_plain(x) and x.ndim:
-                return device_put(x, P(*(param.spec.partition if x.shape == param.shape else ())), mesh=param.spec.mesh)
-            return x
-
-        optimizer.state[param] = _each(laid_out, state)
+        optimizer.state[param] = {
+            key: _each(lambda x, param=param, key=key: _laid_out(x, param, key), value) for key, value in state.items()
+        }
     for group in optimizer.param_groups:
         if any(map(is_sharded, group["params"])):
             _take_lists(optimizer, group)
+
+
+def _laid_out(x: Any, param: Any, key: str) -> Any:
+    """A state of a parameter: of its shape as it lies, of another whole on every rank of its mesh."""
+    if isinstance(x, _Veiled):
+        x = x.value
+        if key != "step" and param.is_floating_point():  # as torch does with tensors
+            x = x.to(param.dtype)
+    elif not isinstance(x, Tensor) or not x.ndim:
+        return x
+    if not is_sharded(param):
+        return device_get(x)
+    partition = param.spec.partition if x.shape == param.shape else P()
+    return device_put(x, partition, mesh=param.spec.mesh)
 
 
 def _each(f: Any, tree: Any) -> Any:
