@@ -243,6 +243,30 @@ def apply(x: Tensor, call: Call) -> Tensor:
         return call.run(x)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or forward mode is at work, to which autograd is not all there is."""
+    return bool(_transforms_active()) or _forward_ad._current_level >= 0
+
+
+def given(x: Tensor, call: Call, y: Tensor) -> Tensor:
+    """``call(x)``, of which ``y`` has the values: forward nothing is done, backward what is done ever."""
+    if _seen:
+        call = watched(x, call)
+    with _untracked():
+        return _Given.apply(x, y.detach(), call)  # type: ignore[no-any-return]
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return apply(g, ctx.call.transposed), None, None
+
+
 class _Plain(torch.autograd.Function):
     """The fast path: autograd alone."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from fspmd import (
     all_gather_into,
     all_to_all,
     axis_index,
+    communication_log,
     device_put,
     from_callback,
     from_local,
@@ -338,3 +340,25 @@ def lent_without_a_gradient(ranks: tuple[int, ...]) -> str:
     except FspmdError as error:
         return str(error)
     return str(x.grad)
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def settled_whatever_the_garbage() -> list[tuple[int, int]]:
+    """A pending sum with uses of which some are garbage in cycles, which one rank alone collects: what is sent."""
+    mesh = make_mesh((4,), ("x",), device="cpu")
+    w = device_put(torch.linspace(-1, 1, 42, dtype=torch.float64).view(6, 7), P(None, "x"), mesh=mesh).requires_grad_()
+    x = torch.linspace(0, 1, 30, dtype=torch.float64).view(5, 6).requires_grad_()
+    counts = []
+    for _ in range(2):
+        with communication_log() as log:
+            y = torch.tanh(x @ w) @ w.mT
+            held: list[Any] = [torch.sin(y)]
+            held.append(held)
+            del held
+            if mesh.coordinate() == (0,):
+                gc.collect()
+            torch.autograd.grad((torch.cos(y) + y.exp()).sum(), [w, x])
+        counts.append((len(log.forward), len(log.backward)))
+    return counts

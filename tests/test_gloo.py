@@ -39,6 +39,7 @@ from gloo_programs import (
     leaves_differentiated,
     leaves_on_processes,
     lent_without_a_gradient,
+    settled_whatever_the_garbage,
     zeros_travel,
 )
 from number_programs import numbers_on_processes
@@ -313,3 +314,7 @@ _OF_DTENSORS = {
     "in a body": "from_dtensor was called inside shard_map",
     "simulated": "whose ranks are simulated in this process",
 }
+
+
+def test_ranks_settle_alike_whatever_their_garbage(four: Processes) -> None:
+    assert four.run(settled_whatever_the_garbage) == [[(1, 1)] * 2] * 4

@@ -174,11 +174,12 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         blocks = list(blocks)
         if plan.choose is not None:
             plan = plan.choose(blocks)
-        if plan.writes:
-            refuse_copy(blocks[0], plan.writes)
-        casts = move_operands(plan, blocks) if plan.moves else []
-        if plan.casts:
-            casts += cast_operands(plan, blocks)
+        if not plan.at_once:
+            if plan.writes:
+                refuse_copy(blocks[0], plan.writes)
+            casts = move_operands(plan, blocks) if plan.moves else []
+            if plan.casts:
+                casts += cast_operands(plan, blocks)
     try:
         if plan.in_order:
             out = plan.local(*tuple(blocks))  # quicker than of a list

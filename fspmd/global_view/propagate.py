@@ -39,6 +39,7 @@ from fspmd.local_view.connected import connected
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import moves as kernel_moves
 from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
@@ -55,7 +56,7 @@ class OpPlan:
 
     results: TensorSpec | tuple[TensorSpec, ...]
     needs_redistribute: bool
-    moves: Calls
+    moves: tuple[tuple[Place, tuple[Leg, ...]], ...]
     casts: Calls  # of operands that will have a gradient; forward they move nothing
     local: Callable[..., Any]
     in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
@@ -203,22 +204,33 @@ def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
     return TensorSpec(like.mesh, P(*(None,) * len(shape)), shape, dtype)
 
 
-def plan_of(func: Any, positional: int, question: Question, best: Strategy) -> OpPlan:
-    """What a strategy comes to; so many arguments of the call are positional."""
+def plan_of(
+    func: Any, positional: int, question: Question, best: Strategy, lie: Sequence[TensorSpec] | None = None
+) -> OpPlan:
+    """What a strategy comes to; so many arguments of the call are positional.
+
+    ``lie``: where blocks were moved before, from which they go on.
+    """
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
     by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)
     first, mesh, written = operands[0][1], results[0].mesh, writes(func)
     final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
-    moves: list[tuple[Place, tuple[Call, ...]]] = []
+    moves: list[tuple[Place, tuple[Leg, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
     moving = [*map(id, best.operands)] != [id(spec) for _, spec in operands]  # then gradients tell which plan it is
     for i, ((place, spec), need, wanted) in enumerate(zip(operands, best.operands, best.casts, strict=True)):
         axes = wanted if i in question.gradients or not moving else ()
         if spec is need and not axes:
             continue
-        way = moves_of(spec, need, axes, topology(), i in question.gradients) if spec is not need else None
+        start, followed, legs = spec, i in question.gradients, list[Leg]()
+        if lie is not None and lie[i] is not spec is not need:
+            start = lie[i]
+            legs.append(moves_of(spec, start, (), topology(), followed).leg)
+        way = moves_of(start, need, axes, topology(), followed) if start is not need else None
         if way is not None:
-            moves.append((place, way.calls))
+            legs.append(way.leg)
+        if legs:
+            moves.append((place, tuple(legs)))
         if cast := casts_of(need, axes) if way is None else way.casts:
             casts.append((place, cast))
     result = final[0] if question.kind is None else final
@@ -250,7 +262,7 @@ def plan_of(func: Any, positional: int, question: Question, best: Strategy) -> O
         elif not written and not question.views:
             local = functools.partial(connected, local)
     if copies := not written and question.views and bool(moves):
-        taken = [step for _, found in moves for step in found]
+        taken = [step for _, legs in moves for leg in legs for step in leg.calls]
         own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
         local = functools.partial(copying, local, shown(func), own)
     in_order = stand_in_order(local, positional, question.names)
@@ -272,13 +284,15 @@ def _never(*_: Any) -> NoReturn:
 
 
 def _linearity(row: Row, whole: Whole, first: TensorSpec, result: TensorSpec) -> str:
-    """A number would be added once per rank, and rounding is not linear."""
+    """A number would be added once per rank, and rounding is not linear; what is made wider is added up before."""
     if whole.kwargs.get("rounding_mode") is not None:
         return ""
     linear = row.linear if isinstance(row.linear, str) else row.linear(whole)
     if linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in whole.args[:2]):
         return ""
-    return "" if is_float(first.dtype) and not is_float(result.dtype) else linear
+    widened = linear == "first" and result.shape == first.shape and result.dtype.itemsize > first.dtype.itemsize
+    rounded = is_float(first.dtype) and not is_float(result.dtype)
+    return "" if rounded or widened else linear
 
 
 def is_float(dtype: torch.dtype) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cmath import isfinite
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +12,9 @@ from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan, Question, ask, is_float, plan_of
 from fspmd.global_view.refusals import refuse_write
 from fspmd.global_view.strategies import Strategy
+from fspmd.pairs import is_transformed
+from fspmd.redistribution.once import ended
+from fspmd.remembered import has_moves
 from fspmd.spec import TensorSpec
 
 
@@ -39,14 +42,18 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
         refuse_write(func, [spec for _, spec in question.operands])
     plan = plan_of(func, positional, question, best)
     empty = True in [0 in spec.shape for _, spec in question.operands]
-    if not (plan.needs_redistribute or best.by_body or empty or (plan.casts and question.weighs)):
-        return plan
     floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
-    if not floating:
+    pending = () if question.views or question.fixed else tuple(_pending(question))
+    weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs)
+    if weighed and not plan.needs_redistribute:
+        weighed = bool(floating) and not _same(best, question._replace(gradients=floating).best(known))
+    if not (pending or (weighed and floating)):
         return plan
-    if not plan.needs_redistribute and _same(best, question._replace(gradients=floating).best(known)):
-        return plan  # else it is asked when a gradient is wanted
-    return _chosen(plan, _ByGradients(func, positional, question, plan).plan)
+    return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
+
+
+def _pending(question: Question) -> list[tuple[int, Place, TensorSpec]]:
+    return [(i, place, spec) for i, (place, spec) in enumerate(question.operands) if spec.partition.unreduced]
 
 
 def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
@@ -61,31 +68,62 @@ def _same(one: Strategy, other: Strategy | None) -> bool:
     )
 
 
-class _ByGradients:
-    """The plans of a call of which the cheapest way depends on which operands will have a gradient."""
+class _ByBlocks:
+    """The plans of a call of which the cheapest way depends on the blocks of its operands.
 
-    def __init__(self, func: Any, positional: int, question: Question, plan: OpPlan) -> None:
-        self.func, self.positional, self.question = func, positional, question
-        self.plans = {frozenset[int](): plan}
+    ``weighed``: on which of them will have a gradient. And on where ``pending`` sums were ended for other calls before.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        positional: int,
+        question: Question,
+        plan: OpPlan,
+        weighed: bool,
+        pending: Sequence[tuple[int, Place, TensorSpec]],
+    ) -> None:
+        self.func, self.positional, self.question, self.pending = func, positional, question, pending
+        self.weighed = weighed
+        self.floating = [(i, place) for i, (place, spec) in enumerate(question.operands) if is_float(spec.dtype)]
+        self.first = plan
+        self.plans: dict[Any, OpPlan] = {(_NONE, ()): plan}
 
     def plan(self, blocks: list[Any]) -> OpPlan:
         """Of a call on these blocks."""
-        transformed, follows = torch._C._are_functorch_transforms_active(), torch.is_grad_enabled()
-        followed = frozenset(
-            [
-                i
-                for i, (place, spec) in enumerate(self.question.operands)
-                if is_float(spec.dtype) and (transformed or (follows and at(blocks, place).requires_grad))
-            ]
-        )
-        plan = self.plans.get(followed)
+        elsewhere: tuple[tuple[int, TensorSpec], ...] = ()
+        for _, place, _ in self.pending:
+            if has_moves(blocks[place] if type(place) is int else at(blocks, place)):
+                elsewhere = self._elsewhere(blocks)
+                break
+        if not (elsewhere or self.weighed):
+            return self.first
+        followed = _NONE
+        if torch._C._are_functorch_transforms_active():
+            followed = frozenset([i for i, _ in self.floating])
+        elif torch.is_grad_enabled():
+            followed = frozenset([i for i, place in self.floating if at(blocks, place).requires_grad])
+        plan = self.plans.get((followed, elsewhere))
         if plan is None:
-            question = self.question._replace(gradients=followed)
-            best = question.best()
-            if best is None:
-                refuse_write(self.func, [spec for _, spec in question.operands])
-            plan = self.plans[followed] = plan_of(self.func, self.positional, question, best)
+            plan = self.plans[followed, elsewhere] = self._plan(followed, dict(elsewhere))
         return plan
+
+    def _elsewhere(self, blocks: list[Any]) -> tuple[tuple[int, TensorSpec], ...]:
+        if is_transformed():
+            return ()
+        found = [(i, ended(at(blocks, place), spec)) for i, place, spec in self.pending]
+        return tuple([(i, spec) for i, spec in found if spec is not None])
+
+    def _plan(self, followed: frozenset[int], elsewhere: dict[int, TensorSpec]) -> OpPlan:
+        question = self.question._replace(gradients=followed)
+        lie = [elsewhere.get(i, spec) for i, (_, spec) in enumerate(question.operands)]
+        best = (question.at(lie) if elsewhere else question).best()
+        if best is None:
+            refuse_write(self.func, [spec for _, spec in question.operands])
+        return plan_of(self.func, self.positional, question, best, lie)
+
+
+_NONE: Final = frozenset[int]()
 
 
 # --- numbers that a pending sum is multiplied with: of infinite ones the terms are no terms of the result -------------

@@ -14,7 +14,7 @@ refuses.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -30,6 +30,7 @@ from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import again, is_active
 from fspmd.local_view.tracking import Tracker, mode_for
 from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
+from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
 from fspmd.transport.randomness import go_on, kept_states
@@ -166,11 +167,12 @@ def _wrap_recomputation() -> None:
                 for x, variance in zip(args, types[len(types) - len(args) :], strict=True):
                     if variance is not None:
                         set_variance(x, variance)
-            with again(body, mode_for(body, None if tracker is None else tracker.body)), later(), recomputing():
+            mode = mode_for(body, None if tracker is None else tracker.body)
+            with again(body, mode), later(), recomputing(), forgetting(casts=False):
                 return fn(*(x.value if type(x) is _Kept else x for x in args), **kw)
 
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
-        return original(run, *_keep_sharded(given), **kwargs)
+        return _forgetting(original(run, *_keep_sharded(given), **kwargs))
 
     setattr(torch_checkpoint, name, generator)
 
@@ -189,6 +191,12 @@ def _keep_sharded(given: tuple[Any, ...]) -> tuple[Any, ...]:
         _Kept(x) if type(x) is Sharded else _keep_sharded(x) if type(x) is tuple and i == 0 else x
         for i, x in enumerate(given)
     )
+
+
+def _forgetting(steps: Iterator[None]) -> Iterator[None]:
+    """What torch does before and after a checkpointed function; what runs now and later must find the same moves."""
+    with forgetting(casts=False):
+        yield from steps
 
 
 def _inputs(given: tuple[Any, ...]) -> tuple[Any, ...]:

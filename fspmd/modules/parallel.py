@@ -20,7 +20,8 @@ from fspmd.modules.paths import leaves_by_name, matches, near, prefixes
 from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
 from fspmd.placing.placement import device_put, the_mesh
 from fspmd.placing.scatter import PLANNED, lacks_values
-from fspmd.redistribution.redistribute import redistribute, to_blocks
+from fspmd.redistribution.once import redistribute_once
+from fspmd.redistribution.redistribute import to_blocks
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec
 from fspmd.wrapping import wraps
@@ -190,14 +191,15 @@ class Placed:
         source = x.spec if isinstance(x, Sharded) else TensorSpec(self.mesh, P(), x.shape, x.dtype)
         target = _target(source, _axis_of(style), layout, flat or style.flat)
         if isinstance(x, Sharded):
-            return x if target is source else Sharded(redistribute(x.local, source, target), target)
+            return x if target is source else Sharded(redistribute_once(x.local, source, target), target)
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
 
 
 def _gathered(x: Any, layout: Layout, style: Style) -> Layout:
     """Where a cut argument of a column-parallel layer goes, whose gradient is a sum: as reduced its way back is one."""
-    cut = isinstance(x, Sharded) and _axis_of(style) in x.spec.partition.axes
-    return "reduced" if cut and layout == "replicated" and isinstance(style, ColwiseParallel) else layout
+    lies = x.spec.partition if isinstance(x, Sharded) else P()
+    scattered = _axis_of(style) in lies.axes | lies.reduced
+    return "reduced" if scattered and layout == "replicated" and isinstance(style, ColwiseParallel) else layout
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,6 +32,7 @@ from fspmd.programs.python_steps import check_reached, given_alone
 from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.threads import Threads
 from fspmd.programs.values import Values
+from fspmd.remembered import forgetting
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
 from fspmd.transport.op_facts import facts_of
@@ -262,6 +263,7 @@ class Recorder(Values):
         try:
             with (
                 self,
+                forgetting(),
                 self.escapes.refused(concerns),
                 instead_of_dispatch(self._typed),
                 self.generators.unread(self._check_unread),

@@ -9,8 +9,18 @@ from typing import NamedTuple
 
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Topology, price
+from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.routes import Route, Step, back, route
-from fspmd.spec import TensorSpec
+from fspmd.spec import P, TensorSpec
+
+
+class Leg(NamedTuple):
+    """Calls that lead a block from one layout to another."""
+
+    source: TensorSpec
+    reached: TensorSpec
+    calls: tuple[Call, ...]
+    communicates: bool
 
 
 class Moves(NamedTuple):
@@ -27,6 +37,16 @@ class Moves(NamedTuple):
     def time(self) -> float:
         """µs of all, there and back."""
         return self.forward + self.backward + self.casting
+
+    @property
+    def leg(self) -> Leg:
+        """The collectives, without the casts."""
+        lies = self.route.target.partition
+        gathered = {axis for one in self.calls if one.pair.name == "all_gather_reduced" for axis in one.axes}
+        reached = P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gathered)
+        moving = [one for one in self.calls if is_moving(one.pair.kernel)]
+        communicates = any(prod(one.mesh.shape[axis] for axis in one.axes) > 1 for one in moving)
+        return Leg(self.route.source, self.route.target.with_partition(reached), self.calls, communicates)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -1,0 +1,119 @@
+"""Moves and casts that several uses of a value share: what was done for one serves the others, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fspmd.pairs import Call, apply, call, given, is_transformed, lend
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import Leg, moves
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.remembered import has_moves, moves_of, recall, recall_cast, remember, remember_cast
+from fspmd.spec import P, TensorSpec
+
+_REDUCED: Final = "reduced"  # the same blocks with a gradient that is a pending sum
+
+
+def redistribute_once(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
+    """`redistribute`, of a value that several functions want so.
+
+    If it is gathered, uses that cast it to varying, as column-parallel layers do, send one reduce-scatter back.
+    """
+    if source is target or source.mesh != target.mesh:
+        return redistribute(x, source, target)
+    leg = moves(source, target, (), topology(), _is_followed(x)).leg
+    y = along(x, leg, [])
+    twin = _twin(leg)
+    if twin is not None and twin.reached.partition.reduced and _is_followed(x) and not is_transformed():
+        what = _REDUCED, leg.calls[0].axes
+        if recall(y, what) is None:
+            remember(y, what, given(x, twin.calls[0], y))
+    return y
+
+
+def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tensor:
+    """A block in the layout that a leg leads to, which is found again where it was led there before.
+
+    What communicates is remembered as long as the block lives, where that is not long: of results that are followed by
+    autograd, and of pending sums, whose ends are as large as they. A parameter is moved at each use. Slices, which move
+    something in backward alone, are remembered as long as their graph lives, of which ``kept`` is to be a part. Not
+    ``shared``: moved for this use alone, which hands out parts of its memory.
+    """
+    lasting = shared and leg.communicates and not is_transformed() and _passes(x, leg.source)
+    if lasting and (known := _known(x, leg)) is not None:
+        return known
+    y = x
+    for step in leg.calls:
+        if step.pair.name == "slice" and _is_followed(y):
+            y = cast_once(y, step)
+            kept.append(y)
+        else:
+            y = apply(y, step)
+    if lasting and y is not x and y._base is not x:
+        remember(x, (leg.source, leg.reached), y)
+    return y
+
+
+def cast_once(x: Tensor, cast: Call) -> Tensor:
+    """A cast, or a slice: forward it is free, and one serves all uses whose graph is alive."""
+    if (known := recall_cast(x, cast)) is not None:
+        return known
+    y = None
+    if has_moves(x) and cast.pair.name == "invariant_to_varying":
+        y = recall(x, (_REDUCED, cast.axes))
+    y = lend(x, cast) if y is None else apply(y, call("reduced_to_varying", cast.mesh, cast.axes))
+    if not torch._C._are_functorch_transforms_active():
+        remember_cast(x, cast, y)
+    return y
+
+
+def ended(x: Tensor, source: TensorSpec) -> TensorSpec | None:
+    """In which layout the pending sum that a block is a part of was ended, if it was; of several the most whole one."""
+    pending = source.partition.unreduced
+    found = [what[1] for what in moves_of(x) if type(what) is tuple and what[0] is source]
+    found = [one for one in found if one.partition.unreduced < pending and recall(x, (source, one)) is not None]
+    return max(found, key=lambda one: prod(one.block_shape), default=None)
+
+
+def _known(x: Tensor, leg: Leg) -> Tensor | None:
+    """What was remembered of a leg, or of its twin."""
+    if (known := recall(x, (leg.source, leg.reached))) is not None:
+        return known
+    twin = _twin(leg)
+    if twin is None or (known := recall(x, (leg.source, twin.reached))) is None:
+        return None
+    (gather,) = leg.calls
+    if gather.pair.name == "all_gather_invariant":
+        known = apply(known, call("reduced_to_invariant", gather.mesh, gather.axes))
+    elif _is_followed(x):
+        known = given(x, gather, known)
+    remember(x, (leg.source, leg.reached), known)
+    return known
+
+
+@functools.lru_cache(maxsize=4096)
+def _twin(leg: Leg) -> Leg | None:
+    """Of a gather to invariant that to reduced, and of that the other: forward they do the same."""
+    if len(leg.calls) != 1 or leg.calls[0].pair.name not in _TWINS:
+        return None
+    (gather,), lies = leg.calls, leg.reached.partition
+    reached = leg.reached.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced ^ set(gather.axes)))
+    twin = call(_TWINS[gather.pair.name], gather.mesh, gather.axes, gather.options)
+    return leg._replace(reached=reached, calls=(twin,))
+
+
+_TWINS: Final = {"all_gather_invariant": "all_gather_reduced", "all_gather_reduced": "all_gather_invariant"}
+
+
+def _is_followed(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _passes(x: Tensor, spec: TensorSpec) -> bool:
+    """Whether a block, or what is remembered of it, is not held for longer than a step, or is of no account."""
+    return not x.is_leaf if x.requires_grad else bool(spec.partition.unreduced)

@@ -1,0 +1,232 @@
+"""A value that was settled, gathered or exchanged once serves all its uses: counts, values, gradients, how long."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fspmd import Mesh, P, Sharded, checkpoint, communication_log, device_get, device_put, grad, jit, make_mesh
+
+F64 = torch.float64
+LINE = make_mesh((4,), ("x",), transport="simulation")
+MESHES = [LINE, *(make_mesh((n,), ("x",), transport="simulation") for n in (2, 3))]
+MESHES += [make_mesh((2, 3), ("dp", "x"), transport="simulation")]
+Count = dict[str, int]
+
+
+def _values(mesh: Mesh) -> tuple[list[Tensor], list[Sharded]]:
+    """A batch, and weights cut by columns and by rows; sizes that ranks share unevenly."""
+    torch.manual_seed(0)
+    plain = [torch.randn(shape, dtype=F64, requires_grad=True) for shape in ((4, 5, 6), (6, 7), (7, 6))]
+    specs = [P("dp" if "dp" in mesh.axis_names else None), P(None, "x"), P("x")]
+    laid = [device_put(one.detach(), spec, mesh=mesh).requires_grad_() for one, spec in zip(plain, specs, strict=True)]
+    return plain, laid
+
+
+def _counted(log: Any) -> list[Count]:
+    """Of forward and backward, without the sums of gradients over the batch."""
+    return [dict(Counter(one.kind for one in part if "dp" not in one.axes)) for part in (log.forward, log.backward)]
+
+
+def _norm(x: Any) -> Any:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def _block(x: Any, w: Any, v: Any) -> Any:
+    return torch.tanh(x @ w) @ v
+
+
+def _stream(x: Any, w: Any, v: Any) -> Any:
+    """Two blocks of a transformer, as libraries write them."""
+    x = x + _block(_norm(x), w, v)
+    x = x + _block(_norm(x), w, v)
+    return _norm(x)
+
+
+PSUM = "psum_unreduced"
+#: name -> function of x, w and v; sums forward; sums of gradients backward
+SETTLED: dict[str, tuple[Callable[..., Any], int, int]] = {
+    "two uses": (lambda x, w, v: torch.sin(p := _block(x, w, v)) * torch.cos(p), 1, 1),
+    "sums that stay pending": (lambda x, w, v: (torch.sin(p := _block(x, w, v)) + p + p * 2).cos(), 1, 1),
+    "a product": (lambda x, w, v: _block(torch.sin(p := _block(x, w, v)), w, v) + (p @ w) @ v, 2, 3),
+    "a view of its own": (lambda x, w, v: torch.sin(p := _block(x, w, v)) + p.view(20, 6).cos().view(4, 5, 6), 2, 1),
+    "a transformer": (_stream, 2, 2),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
+@pytest.mark.parametrize("name", SETTLED)
+def test_a_pending_sum_is_settled_once(name: str, mesh: Mesh) -> None:
+    """Beside plain torch, with second derivatives; eager, and recorded."""
+    f, forward, backward = SETTLED[name]
+    plain, laid = _values(mesh)
+    with communication_log() as log:
+        out = f(*laid)
+        mine = torch.autograd.grad(out.sin().sum(), laid, create_graph=True)
+    seconds = torch.autograd.grad(sum(g.square().sum() for g in mine), laid)
+    wanted = f(*plain)
+    theirs = torch.autograd.grad(wanted.sin().sum(), plain, create_graph=True)
+    others = torch.autograd.grad(sum(g.square().sum() for g in theirs), plain)
+    for one, other in zip((out, *mine, *seconds), (wanted, *theirs, *others), strict=True):
+        torch.testing.assert_close(device_get(one), other, rtol=1e-9, atol=1e-9)
+    assert _counted(log)[0].get(PSUM, 0) == forward
+    assert _counted(log)[1].get("psum", 0) == backward
+    loss = jit(grad(lambda *leaves: f(*leaves).sin().sum(), argnums=(0, 1, 2)))
+    for _ in range(2):  # recorded, and replayed
+        with communication_log() as log:
+            found = loss(*[one.detach() for one in laid])
+        assert _counted(log)[0].get(PSUM, 0) == forward
+        for one, other in zip(found, theirs, strict=True):
+            torch.testing.assert_close(device_get(one), other.detach(), rtol=1e-9, atol=1e-9)
+
+
+def _pending(mesh: Mesh = LINE) -> tuple[Sharded, Tensor]:
+    """A pending sum that autograd follows, and its value."""
+    plain, laid = _values(mesh)
+    return _block(*laid), _block(*plain).detach()
+
+
+def _sums(f: Callable[[], Any]) -> tuple[int, Any]:
+    with communication_log() as log:
+        out = f()
+    return len([one for one in log if one.kind in (PSUM, "psum") and not one.backward]), out
+
+
+def test_a_write_ends_what_is_remembered() -> None:
+    p, value = _pending()
+    with torch.no_grad():
+        assert _sums(lambda: torch.sin(p) + torch.cos(p))[0] == 1
+        p.mul_(2)
+        count, out = _sums(lambda: torch.sin(p) + torch.cos(p))
+    assert count == 1
+    torch.testing.assert_close(device_get(out), (2 * value).sin() + (2 * value).cos())
+
+
+def test_without_and_with_gradients() -> None:
+    """What was settled under no_grad has no gradient; what was settled with one serves both."""
+    p, value = _pending()
+    with torch.no_grad():
+        assert _sums(lambda: torch.sin(p))[0] == 1
+    count, out = _sums(lambda: torch.sin(p))
+    assert (count, out.requires_grad) == (1, True)
+    with torch.no_grad():
+        count, out = _sums(lambda: torch.cos(p))
+    assert (count, out.requires_grad) == (0, False)
+    torch.testing.assert_close(device_get(out), value.cos())
+    with torch.inference_mode():
+        q = p * 2
+        torch.testing.assert_close(device_get(torch.sin(q) + torch.cos(q)), (2 * value).sin() + (2 * value).cos())
+
+
+def _held(x: Sharded) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(value) for value, *_ in vars(x.local).get("_fspmd_moves", {}).values()]
+
+
+def test_what_is_remembered_lives_as_long_as_its_value() -> None:
+    """With and without gradients, without the garbage collector; of a parameter nothing is held."""
+    gc.disable()
+    try:
+        for follows in (True, False):
+            with torch.set_grad_enabled(follows):
+                p, _ = _pending()
+                out = torch.sin(p)
+                (settled,) = _held(p)
+                del out
+                assert settled() is not None
+                del p
+                assert settled() is None
+        x = device_put(torch.ones(8, 6, dtype=F64), P("x"), mesh=LINE).requires_grad_()
+        with communication_log() as log:
+            torch.cumsum(x, 0) + torch.linalg.svdvals(x.mT @ torch.ones(8, 6, dtype=F64)) + x.view(6, 8).sum()
+        assert log
+        assert not _held(x)
+    finally:
+        gc.enable()
+
+
+def test_threads_remember_apart() -> None:
+    p, _ = _pending()
+    assert _sums(lambda: torch.sin(p))[0] == 1
+    counts: list[int] = []
+    thread = threading.Thread(target=lambda: counts.append(_sums(lambda: torch.sin(p) + torch.cos(p))[0]))
+    thread.start()
+    thread.join()
+    assert counts == [1]
+    assert _sums(lambda: torch.sin(p))[0] == 0
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    "checkpointed", [checkpoint, lambda f: lambda *args: torch_checkpoint(f, *args, use_reentrant=False)]
+)
+def test_a_checkpointed_function_settles_by_itself(checkpointed: Any, before: bool) -> None:
+    """Once forward, once when it is computed again; whatever was settled before, or is after."""
+    plain, laid = _values(LINE)
+    wanted = sum(torch.autograd.grad(_norm(_norm(q := _block(*plain))).sum() + q.sin().sum(), plain)[0].flatten())
+    with communication_log() as log:
+        p = _block(*laid)
+        own = p.sin() if before else None
+        loss = checkpointed(lambda p: _norm(_norm(p)))(p).sum() + (p.sin() if own is None else own).sum()
+        g = torch.autograd.grad(loss, laid)[0]
+    torch.testing.assert_close(device_get(g).sum(), wanted)
+    assert len([one for one in log if one.kind == PSUM and not one.backward]) == 2
+    assert len([one for one in log if one.kind == PSUM and one.backward]) == 1
+
+
+def test_a_record_knows_nothing_of_before() -> None:
+    """Of a value that is closed over, settled before it is recorded or not; and nothing of it stays behind."""
+    p, value = _pending()
+    texts = []
+    for settles in (False, True):
+        if settles:
+            torch.sin(p)
+        with torch.no_grad():
+            f = jit(lambda y: torch.sin(p) + torch.cos(p) * y)
+            texts.append(f.lower(torch.ones((), dtype=F64)).as_text())
+            with communication_log() as log:
+                out = f(torch.ones((), dtype=F64))
+        torch.testing.assert_close(device_get(out), value.sin() + value.cos())
+        assert [one.kind for one in log] == [PSUM]
+    assert texts[0] == texts[1]
+    assert _sums(lambda: torch.sin(p))[0] == 0
+
+
+#: name -> function of a stream and weights; how the sum of its layers ends; what its gradient takes besides
+GATHERED: dict[str, tuple[Callable[..., Any], str, Count]] = {
+    "by three layers": (lambda x, ws: sum(torch.tanh(x @ w) @ w.mT for w in ws), PSUM, {}),
+    "beside other uses": (
+        lambda x, ws: sum(torch.tanh(x @ w) @ w.mT for w in ws) + x.sin(),
+        "psum_scatter_unreduced",
+        {"all_gather_reduced": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_equal_gathers_are_one(name: str, n: int) -> None:
+    """Of a stream that is cut along the sequence, three layers gather it once, and send one reduce-scatter back."""
+    mesh = make_mesh((n,), ("x",), transport="simulation")
+    torch.manual_seed(0)
+    x, ws = torch.randn(2, 12, 8, dtype=F64), [torch.randn(8, 48, dtype=F64) for _ in range(3)]
+    plain = [one.clone().requires_grad_() for one in (x, *ws)]
+    laid = [device_put(x, P(None, "x"), mesh=mesh), *(device_put(w, P(None, "x"), mesh=mesh) for w in ws)]
+    for one in laid:
+        one.requires_grad_()
+    f, end, back = GATHERED[name]
+    with communication_log() as log:
+        out = f(torch.relu(laid[0]), laid[1:])
+        mine = torch.autograd.grad(out.sin().sum(), laid)
+    theirs = torch.autograd.grad(f(torch.relu(plain[0]), plain[1:]).sin().sum(), plain)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(device_get(one), other)
+    assert _counted(log) == [{"all_gather_reduced": 1, end: 1}, {"psum_scatter_unreduced": 1, **back}]
