@@ -7,6 +7,7 @@ import gc as _gc
 _collects = _gc.isenabled()
 _gc.disable()  # until the end of this file: a collection walks all that torch has made, a third of this import
 
+from fspmd import random
 from fspmd.auto.auto_spec import Layouts, auto_spec
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.collectives import (
@@ -224,6 +225,7 @@ __all__ = [
     "rand",
     "randint",
     "randn",
+    "random",
     "randperm",
     "rank_map",
     "reshard",

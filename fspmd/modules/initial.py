@@ -14,7 +14,8 @@ from fspmd.modules.parallel import make_plan
 from fspmd.modules.recording import Recorder, Ref, ref_of
 from fspmd.modules.replaying import Replay
 from fspmd.modules.styles import Style
-from fspmd.placing.placement import device_get, device_put, the_mesh
+from fspmd.outside import the_mesh
+from fspmd.placing.placement import device_get, device_put
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 

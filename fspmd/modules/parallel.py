@@ -18,7 +18,8 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.paths import leaves_by_name, matches, near, prefixes
 from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
-from fspmd.placing.placement import device_put, the_mesh
+from fspmd.outside import the_mesh
+from fspmd.placing.placement import device_put
 from fspmd.placing.scatter import PLANNED, lacks_values
 from fspmd.redistribution.once import redistribute_once
 from fspmd.redistribution.redistribute import to_blocks

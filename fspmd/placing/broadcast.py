@@ -15,8 +15,8 @@ from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import refuse_foreign
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
+from fspmd.outside import the_mesh
 from fspmd.pairs import apply, call
-from fspmd.placing.placement import the_mesh
 from fspmd.placing.sources import source_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, complain, describe

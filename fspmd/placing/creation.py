@@ -16,15 +16,14 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.placing.placement import the_mesh
+from fspmd.outside import the_mesh
 from fspmd.random import distributions
-from fspmd.random.blocks import Law, drawn, fill
-from fspmd.random.counter import Block, draw
+from fspmd.random.blocks import Law, drawn, fill, shuffled
+from fspmd.random.counter import Block
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import draw_seed
-from fspmd.variance import unwrapped
 
 Size = int | tuple[int, ...] | list[int]
 
@@ -204,9 +203,7 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
     """
     spec = _layout("randperm", _meta(torch.randperm, n, options=options), options)
     device = spec.mesh.device
-    keys = distributions.integers(0, 1 << 64, torch.int64)
-    bits = draw(Block((n,), (0,), (n,)), keys, draw_seed(options.get("generator")), device)
-    order = unwrapped(bits.argsort(stable=True))
+    order = shuffled(n, draw_seed(options.get("generator")), device)
 
     def make(block: Block) -> Tensor:
         return order[block.offset[0] : block.offset[0] + block.shape[0]].to(spec.dtype, copy=True)

@@ -20,7 +20,7 @@ from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import foreign_name
 from fspmd.meshes.mesh import Mesh, mesh_instead
 from fspmd.messages import described
-from fspmd.placing.placement import check_outside
+from fspmd.outside import check_outside
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 

@@ -10,8 +10,8 @@ import torch
 
 from fspmd.errors import MeshError
 from fspmd.meshes.mesh import Mesh
+from fspmd.outside import the_mesh
 from fspmd.pairs import Call, call
-from fspmd.placing.placement import the_mesh
 from fspmd.redistribution.cost import Link, Topology, topology
 from fspmd.transport import Options, transport_of
 

@@ -9,12 +9,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import state
-from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError
+from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import foreign_name, refuse_foreign
 from fspmd.local_view.exit import spec_of_blocks
-from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
+from fspmd.outside import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves, description, scatter_from
 from fspmd.placing.sources import source_of
 from fspmd.redistribution.redistribute import from_blocks, redistribute, to_blocks
@@ -24,34 +24,6 @@ from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.trees import broadcast_prefix, leaf_paths
-
-
-def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
-    check_outside(what)
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
-    found = mesh or current_mesh()
-    if found is None:
-        raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
-    _check_member(found, what)
-    return found
-
-
-def check_outside(what: str) -> None:
-    """Raise `ArgumentError` in a body."""
-    if state.body is not None:
-        raise ArgumentError(
-            f"{what} was called inside {state.body.name}, whose values are this rank's blocks; call it outside, and "
-            "pass its result as an argument"
-        )
-
-
-def _check_member(mesh: Mesh, what: str) -> None:
-    if mesh.coordinate() is None:
-        raise MeshError(
-            f"{what}: this process is not a member of {mesh!r}; call it on members only: "
-            "if mesh.coordinate() is not None: ..."
-        )
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:

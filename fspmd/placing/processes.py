@@ -13,7 +13,8 @@ from fspmd.local_view.exit import spec_of_layouts, where_is
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
-from fspmd.placing.placement import device_get, device_put, the_mesh
+from fspmd.outside import the_mesh
+from fspmd.placing.placement import device_get, device_put
 from fspmd.placing.scatter import check_leaves
 from fspmd.placing.sources import hear_all
 from fspmd.sharded import Sharded, is_sharded

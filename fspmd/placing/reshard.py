@@ -16,7 +16,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, MeshError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
-from fspmd.placing.placement import check_outside, the_mesh
+from fspmd.outside import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves

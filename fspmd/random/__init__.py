@@ -1,1 +1,11 @@
-"""Random numbers that depend on the seed and the element alone, whatever the layout."""
+"""Random numbers that depend on the seed and the element alone, whatever the layout; those of keys, as in JAX.
+
+>>> from fspmd import P, make_mesh, random
+>>> first, second = random.split(random.key(0))
+>>> random.normal(first, (8, 4), spec=P("x"), mesh=make_mesh((4,), ("x",)))
+Sharded f32[8@x, 4] on mesh(x=4)
+"""
+
+from fspmd.random.keys import bernoulli, categorical, fold_in, key, normal, permutation, randint, split, uniform
+
+__all__ = ["bernoulli", "categorical", "fold_in", "key", "normal", "permutation", "randint", "split", "uniform"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fspmd.entries import Flat
 from fspmd.random.counter import Block, Distribution, draw
-from fspmd.random.distributions import normal, uniform
+from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -17,6 +17,7 @@ from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
+from fspmd.variance import unwrapped
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _alias = torch.ops.aten.alias.default
@@ -61,18 +62,28 @@ def drawn(
     device: torch.device,
     then: Callable[[Tensor], Tensor] | None = None,
     generator: torch.Generator | None = None,
+    key: Tensor | None = None,
 ) -> Sharded:
     """Every rank draws its block's elements, and ``then`` makes of them what is wanted.
 
-    They follow from one draw of ``generator``, by default torch's own, which must be alike on all ranks. The parts of
-    complex numbers are two independent draws, of half the variance if normal.
+    They follow from ``key``, or from one draw of ``generator``, by default torch's own; all ranks have the same.
     """
     if spec.flat:  # elements that are in the same order, and so the same numbers
-        view = drawn(spec.unflattened, law, device, then, generator)
+        view = drawn(spec.unflattened, law, device, then, generator, key)
         return Sharded(viewed(view.local, view.spec, spec), spec)
-    split = spec.dtype.is_complex and law in (uniform, normal)
-    chosen = law(spec.dtype.to_real() if split else spec.dtype)
-    seed = draw_seed(generator)
+    return fill(spec, drawing(spec.dtype, law, draw_seed(generator) if key is None else key, device, then), device)
+
+
+def drawing(
+    dtype: torch.dtype,
+    law: Law,
+    seed: int | Tensor,
+    device: torch.device,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[[Block], Tensor]:
+    """What draws a block. The parts of complex numbers are two independent draws, of half the variance if normal."""
+    split = dtype.is_complex and law in (uniform, normal)
+    chosen = law(dtype.to_real() if split else dtype)
 
     def make(block: Block) -> Tensor:
         if split:
@@ -81,6 +92,12 @@ def drawn(
             found = found.mul_(0.5**0.5) if law is normal else found
         else:
             found = draw(block, chosen, seed, device)
-        return (then(found) if then is not None else found).to(spec.dtype)
+        return (then(found) if then is not None else found).to(dtype)
 
-    return fill(spec, make, device)
+    return make
+
+
+def shuffled(n: int, seed: int | Tensor, device: torch.device) -> Tensor:
+    """The integers below ``n`` in a random order, for which ``n`` keys are drawn and sorted."""
+    bits = draw(Block((n,), (0,), (n,)), integers(0, 1 << 64, torch.int64), seed, device)
+    return unwrapped(bits.argsort(stable=True))

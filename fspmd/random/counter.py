@@ -15,8 +15,10 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.tracing import outside_transforms, step
+from fspmd.transport.local_tensor import LocalTensor
 
 Shape = tuple[int, ...]
 _MASK: Final = (1 << 64) - 1
@@ -70,6 +72,23 @@ def _mix(z: Tensor, spare: Tensor) -> Tensor:
     return z
 
 
+def derived(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
+    """The key of a number, or of each of several, for a purpose: word ``number`` of what the key and the purpose give.
+
+    It works with whatever ``key`` is: of a transform, or with a value of its own on each rank.
+    """
+    state = _hashed(key + _signed(purpose * _GOLDEN & _MASK))
+    if isinstance(number, int):
+        return _hashed(state + _signed((number + 1) * _GOLDEN & _MASK))
+    return _hashed(state + (number + 1) * _signed(_GOLDEN))
+
+
+def _hashed(z: Tensor) -> Tensor:
+    for shift, multiplier in _MIX:
+        z = (z ^ (z >> shift & _MASK >> shift)) * _signed(multiplier)
+    return z
+
+
 def _signed(word: int) -> int:
     """64 bits as torch has them."""
     return (word + (1 << 63) & _MASK) - (1 << 63)
@@ -98,10 +117,17 @@ class Distribution:
 
 
 @step
-def draw(block: Block, law: Distribution, seed: int, device: torch.device, stream: int = 0) -> Tensor:
-    """The elements of a block: those the whole tensor has there, whoever draws them and however it is cut."""
+def draw(block: Block, law: Distribution, seed: int | Tensor, device: torch.device, stream: int = 0) -> Tensor:
+    """The elements of a block: those the whole tensor has there, whoever draws them and however it is cut.
+
+    A ``seed`` that is a tensor is read when the numbers are drawn; where ranks differ in it, each has its own numbers.
+    """
     with outside_transforms():  # or the result of the step would be wrapped, whose value no record knows
-        return _drawn(block, law, seed, device, stream)
+        if isinstance(seed, LocalTensor):
+            return LocalTensor([_drawn(block, law, int(one), device, stream) for one in seed.shards], seed.frame)
+        if isinstance(seed, FakeTensor):
+            return torch.empty(block.shape, dtype=law.dtype, device=device)
+        return _drawn(block, law, int(seed), device, stream)
 
 
 def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, stream: int) -> Tensor:

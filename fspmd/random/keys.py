@@ -1,0 +1,311 @@
+"""Random numbers of keys, as in ``jax.random``: a function of the key and the element, with no state anywhere.
+
+A key is an int64 tensor without dims. The same key gives the same numbers, so each is used once: `split` and `fold_in`
+make new ones of it. Every rank passes the same key; what it draws is the same global tensor on any mesh, under any
+``spec``, and nothing moves. Without ``spec`` the result is a plain tensor. In a body a key that varies, as
+``fold_in(key, axis_index("x"))`` does, gives each rank numbers of its own. Under `jit` keys are arguments like any
+tensor, so a replay draws the numbers of its key; under `vmap` each example has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+
+from fspmd.body import state
+from fspmd.errors import ArgumentError, SpecError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.outside import the_mesh
+from fspmd.random import distributions
+from fspmd.random.blocks import Law, drawing, drawn
+from fspmd.random.counter import Block, derived
+from fspmd.redistribution.redistribute import from_blocks, to_blocks
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec, complain
+from fspmd.variance import get_variance, set_variance, unwrapped
+
+Shape = int | tuple[int, ...] | list[int]
+Key = Tensor
+_SPLIT, _FOLDED = 1, 2  # what keys are derived for
+
+
+class Lies(TypedDict, total=False):
+    """What every function here that draws takes besides."""
+
+    spec: P | None
+    mesh: Mesh | None
+    device: torch.device | str | None  # of a plain tensor; torch's default one
+
+
+def key(seed: int) -> Key:
+    """The key of a seed.
+
+    Raises:
+        ArgumentError: no int.
+
+    >>> key(0)
+    tensor(0)
+    """
+    if type(seed) is not int:
+        raise ArgumentError(f"key got {described(seed)} for seed; give it an int")
+    seed &= (1 << 64) - 1
+    return torch.tensor(seed - (1 << 64) if seed >> 63 else seed)
+
+
+def split(key: Key, num: int | tuple[int, ...] = 2) -> Key:
+    """``num`` new keys, int64[num], independent of each other and of what other keys give.
+
+    Raises:
+        ArgumentError: no key, or no number of keys.
+
+    >>> first, second = split(key(0))
+    >>> first == second
+    tensor(False)
+    >>> split(key(0), (2, 3)).shape
+    torch.Size([2, 3])
+    """
+    sizes = (num,) if isinstance(num, int) else tuple(num)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ArgumentError(f"split got {described(num)} for num; give it how many keys to make")
+    _check_key(key, "split")
+    index = torch.arange(prod(sizes), device=key.device)
+    return derived(key, index, _SPLIT).view(sizes)
+
+
+def fold_in(key: Key, data: int | Tensor) -> Key:
+    """The key of a number: of a step, a layer, a rank; ``data`` is an int, or an integer tensor without dims.
+
+    Raises:
+        ArgumentError: no key, or no integer.
+
+    >>> fold_in(key(0), 1) == fold_in(key(0), 2)
+    tensor(False)
+    """
+    _check_key(key, "fold_in")
+    if isinstance(data, Tensor):
+        if data.dim() or data.is_floating_point() or data.is_complex():
+            raise ArgumentError(f"fold_in got {described(data)} of {data.dtype} for data; give it one integer")
+        return derived(key, data.to(torch.int64), _FOLDED)
+    if type(data) is not int:
+        raise ArgumentError(f"fold_in got {described(data)} for data; give it one integer")
+    return derived(key, data, _FOLDED)
+
+
+def normal(key: Key, shape: Shape = (), dtype: torch.dtype | None = None, **lies: Unpack[Lies]) -> Any:
+    """Of mean 0 and variance 1.
+
+    Raises:
+        ArgumentError: no key, no shape, or another dtype than a floating-point or complex one.
+        SpecError: a ``spec`` that does not fit.
+
+    >>> from fspmd import P, device_get, make_mesh
+    >>> x = normal(key(0), (5, 3), spec=P("x"), mesh=make_mesh((4,), ("x",)))
+    >>> torch.equal(device_get(x), normal(key(0), (5, 3)))
+    True
+    """
+    return _numbers("normal", key, shape, dtype or torch.get_default_dtype(), distributions.normal, lies)
+
+
+def uniform(
+    key: Key,
+    shape: Shape = (),
+    dtype: torch.dtype | None = None,
+    minval: float | Tensor = 0.0,
+    maxval: float | Tensor = 1.0,
+    **lies: Unpack[Lies],
+) -> Any:
+    """On [minval, maxval).
+
+    Raises:
+        ArgumentError: no key, no shape, or another dtype than a floating-point one.
+        SpecError: a ``spec`` that does not fit.
+
+    >>> bool((uniform(key(0), (100,), minval=2.0, maxval=3.0) >= 2).all())
+    True
+    """
+    kind = dtype or torch.get_default_dtype()
+    if isinstance(minval, (int, float)) and isinstance(maxval, (int, float)):
+        scaled = None if (minval, maxval) == (0, 1) else lambda x: x.mul_(maxval - minval).add_(minval)
+        return _numbers("uniform", key, shape, kind, distributions.uniform, lies, scaled)
+    return _numbers("uniform", key, shape, kind, distributions.uniform, lies) * (maxval - minval) + minval
+
+
+def randint(
+    key: Key, shape: Shape, minval: int, maxval: int, dtype: torch.dtype = torch.int64, **lies: Unpack[Lies]
+) -> Any:
+    """Integers from ``minval`` up to, without, ``maxval``.
+
+    Raises:
+        ArgumentError: no key, no shape, no integers between the bounds, or bounds that the dtype has not.
+        SpecError: a ``spec`` that does not fit.
+
+    >>> sorted(set(randint(key(0), (100,), 0, 3).tolist()))
+    [0, 1, 2]
+    """
+    if type(minval) is not int or type(maxval) is not int or minval >= maxval:
+        raise ArgumentError(
+            f"randint got {described(minval)} for minval and {described(maxval)} for maxval; give it ints, minval "
+            "below maxval"
+        )
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise ArgumentError(f"randint got dtype={dtype}; give it one of integers")
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if minval < least or maxval - 1 > most:
+        raise ArgumentError(f"randint got bounds {minval} and {maxval}, but {dtype} goes from {least} to {most}")
+    return _numbers("randint", key, shape, dtype, lambda kind: distributions.integers(minval, maxval, kind), lies)
+
+
+def bernoulli(key: Key, p: float | Tensor = 0.5, shape: Shape | None = None, **lies: Unpack[Lies]) -> Any:
+    """True with probability ``p``: a number, or a tensor, whose shape and layout the result has.
+
+    Raises:
+        ArgumentError: no key, no shape, a number that is no probability, or a shape beside a tensor of another.
+        SpecError: a ``spec`` that does not fit.
+
+    >>> float(bernoulli(key(0), 0.25, (10_000,)).float().mean())  # doctest: +ELLIPSIS
+    0.2...
+    """
+    if isinstance(p, (Tensor, Sharded)):
+        if shape is not None and _sizes("bernoulli", shape) != tuple(p.shape):
+            raise ArgumentError(
+                f"bernoulli got a p of shape {tuple(p.shape)} and the shape {shape!r}; leave out the shape, or expand p"
+            )
+        return uniform(key, tuple(p.shape), p.dtype, **_like(p, lies)) < p
+    if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        raise ArgumentError(f"bernoulli got {described(p)} for p; give it a probability, from 0 to 1")
+    return _numbers("bernoulli", key, shape or (), torch.bool, lambda _: distributions.bernoulli(p), lies)
+
+
+def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
+    """The index of a class for each row along ``axis``, drawn with probabilities ``softmax(logits, axis)``.
+
+    The result lies as ``logits`` do along the other dims; one that is cut along ``axis`` is reduced as by argmax.
+
+    Raises:
+        ArgumentError: no key, or logits that are no tensor of floats.
+
+    >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
+    tensor([0, 1])
+    """
+    if not isinstance(logits, (Tensor, Sharded)) or not logits.dtype.is_floating_point:
+        raise ArgumentError(f"categorical got {described(logits)} for logits; give it a tensor of floats")
+    lies = _like(logits, {})
+    waits = _numbers("categorical", key, tuple(logits.shape), logits.dtype, distributions.exponential, lies)
+    return (logits - waits.log()).argmax(axis)  # of exponential clocks at rates exp(logits) the first to ring
+
+
+def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> Any:
+    """The integers below ``x`` in a random order; or a tensor with its rows, along dim 0, in that order.
+
+    Every rank draws and sorts as many keys as there are rows.
+
+    Raises:
+        ArgumentError: no key, neither a number nor a tensor, or one without dims.
+        SpecError: a ``spec`` that does not fit.
+
+    >>> permutation(key(0), 5).sort().values
+    tensor([0, 1, 2, 3, 4])
+    >>> permutation(key(0), torch.tensor([7, 7]))
+    tensor([7, 7])
+    """
+    if isinstance(x, (Tensor, Sharded)):
+        if not x.dim():
+            raise ArgumentError("permutation got a tensor without dims; give it rows, or how many integers there are")
+        rows = permutation(key, x.shape[0], device=x.device if state.body is None else None)
+        return torch.index_select(x, 0, rows)  # type: ignore[arg-type]
+    if type(x) is not int or x < 0:
+        raise ArgumentError(f"permutation got {described(x)}; give it a number of integers, or a tensor")
+    law: Law = lambda _: distributions.integers(0, 1 << 64, torch.int64)  # noqa: E731
+    order = _numbers("permutation", key, (x,), torch.int64, law, {"device": lies.get("device")}).argsort(stable=True)
+    spec = _spec("permutation", (x,), torch.int64, lies)
+    return order if spec is None else Sharded(to_blocks(order, spec), spec)
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def _check_key(key: Any, what: str) -> None:
+    if not isinstance(key, (Tensor, Sharded)) or key.dtype is not torch.int64:
+        raise ArgumentError(f"{what} got {described(key)} for key; make one: random.key(0)")
+    if key.dim():
+        raise ArgumentError(
+            f"{what} got {described(key)} for key, which are several; pass one of them, keys[0], or map over them: "
+            f"vmap(lambda key: {what}(key, ...))(keys)"
+        )
+
+
+# --- draws ----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(
+    what: str,
+    key: Any,
+    shape: Any,
+    dtype: torch.dtype,
+    law: Law,
+    lies: Lies,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    _check_key(key, what)
+    sizes = _sizes(what, shape)
+    if isinstance(key, Sharded):
+        key = from_blocks(key.local, key.spec)
+    spec = _spec(what, sizes, dtype, lies)
+    device = torch.device(lies.get("device") or _default_device()) if spec is None else spec.mesh.device
+
+    def make(key: Tensor) -> Any:
+        if spec is not None:
+            return drawn(spec, law, device, then, key=key)
+        with torch._C.DisableTorchFunction():
+            found = drawing(dtype, law, key, device, then)(Block(sizes, (0,) * len(sizes), sizes))
+        return set_variance(found, get_variance(key))
+
+    return _mapped(make, key)
+
+
+def _mapped(make: Callable[[Tensor], Any], key: Tensor) -> Any:
+    """Of a key that `vmap` maps over, what is made of each."""
+    if not functorch.is_batchedtensor(key):
+        return make(unwrapped(key) if functorch.is_functorch_wrapped_tensor(key) else key)
+    level, dim = functorch.maybe_get_level(key), functorch.maybe_get_bdim(key)
+    parts = [_mapped(make, one) for one in functorch.get_unwrapped(key).unbind(dim)]
+    if not isinstance(parts[0], Sharded):
+        return functorch._add_batch_dim(torch.stack(parts), 0, level)
+    return Sharded(functorch._add_batch_dim(torch.stack([x.local for x in parts]), 0, level), parts[0].spec)
+
+
+def _sizes(what: str, shape: Any) -> tuple[int, ...]:
+    sizes = (shape,) if type(shape) is int else shape
+    if not isinstance(sizes, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in sizes):
+        raise ArgumentError(f"{what} got {described(shape)} for shape; give it the global shape, such as (8, 4)")
+    return tuple(sizes)
+
+
+def _spec(what: str, sizes: tuple[int, ...], dtype: torch.dtype, lies: Lies) -> TensorSpec | None:
+    """How a result lies; None: a plain tensor."""
+    if unknown := sorted(lies.keys() - Lies.__annotations__.keys()):
+        raise ArgumentError(f"{what} got {unknown[0]}=; it takes {', '.join(Lies.__annotations__)} besides")
+    partition, mesh = lies.get("spec"), lies.get("mesh")
+    if partition is None and mesh is None:
+        return None
+    mesh, partition = the_mesh(mesh, what), P() if partition is None else partition
+    if wrong := complain(partition, mesh, len(sizes)):
+        raise SpecError(f"{what}: a tensor of shape {sizes}: {wrong}")
+    return TensorSpec(mesh, partition, sizes, dtype)
+
+
+def _default_device() -> torch.device:
+    return torch.get_default_device() if state.body is None else state.body.mesh.device
+
+
+def _like(x: Tensor | Sharded, lies: Lies) -> Lies:
+    """Options for numbers that lie as a tensor does."""
+    if isinstance(x, Sharded):
+        return Lies(spec=lies.get("spec") or P(*x.spec.partition), mesh=lies.get("mesh") or x.spec.mesh)
+    return lies or Lies(device=x.device if state.body is None else None)
