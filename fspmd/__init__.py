@@ -69,6 +69,7 @@ from fspmd.modules.styles import (
     VocabParallel,
 )
 from fspmd.placing.broadcast import broadcast, pad_to_blocks, unpad
+from fspmd.placing.chunks import install as _install_chunks
 from fspmd.placing.creation import (
     arange,
     empty,
@@ -109,6 +110,7 @@ from fspmd.watching.watch import Communication
 _install_methods()
 _install()
 _install_optim()
+_install_chunks()
 if _collects:
     _gc.enable()
 

@@ -17,6 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
+from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
@@ -247,7 +248,8 @@ class Sharded(Tensor):
         """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
         x = self.local
         if type(x) is not LocalTensor:
-            return Sharded, (x.detach().requires_grad_(x.requires_grad), self.spec)
+            refuse_checkpoint(self.spec, place := place_of(self.spec))
+            return _of_block, (x.detach().requires_grad_(x.requires_grad), self.spec, place)
         return _of_blocks, (self.spec, x.frame.axes, [one.detach().clone() for one in x.shards], x.requires_grad)
 
     def __len__(self) -> int:
@@ -384,12 +386,18 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
     return type(x) is type(y) and all((a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) for a, b in pairs)
 
 
+def _of_block(local: Tensor, spec: TensorSpec, place: Place) -> Sharded:
+    """What a process has saved, which only one that stands where it stood may load."""
+    check_place(spec, place)
+    return Sharded(local, spec)
+
+
 def _of_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool) -> Sharded:
     """What was saved of a simulation."""
     return Sharded(LocalTensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad), spec)
 
 
-torch.serialization.add_safe_globals([Sharded, _of_blocks, *SAVED])
+torch.serialization.add_safe_globals([_of_block, _of_blocks, *SAVED])
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:

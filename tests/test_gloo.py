@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import traceback
 from collections.abc import Iterator
@@ -46,7 +47,10 @@ from number_programs import numbers_on_processes
 from placement_cases import RESULTS, Placement, expected_placement, run_placement, some_placements
 from processes import Processes
 from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
+from saved_programs import checkpoints, optimizer_states, pickled_blocks
 from torch import Tensor
+
+from fspmd import MeshError
 
 FULL = bool(os.environ.get("FSPMD_FULL"))
 _CHUNK = 500
@@ -272,6 +276,38 @@ def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
     assert (
         four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5, seconds=120) == [[]] * 4
     )
+
+
+# --- blocks in files ------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_hold_global_tensors(four: Processes) -> None:
+    for wrong, pending, flat, in_a_tuple in four.run(checkpoints, seconds=120):
+        assert wrong == []
+        assert "a sum that is pending; move it first: reshard(x, P(None))" in pending, pending
+        assert "its blocks are no boxes of the global tensor" in flat, flat
+        assert "put it into a dict" in in_a_tuple, in_a_tuple
+
+
+def test_states_of_optimizers_are_saved(four: Processes) -> None:
+    assert four.run(optimizer_states) == [[True, True]] * 4
+
+
+def test_a_pickled_block_is_loaded_where_it_was_saved_alone(four: Processes) -> None:
+    """``P("x")`` on (2, 2): ranks 0 and 1 hold the same block."""
+    found = four.run(pickled_blocks)
+    assert [same for same, *_ in found] == [True] * 4
+    for rank, (_, _, cut, replicated, of_pair) in enumerate(found):
+        if rank < 2:
+            assert cut == "gave ['r', 'w']"
+        else:
+            assert "MeshError: a saved block of Sharded f32[5@x, 7] on mesh(x=2, y=2), x=0 (elements 0:3 of" in cut
+            assert f"was loaded on rank {rank}, x=1 (elements 3:5 of dim 0); save and load a file per rank" in cut
+        assert replicated == "gave torch.Size([5, 7])"
+        expected = "gave torch.Size([5, 7])" if rank == 0 else "y=1 (elements" if rank == 1 else "no member of its mesh"
+        assert expected in of_pair, (rank, of_pair)
+    with pytest.raises(MeshError, match="was loaded where 1 processes run, but its mesh has the ranks up to 3"):
+        torch.load(io.BytesIO(found[0][1]))
 
 
 # --- DTensors -------------------------------------------------------------------------------------------------------

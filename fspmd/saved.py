@@ -1,0 +1,67 @@
+"""What a pickle knows of a block: which block it is, so that no other rank takes it for its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from fspmd.errors import MeshError, TreeError
+from fspmd.meshes import world
+from fspmd.spec import TensorSpec
+
+Place = tuple[tuple[str, int], ...]  # an index on each axis along which blocks differ
+
+_INSTEAD: Final = (
+    "save and load a file per rank: torch.save(tree, f'{path}.{rank}'); or write device_get(tree) before torch.save, "
+    "and device_put(tree, specs) after torch.load; or use torch.distributed.checkpoint, which keeps blocks apart"
+)
+
+
+def refuse_checkpoint(spec: TensorSpec, place: Place) -> None:
+    """Raise `TreeError` where ``torch.distributed.checkpoint`` pickles a block, which it does on one rank for all."""
+    frame = sys._getframe(1) if place and spec.mesh.transport == "process_group" else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            raise TreeError(
+                f"torch.distributed.checkpoint pickles what is in a list or a tuple on one rank for all, and there is "
+                f"Sharded {spec!r}, of which each rank has another block; put it into a dict: "
+                "{str(i): x for i, x in enumerate(values)}"
+            )
+        frame = frame.f_back
+
+
+def place_of(spec: TensorSpec) -> Place:
+    """Where this process stands on the axes along which blocks of the spec differ."""
+    differ = spec.partition.axes | spec.partition.unreduced
+    here = zip(spec.mesh.axis_names, spec.mesh.coordinate() or (), strict=False)
+    return tuple((axis, index) for axis, index in here if axis in differ)
+
+
+def check_place(spec: TensorSpec, place: Place) -> None:
+    """Raise `MeshError` of a block that another rank has saved, or another world."""
+    mesh = spec.mesh
+    if mesh.transport != "process_group":
+        return
+    saved = f"a saved block of Sharded {spec!r}, {_shown(spec, place)},"
+    if max(mesh.ranks) >= world.world_size():
+        raise MeshError(
+            f"{saved} was loaded where {world.world_size()} processes run, but its mesh has the ranks up to "
+            f"{max(mesh.ranks)}; load it where as many run, or {_INSTEAD}"
+        )
+    if mesh.coordinate() is None or place_of(spec) != place:
+        here = "no member of its mesh" if mesh.coordinate() is None else _shown(spec, place_of(spec))
+        raise MeshError(f"{saved} was loaded on rank {world.process_rank()}, {here}; {_INSTEAD}")
+
+
+def _shown(spec: TensorSpec, place: Place) -> str:
+    """``x=1 (elements 2:4 of dim 0)``."""
+    if not place:
+        return "the same on all ranks"
+    at = ", ".join(f"{axis}={index}" for axis, index in place)
+    if spec.flat:
+        return at
+    coordinate = tuple(dict(place).get(axis, 0) for axis in spec.mesh.axis_names)
+    spans = zip(spec.offset(coordinate), spec.local_shape(coordinate), strict=True)
+    cut = {dim for dim, _, _ in spec.cuts}
+    parts = [f"{start}:{start + n} of dim {dim}" for dim, (start, n) in enumerate(spans) if dim in cut]
+    return f"{at} (elements {', '.join(parts)})" if parts else at
