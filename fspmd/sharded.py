@@ -147,9 +147,18 @@ class Sharded(Tensor):
 
     @property  # type: ignore[override]
     def grad(self) -> Sharded | None:
-        """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced."""
-        gradient, spec = self.local.grad, self.spec.dual
-        return None if gradient is None else Sharded(held_as(gradient, spec), spec)
+        """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced.
+
+        It is one object for as long as the local tensor has that gradient.
+        """
+        gradient: Tensor | None = self.local.grad
+        if gradient is None:
+            return None
+        found: Sharded | None = self.__dict__.get(_GRAD)
+        if found is None or found.local is not gradient:
+            spec = self.spec.dual
+            found = self.__dict__[_GRAD] = pair(held_as(gradient, spec), spec)
+        return found
 
     @grad.setter
     def grad(self, value: Sharded | None) -> None:
@@ -159,10 +168,11 @@ class Sharded(Tensor):
                 f"lies as {self.spec.dual!r}"
             )
         self.local.grad = None if value is None else value.local
+        self.__dict__.pop(_GRAD, None)
 
     @grad.deleter
     def grad(self) -> None:
-        self.local.grad = None
+        self.grad = None
 
     def backward(
         self,
@@ -221,7 +231,7 @@ class Sharded(Tensor):
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
-        return Sharded(self.local.detach(), self.spec)
+        return pair(self.local.detach(), self.spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
@@ -341,6 +351,7 @@ class ShardedTypeError(ArgumentError, TypeError):
     """A number of elements asked of a Sharded without dims."""
 
 
+_GRAD: Final = "_fspmd_grad"
 #: the shell that torch knows of a Sharded: shape and dtype, no data
 shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
 
@@ -377,7 +388,7 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
 
 def _marked(x: Sharded, like: Sharded) -> Sharded:
     """With the attributes that users, and ``torch.nn.Parameter``, have set."""
-    x.__dict__.update(like.__dict__)
+    x.__dict__.update((name, value) for name, value in like.__dict__.items() if name != _GRAD)
     return x
 
 

@@ -131,12 +131,6 @@ def _check(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list
     taken = {id(x) for group in optimizer.param_groups for x in group["params"]}
     if twice := [x for x in params if id(x) in taken]:
         raise ArgumentError(f"{name} got {twice[0]!r} in more than one group of parameters; give it once")
-    if group.get("fused", optimizer.defaults.get("fused")):
-        x = next(filter(is_sharded, params))
-        raise ArgumentError(
-            f"{name} got fused=True and {x!r}, of which its kernel knows nothing; write foreach=True, or give it the "
-            "blocks, each of which it then optimizes by itself: optree.tree_leaves(params)"
-        )
 
 
 def _take_lists(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``torch._foreach_*``: one function of tensors, applied to each of a list."""
+"""Functions of lists of tensors: ``torch._foreach_*``, and the fused steps of optimizers, ``torch._fused_*``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,85 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.copies import refuse_copy
+from fspmd.errors import ArgumentError
+from fspmd.messages import counted
+from fspmd.sharded import Sharded, pair
+from fspmd.spec import TensorSpec
+
 _VALUE: Final = frozenset(("addcdiv", "addcmul"))  # what these take fourth here is elsewhere their ``value``
 _OF_NUMBERS: Final = {"maximum": "clamp_min", "minimum": "clamp_max"}  # of a tensor and a number
 _OTHERS: Final = {
     "norm": torch.linalg.vector_norm,
     "powsum": lambda x, ord=2, dtype=None: (x.abs() ** ord).sum(dtype=dtype),
 }
+_OF_ALL_ELEMENTS: Final = frozenset((*_OTHERS, "max"))  # the others act on each element alone
+_UNLIKE: Any = object()
+
+
+def of_lists(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """At once on the blocks, where the entries of all lists lie alike; otherwise on each entry by itself.
+
+    Gradients are followed on each entry by itself: an operand may need a cast of its own.
+    """
+    fused = name.startswith("_fused_")
+    if fused or not torch.is_grad_enabled():
+        specs = _specs_of(args[0])
+        if specs and name.removeprefix("_foreach_").rstrip("_") not in _OF_ALL_ELEMENTS:
+            given = [_blocks_of(value, specs) for value in args]
+            named = {key: _blocks_of(value, specs) for key, value in kwargs.items()}
+            if _UNLIKE not in given and _UNLIKE not in named.values():
+                if name.endswith("_"):
+                    for x in args[0]:
+                        refuse_copy(x.local, f"{name}()")
+                out = func(*given, **named)
+                return out if out is None else type(out)([_paired(x, spec) for x, spec in zip(out, specs, strict=True)])
+    if fused:
+        raise ArgumentError(_FUSED.format(name, _first_unlike(args)))
+    return each_of(name, *args, **kwargs)
+
+
+_FUSED: Final = (
+    "{}(), which an optimizer with fused=True calls, takes parameters, gradients and states that lie alike, none of "
+    "them a pending sum or reduced, but {}; write foreach=True"
+)
+
+
+def _specs_of(first: Any) -> list[TensorSpec] | None:
+    """How the entries of the first list lie: `Sharded` all, and of types that each element has by itself."""
+    if not isinstance(first, (list, tuple)) or not all(type(x) is Sharded for x in first):
+        return None
+    specs = [x.spec for x in first]
+    return None if any(spec.partition.unreduced or spec.partition.reduced for spec in specs) else specs
+
+
+def _blocks_of(value: Any, specs: list[TensorSpec]) -> Any:
+    """A list of entries that lie as ``specs``, or are one number for a whole tensor, as blocks."""
+    if not isinstance(value, (list, tuple)):
+        return _number_of(value)
+    found = [
+        x.local if type(x) is Sharded and x.spec is spec else _number_of(x, of_one=True)
+        for x, spec in zip(value, specs, strict=False)
+    ]
+    return _UNLIKE if any(x is _UNLIKE for x in found) else found
+
+
+def _number_of(x: Any, *, of_one: bool = False) -> Any:
+    """What every rank has: numbers, tensors without dims, and by themselves tensors of a number for each entry."""
+    if type(x) is Sharded:
+        return _UNLIKE if x.ndim or x.spec.partition.mentioned else x.local
+    return _UNLIKE if of_one and isinstance(x, Tensor) and x.ndim else x
+
+
+def _paired(x: Tensor, spec: TensorSpec) -> Sharded:
+    return pair(x, spec if x.dtype is spec.dtype else TensorSpec(spec.mesh, spec.partition, spec.shape, x.dtype))
+
+
+def _first_unlike(args: tuple[Any, ...]) -> str:
+    for first, *others in zip(*(value for value in args if isinstance(value, (list, tuple)) and value), strict=False):
+        if unlike := next((x for x in others if isinstance(x, Tensor) and x.ndim and x is not first), None):
+            return f"{first!r} stands beside {unlike!r}"
+    return f"it got {counted(len(args), 'list')}"
 
 
 def each_of(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:

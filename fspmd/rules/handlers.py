@@ -6,6 +6,7 @@ Each is a function of its own, not a row.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -15,7 +16,7 @@ from fspmd.errors import ArgumentError
 from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
-from fspmd.rules.foreach import each_of
+from fspmd.rules.foreach import of_lists
 from fspmd.rules.likes import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
@@ -39,6 +40,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     **DRAWS,
     **DROPOUTS,
     **RESHAPED,
+    **{name: operator.methodcaller(name) for name in ("is_complex", "is_floating_point")},
     "_linalg_check_errors": _check_errors,
     "_make_dual": _refuse_dual,
 }
@@ -67,8 +69,8 @@ def handler_of(func: Any) -> Handler | None:
     if func in ENGINE:
         return ENGINE[func]()
     name = name_of(func)
-    if name.startswith("_foreach_"):
-        return functools.partial(each_of, name)
+    if name.startswith(("_foreach_", "_fused_")):
+        return functools.partial(of_lists, func, name)
     if name in _OF_MEMORY:
         return functools.partial(_refuse_memory, name)
     return HANDLERS.get(name)
