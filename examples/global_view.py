@@ -98,7 +98,7 @@ def train_transformer(args: argparse.Namespace, mesh: fspmd.Mesh, steps: int = 5
     torch.manual_seed(args.seed)
     module, params, _ = fspmd.init_sharded(make, styles, mesh=mesh, axis="tp")  # each rank makes its blocks
     params, plan = fspmd.parallelize(params, styles, mesh, axis="tp")  # moves nothing
-    optimizer = torch.optim.Adam(optree.tree_leaves(params), lr=1e-3)  # its leaves are this rank's blocks
+    optimizer = torch.optim.Adam(optree.tree_leaves(params), lr=1e-3)
     losses: list[float] = []
     for _ in range(steps):
         source = fspmd.randn(shape, spec=P("dp"), mesh=mesh, dtype=dtype)  # the same on any mesh, and so is dropout

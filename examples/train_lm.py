@@ -211,7 +211,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def make_optimizer(params: Params) -> torch.optim.Optimizer:
-    """AdamW on the local tensors: a `Sharded` is a pytree node whose only leaf is this rank's block."""
+    """AdamW with weight decay for matrices alone."""
     leaves = optree.tree_leaves(params)
     decayed = {"params": [x for x in leaves if x.ndim > 1], "weight_decay": WEIGHT_DECAY}
     return torch.optim.AdamW([decayed, {"params": [x for x in leaves if x.ndim == 1], "weight_decay": 0}], betas=BETAS)

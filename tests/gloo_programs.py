@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -362,3 +363,25 @@ def settled_whatever_the_garbage() -> list[tuple[int, int]]:
             torch.autograd.grad((torch.cos(y) + y.exp()).sum(), [w, x])
         counts.append((len(log.forward), len(log.backward)))
     return counts
+
+
+# --- what takes lists of parameters ---------------------------------------------------------------------------------
+
+
+def clipped_and_stepped(placed: bool) -> tuple[float, list[list[float]]]:
+    """Two steps of a fused optimizer on the leaves of a tree, clipped by the norm of all gradients."""
+    torch.manual_seed(0)
+    params: Any = {"w": torch.randn(5, 3), "b": torch.randn(4), "whole": torch.randn(3)}
+    if placed:
+        params = device_put(
+            params, {"w": P("x"), "b": P("x"), "whole": P()}, mesh=make_mesh((4,), ("x",), device="cpu")
+        )
+    leaves: list[Any] = [x.requires_grad_() for x in optree.tree_leaves(params)]
+    optimizer = torch.optim.AdamW(leaves, lr=0.1, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum((x**3).sum() for x in leaves).backward()  # type: ignore[union-attr]
+        norm: Any = torch.nn.utils.clip_grad_norm_(leaves, 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        return float(norm), [x.flatten().tolist() for x in leaves]

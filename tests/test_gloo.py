@@ -33,6 +33,7 @@ from gloo_programs import (
     MISTAKES,
     ONLY_PROCESSES,
     SEEN_EARLIER,
+    clipped_and_stepped,
     complaint,
     complaints,
     convolved_on_processes,
@@ -254,6 +255,12 @@ def check_placement(case: Placement, on_gloo: list[Any]) -> str:
             if not same(ours[position], reference, bits):
                 return f"{name} at {position} in the simulation: {ours[position]}\nbut the judge: {reference}"
     return ""
+
+
+def test_leaves_of_a_tree_are_global(four: Processes) -> None:
+    """Blocks in their place would be clipped by each rank's own norm."""
+    for found in four.run(clipped_and_stepped, True):
+        torch.testing.assert_close(found, clipped_and_stepped(False))
 
 
 def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:

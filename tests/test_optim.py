@@ -23,6 +23,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW of lists": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "foreach": True}),
     "maxima of Adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "fused": True}),
+    "fused SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "centered": True}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
@@ -57,6 +59,10 @@ def test_steps_and_states(name: str, specs: tuple[P, ...]) -> None:
     make, options = OPTIMIZERS[name]
     plain, ours = _leaves(None), _leaves(specs)
     want, found = make(plain, **options), make(ours, **options)
+    if "fused" in options and specs[0].reduced:
+        with pytest.raises(ArgumentError, match=r"_fused_.*_\(\), .* stands beside Sharded .*; write foreach=True"):
+            _step(found, ours)
+        return
     for _ in range(2):
         _step(want, plain)
         _step(found, ours)
@@ -116,10 +122,8 @@ def test_groups_and_names() -> None:
     optimizer = torch.optim.SGD([{"params": x, "lr": 0.5}, {"params": (p for p in (b, plain))}], lr=0.1)
     assert [group["params"] for group in optimizer.param_groups] == [[x], [b, plain]]
     assert torch.optim.SGD([("x", x), ("b", b)], lr=0.1).param_groups[0]["param_names"] == ["x", "b"]
-    with pytest.raises(ArgumentError, match=r"SGD got Sharded .* in more than one group"):
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         torch.optim.SGD([{"params": [x]}, {"params": [b, x]}], lr=0.1)
-    with pytest.raises(ArgumentError, match=r"Adam got fused=True and .*; write foreach=True"):
-        torch.optim.Adam([x], fused=True)
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])

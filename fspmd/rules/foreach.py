@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
-from fspmd.messages import counted
-from fspmd.sharded import Sharded, pair
+from fspmd.messages import described
+from fspmd.sharded import Sharded, is_plain, pair
 from fspmd.spec import TensorSpec
 
 _VALUE: Final = frozenset(("addcdiv", "addcmul"))  # what these take fourth here is elsewhere their ``value``
@@ -36,8 +36,8 @@ def of_lists(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             named = {key: _blocks_of(value, specs) for key, value in kwargs.items()}
             if _UNLIKE not in given and _UNLIKE not in named.values():
                 if name.endswith("_"):
-                    for x in args[0]:
-                        refuse_copy(x.local, f"{name}()")
+                    for x in given[0]:
+                        refuse_copy(x, f"{name}()")
                 out = func(*given, **named)
                 return out if out is None else type(out)([_paired(x, spec) for x, spec in zip(out, specs, strict=True)])
     if fused:
@@ -51,41 +51,50 @@ _FUSED: Final = (
 )
 
 
-def _specs_of(first: Any) -> list[TensorSpec] | None:
-    """How the entries of the first list lie: `Sharded` all, and of types that each element has by itself."""
-    if not isinstance(first, (list, tuple)) or not all(type(x) is Sharded for x in first):
+Specs = list[TensorSpec | None]
+
+
+def _specs_of(first: Any) -> Specs | None:
+    """How the entries of the first list lie, None where one is plain; all of types that each element has by itself."""
+    if not isinstance(first, (list, tuple)) or not all(isinstance(x, Tensor) for x in first):
         return None
-    specs = [x.spec for x in first]
-    return None if any(spec.partition.unreduced or spec.partition.reduced for spec in specs) else specs
+    specs = [x.spec if type(x) is Sharded else None for x in first]
+    return None if any(spec and (spec.partition.unreduced or spec.partition.reduced) for spec in specs) else specs
 
 
-def _blocks_of(value: Any, specs: list[TensorSpec]) -> Any:
+def _blocks_of(value: Any, specs: Specs) -> Any:
     """A list of entries that lie as ``specs``, or are one number for a whole tensor, as blocks."""
     if not isinstance(value, (list, tuple)):
         return _number_of(value)
     found = [
-        x.local if type(x) is Sharded and x.spec is spec else _number_of(x, of_one=True)
+        x.local if type(x) is Sharded and x.spec is spec else x if spec is None and is_plain(x) else _entry_of(x)
         for x, spec in zip(value, specs, strict=False)
     ]
     return _UNLIKE if any(x is _UNLIKE for x in found) else found
 
 
-def _number_of(x: Any, *, of_one: bool = False) -> Any:
-    """What every rank has: numbers, tensors without dims, and by themselves tensors of a number for each entry."""
-    if type(x) is Sharded:
-        return _UNLIKE if x.ndim or x.spec.partition.mentioned else x.local
-    return _UNLIKE if of_one and isinstance(x, Tensor) and x.ndim else x
+def _number_of(x: Any) -> Any:
+    """What every rank has."""
+    return x if type(x) is not Sharded else _UNLIKE if x.ndim or x.spec.partition.mentioned else x.local
 
 
-def _paired(x: Tensor, spec: TensorSpec) -> Sharded:
+def _entry_of(x: Any) -> Any:
+    """The same, if it is one number."""
+    return _UNLIKE if isinstance(x, Tensor) and x.ndim else _number_of(x)
+
+
+def _paired(x: Tensor, spec: TensorSpec | None) -> Tensor:
+    if spec is None:
+        return x
     return pair(x, spec if x.dtype is spec.dtype else TensorSpec(spec.mesh, spec.partition, spec.shape, x.dtype))
 
 
 def _first_unlike(args: tuple[Any, ...]) -> str:
-    for first, *others in zip(*(value for value in args if isinstance(value, (list, tuple)) and value), strict=False):
-        if unlike := next((x for x in others if isinstance(x, Tensor) and x.ndim and x is not first), None):
-            return f"{first!r} stands beside {unlike!r}"
-    return f"it got {counted(len(args), 'list')}"
+    for row in zip(*(value for value in args if isinstance(value, (list, tuple)) and value), strict=False):
+        layouts = {x.spec if type(x) is Sharded else None: x for x in row if isinstance(x, Tensor) and x.ndim}
+        if len(layouts) > 1:
+            return " stands beside ".join(described(x) if spec is None else repr(x) for spec, x in layouts.items())
+    return f"it got {args[0][0]!r}"
 
 
 def each_of(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
