@@ -132,6 +132,15 @@ def test_cross_entropy_gathers_no_classes() -> None:
     with communication_log() as log:
         F.cross_entropy(x, torch.tensor([3, 299, -100, 0, 77])).backward()
     assert 0 < log.moved <= 5 * 8 * 5
+    assert [(one.shape, one.backward) for one in log] == [((5, 1), False), ((5, 2), False)]
+
+
+@pytest.mark.usefixtures("_bytes")
+def test_cross_entropy_of_a_batch_is_one_sum() -> None:
+    x = device_put(torch.randn(30, 3), P("x"), mesh=LINE).requires_grad_()
+    with communication_log() as log:
+        F.cross_entropy(x, device_put(torch.arange(30) % 3, P("x"), mesh=LINE)).backward()
+    assert [one.shape for one in log] == [(2,)]
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])

@@ -12,6 +12,7 @@ from fspmd.rules.composites import sums_of_groups
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
 from fspmd.rules.handlers import handler_of
+from fspmd.rules.labels import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, free
 from fspmd.rules.reductions import over
@@ -29,6 +30,8 @@ _ROWS: Final[dict[Any, Row]] = {
     ctc: Row(of_samples, empty=False),
     rows_by_groups: Row(pointing("[s] k, [g] k n, 1 -> [s] n", "g"), "product", body=own_groups),
     groups_of_columns: Row(pointing("m [s], [s] n, 1 -> 1 m n", "s"), "product", body=own_columns),
+    of_labels: Row(labelled, body=labelled_on_blocks),
+    ratio: Row(notation("[a] -> ")),
     sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
     whole_along: Row(over(1, "dims", kept=True), "first"),
 }

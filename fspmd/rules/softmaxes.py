@@ -11,7 +11,7 @@ from fspmd.collectives import pmax, psum
 from fspmd.rules.bodies import Dim, Site, dims_of, padded, reducing, widened
 
 
-def _peak(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+def peak(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The greatest element along dims, on all ranks; of no weight in derivatives."""
     x = x.detach()
     x = x.real if x.is_complex() else x
@@ -28,7 +28,7 @@ def _shifted(site: Site, x: Tensor, dim: int | None, options: tuple[Any, ...]) -
         if isinstance(wanted, torch.dtype):
             x = x.to(wanted)
     x = widened(x)
-    x = x - _peak(site, x, (d,))
+    x = x - peak(site, x, (d,))
     return x, psum(x.exp().sum(d, keepdim=True), site.over((d,)))
 
 
@@ -75,6 +75,6 @@ def logsumexp(site: Site, x: Tensor, dim: Dim, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
     dtype = site.results[0].dtype
     x = widened(x.to(dtype))
-    top = _peak(site, x, dims)
+    top = peak(site, x, dims)
     total = psum((x - top).exp().sum(dims, keepdim=True), site.over(dims)).log() + top
     return (total if keepdim else total.squeeze(dims)).to(dtype)

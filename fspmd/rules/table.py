@@ -54,6 +54,7 @@ from fspmd.rules.contractions import (
 )
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
+from fspmd.rules.labels import cross_entropy, has_labels
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
@@ -378,7 +379,9 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is Tensor.__setitem__:
         return set_number if isinstance(args[2], Number) else None
     if func is F.cross_entropy:
-        return smoothed if kwargs.get("label_smoothing") else None
+        if kwargs.get("label_smoothing"):
+            return smoothed
+        return cross_entropy if has_labels(*args, **kwargs) else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return smoothed_of_linear if kwargs.get("label_smoothing") else None
     if name == "norm" and isinstance(kwargs.get("p", *args[1:2]), str):

@@ -19,7 +19,7 @@ from fspmd.transport.carriers import as_words
 from fspmd.transport.nothing import nothing
 
 
-def _here(
+def in_block(
     site: Site, places: Tensor, d: Any, size: int, *, aside: bool = False, wraps: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Global places as those of this block of dim ``d``, and which of them are in it.
@@ -37,12 +37,12 @@ def _here(
     return local.where((places >= 0) & (places < size), length + 1), mine
 
 
-def _filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
+def filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
     """With one row of zeros at the end of a dim of the first operand, if some block has none."""
     return longer(x, d) if any(n == 0 for _, n in site.blocks(site.operands[0].shape[d], key)) else x
 
 
-def _own(x: Tensor, mine: Tensor) -> Tensor:
+def own(x: Tensor, mine: Tensor) -> Tensor:
     """Nothing where it is not this rank's."""
     bits = as_words(x)  # which torch fills
     out = bits.masked_fill(~mine, nothing(bits))
@@ -53,12 +53,12 @@ def _own(x: Tensor, mine: Tensor) -> Tensor:
 
 
 def _looked_up(site: Site, places: Tensor, table: Tensor, size: int, padding: int) -> Tensor:
-    local, mine = _here(site, places, "v", size)
+    local, mine = in_block(site, places, "v", size)
     table = longer(table, 0) if any(n == 0 for _, n in site.blocks(size, "v")) else table
     out = F.embedding(local, table)
     if -size <= padding:  # no gradient for the padding
         out = torch.where((places == padding % size)[..., None], out.detach(), out)
-    return _own(out, mine[..., None])
+    return own(out, mine[..., None])
 
 
 def _embedding(site: Site, places: Tensor, table: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
@@ -73,28 +73,28 @@ def _torch_embedding(site: Site, weight: Tensor, indices: Tensor, padding_idx: i
 
 def _gather(site: Site, x: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
     d = dim % x.dim()
-    local, mine = _here(site, index, d, site.operands[0].shape[d])
-    return _own(_filled(site, x, d, d).gather(d, local), mine)
+    local, mine = in_block(site, index, d, site.operands[0].shape[d])
+    return own(filled(site, x, d, d).gather(d, local), mine)
 
 
 def _index_select(site: Site, x: Tensor, dim: int, index: Tensor) -> Tensor:
     d = dim % x.dim()
-    local, mine = _here(site, index, d, site.operands[0].shape[d])
+    local, mine = in_block(site, index, d, site.operands[0].shape[d])
     mine = mine.view(-1, *(1,) * (x.dim() - 1 - d))
-    return _own(_filled(site, x, d, d).index_select(d, local), mine)
+    return own(filled(site, x, d, d).index_select(d, local), mine)
 
 
 def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     here, mine = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
     for d, places in enumerate(indices):
         if places is not None and site.axes.get(d):
-            here[d], own = _here(site, places, d, site.operands[0].shape[d], wraps=True)
-            mine = mine & own
-            x = _filled(site, x, d, d)
+            here[d], found = in_block(site, places, d, site.operands[0].shape[d], wraps=True)
+            mine = mine & found
+            x = filled(site, x, d, d)
     out: Tensor = torch.ops.aten.index.Tensor(x, here)
     given = [d for d, one in enumerate(indices) if one is not None]
     behind = x.dim() - 1 - given[-1] if given[-1] - given[0] == len(given) - 1 else x.dim() - len(given)
-    return _own(out, mine.view(*mine.shape, *(1,) * behind))
+    return own(out, mine.view(*mine.shape, *(1,) * behind))
 
 
 # --- set: in a block that is one row longer, to which go those that belong elsewhere ----------------------------------
@@ -105,7 +105,7 @@ def setting(function: Callable[..., Tensor], *, wraps: bool = False) -> Bodied:
 
     def body(site: Site, x: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
         d = dim % x.dim()
-        local, _ = _here(site, index, d, site.operands[0].shape[d], aside=True, wraps=wraps)
+        local, _ = in_block(site, index, d, site.operands[0].shape[d], aside=True, wraps=wraps)
         return function(longer(x, d), d, local, *rest, **named).narrow(d, 0, x.shape[d])
 
     return still(body)
@@ -118,7 +118,7 @@ def _index_put(
     cut = [d for d, places in enumerate(indices) if places is not None and site.axes.get(d)]
     for d, places in enumerate(indices):
         if places is not None and d in cut:
-            here[d] = _here(site, places, d, site.operands[0].shape[d], aside=True, wraps=True)[0]
+            here[d] = in_block(site, places, d, site.operands[0].shape[d], aside=True, wraps=True)[0]
             wide = longer(wide, d)
     out: Tensor = torch.ops.aten.index_put.default(wide, here, values, accumulate)
     for d in cut:
