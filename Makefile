@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full opinfo lint pyright doctest bench clean
+.PHONY: demo test test-full opinfo lint pyright doctest bench gpu clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/train_lm.py
@@ -37,6 +37,10 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/jit.py
 	$(BIN)/python benchmarks/auto_spec.py
+
+# on a machine with one GPU, with the Python that has torch there: make gpu PYTHON=python3
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fspmd needs Python 3.11 or later: make PYTHON=python3.12 ...")'

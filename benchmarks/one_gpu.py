@@ -1,0 +1,251 @@
+"""Times and memory on a mesh of one device, beside plain torch: ``python benchmarks/one_gpu.py PART [DEVICE]``.
+
+Prints the rows of a table, one JSON list a line. `gpu.py` runs each part in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fspmd
+from fspmd import P, jit, make_mesh
+
+Weights = dict[str, Any]
+
+# --- a decoder ------------------------------------------------------------------------------------------------------
+
+#: width, layers, heads, vocabulary, batch, sequence
+SIZES = {
+    "layer": (2048, 1, 16, 0, 8, 1024),
+    "1B": (2048, 18, 16, 32000, 2, 1024),
+    "small": (32, 2, 2, 64, 2, 8),
+}
+
+
+def weights_of(size: str, device: str, dtype: torch.dtype) -> Weights:
+    width, layers, _, vocabulary, _, _ = SIZES[size]
+    shapes: dict[str, tuple[int, ...]] = {"table": (vocabulary, width)} if vocabulary else {}
+    for i in range(layers):
+        shapes |= {f"{i}.norm1": (width,), f"{i}.norm2": (width,), f"{i}.qkv": (3 * width, width)}
+        shapes |= {f"{i}.out": (width, width), f"{i}.up": (4 * width, width), f"{i}.down": (width, 4 * width)}
+    return {name: torch.randn(shape, device=device, dtype=dtype).mul_(0.02) for name, shape in shapes.items()}
+
+
+def batch_of(size: str, device: str, dtype: torch.dtype) -> Tensor:
+    width, _, _, vocabulary, batch, sequence = SIZES[size]
+    if vocabulary:
+        return torch.randint(0, vocabulary, (batch, sequence), device=device)
+    return torch.randn(batch, sequence, width, device=device, dtype=dtype)
+
+
+def loss_of(size: str) -> Callable[[Weights, Any], Any]:
+    """The mean loss of a decoder, or the mean square of one layer of it."""
+    width, layers, heads, vocabulary, _, _ = SIZES[size]
+
+    def block(x: Any, w: Weights, i: int) -> Any:
+        y = F.linear(F.layer_norm(x, (width,), w[f"{i}.norm1"]), w[f"{i}.qkv"]).unflatten(-1, (3, heads, -1))
+        q, k, v = (one.transpose(1, 2) for one in y.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.linear(attended, w[f"{i}.out"])
+        y = F.gelu(F.linear(F.layer_norm(x, (width,), w[f"{i}.norm2"]), w[f"{i}.up"]))
+        return x + F.linear(y, w[f"{i}.down"])
+
+    def loss(w: Weights, batch: Any) -> Any:
+        x = F.embedding(batch, w["table"]) if vocabulary else batch
+        for i in range(layers):
+            x = block(x, w, i)
+        if not vocabulary:
+            return x.float().square().mean()
+        logits = F.linear(x, w["table"]).flatten(0, 1)
+        return F.cross_entropy(logits, batch.flatten())
+
+    return loss
+
+
+# --- clocks ---------------------------------------------------------------------------------------------------------
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def side_by_side(candidates: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
+    """Median seconds of each, in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        for _ in range(3):
+            run()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(samples[next(iter(samples))]) < 5:
+        for name, run in candidates.items():
+            synchronise(device)
+            start = time.perf_counter()
+            run()
+            synchronise(device)
+            samples[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in samples.items()}
+
+
+def row(*cells: object) -> None:
+    print(json.dumps([str(cell) for cell in cells]), flush=True)
+
+
+def _world(device: str) -> fspmd.Mesh:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    return make_mesh((1,), ("x",), transport="process_group", device=device)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def step(size: str, device: str, seconds: float) -> None:
+    """A training step: loss, gradients, update, beside the same of plain torch."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    mesh, loss = _world(device), loss_of(size)
+    plain, batch = weights_of(size, device, dtype), batch_of(size, device, dtype)
+    ours = {name: fspmd.from_local(x.clone(), P(), mesh=mesh) for name, x in plain.items()}
+    mine = fspmd.from_local(batch, P("x"), mesh=mesh)
+
+    def torchs(loss: Any) -> Callable[[], None]:
+        leaves = [x.requires_grad_() for x in plain.values()]
+
+        def run() -> None:
+            found = torch.autograd.grad(loss(plain, batch), leaves)
+            with torch.no_grad():
+                torch._foreach_sub_(leaves, found, alpha=1e-4)
+
+        return run
+
+    gradient = fspmd.value_and_grad(loss)
+
+    def updated(weights: Weights, batch: Any) -> Any:
+        value, found = gradient(weights, batch)
+        with torch.no_grad():
+            for name, x in weights.items():
+                x.sub_(found[name], alpha=1e-4)
+        return value
+
+    candidates: dict[str, Callable[[], object]] = {
+        "torch": torchs(loss),
+        "fspmd": lambda: updated(ours, mine),
+        "fspmd, replay": functools.partial(jit(updated), ours, mine),
+    }
+    if device != "cpu":
+        candidates["torch.compile"] = torchs(torch.compile(loss))
+        candidates["fspmd, inductor"] = functools.partial(jit(updated, backend="inductor"), ours, mine)
+        candidates["fspmd, CUDA graphs"] = functools.partial(jit(updated, backend="cudagraphs"), ours, mine)
+    kept = {}
+    for name, run in candidates.items():
+        try:
+            run()
+            kept[name] = run
+        except Exception as error:  # one that fails hides no other
+            row(name, "fails", f"{type(error).__name__}: {str(error).splitlines()[0][:150]}")
+    times = side_by_side(kept, device, seconds)
+    for name, taken in times.items():
+        beside = "torch.compile" if name == "fspmd, inductor" else "torch"
+        ratio = f"{taken / times[beside]:.3f} of {beside}" if beside in times else ""
+        row(name, f"{taken * 1e3:.3f} ms", ratio)
+
+
+def host(size: str, device: str, seconds: float) -> None:
+    """What the host takes per op, beside DTensor: many ops of small blocks, no wait for the device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = _world(device)
+    theirs = init_device_mesh(device, (1,), mesh_dim_names=("x",))
+    x, w = torch.randn(16, 16, device=device), torch.randn(16, 16, device=device)
+    operands = {
+        "plain": (x, w),
+        "fspmd": tuple(fspmd.from_local(one, p, mesh=mesh) for one, p in ((x, P("x")), (w, P()))),
+        "DTensor": tuple(distribute_tensor(one, theirs, [p]) for one, p in ((x, Shard(0)), (w, Replicate()))),
+    }
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "x * 0.5": lambda x, w: x * 0.5,
+        "x @ w": lambda x, w: x @ w,
+        "layer_norm(x)": lambda x, w: F.layer_norm(x, (16,)),
+        "linear, forward and backward": lambda x, w: F.linear(x, w).sum().backward(),
+    }
+    for what, call in calls.items():
+        if "backward" in what:
+            for _, w in operands.values():
+                w.requires_grad_()
+        times = {}
+        for _ in range(5):
+            for name, (a, b) in operands.items():
+                for _ in range(20):
+                    call(a, b)
+                synchronise(device)
+                start = time.perf_counter()
+                for _ in range(200):
+                    call(a, b)
+                taken = (time.perf_counter() - start) / 200
+                times[name] = min(taken, times.get(name, taken))
+                synchronise(device)
+        row(what, *(f"{times[name] * 1e6:.1f} µs" for name in ("plain", "fspmd", "DTensor")))
+
+
+def memory(size: str, device: str, seconds: float) -> None:
+    """The peak of a step's loss and gradients, beside what `lower` predicts."""
+    dtype = torch.bfloat16
+    mesh, loss = _world(device), loss_of(size)
+    weights = {k: fspmd.from_local(x, P(), mesh=mesh) for k, x in weights_of(size, device, dtype).items()}
+    batch = fspmd.from_local(batch_of(size, device, dtype), P("x"), mesh=mesh)
+    run = jit(fspmd.value_and_grad(loss))
+    predicted = run.lower(weights, batch).memory().peak
+    run(weights, batch)
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run(weights, batch)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        row(size, f"{predicted / 2**30:.3f} GiB", f"{peak / 2**30:.3f} GiB", f"{peak / predicted:.3f}")
+    else:
+        row(size, f"{predicted / 2**30:.6f} GiB", "not measured on a CPU", "")
+
+
+def draws(size: str, device: str, seconds: float) -> None:
+    """Random numbers beside torch's own, a million of them."""
+    n, mesh = 1_000_000, _world(device)
+    on: dict[str, Any] = {"mesh": mesh, "spec": P("x")}
+    ones, sharded = torch.ones(n, device=device), fspmd.ones(n, **on)
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "rand": (lambda: torch.rand(n, device=device), lambda: fspmd.rand(n, **on)),
+        "randn": (lambda: torch.randn(n, device=device), lambda: fspmd.randn(n, **on)),
+        "randint": (lambda: torch.randint(0, 1000, (n,), device=device), lambda: fspmd.randint(0, 1000, (n,), **on)),
+        "bernoulli": (lambda: torch.bernoulli(ones * 0.3), lambda: torch.bernoulli(sharded * 0.3)),
+        "dropout": (lambda: F.dropout(ones, 0.1), lambda: F.dropout(sharded, 0.1)),
+    }
+    for name, (plain, ours) in pairs.items():
+        times = side_by_side({"torch": plain, "fspmd": ours}, device, seconds / len(pairs))
+        row(name, *(f"{t * 1e3:.3f} ms" for t in times.values()), f"{times['fspmd'] / times['torch']:.2f}")
+
+
+PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {
+    "layer": (step, "layer"),
+    "1B": (step, "1B"),
+    "host": (host, ""),
+    "memory": (memory, "1B"),
+    "draws": (draws, ""),
+}
+
+if __name__ == "__main__":
+    part, device = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "cuda")
+    function, size = PARTS[part]
+    function("small" if device == "cpu" and size else size, device, 1.0 if device == "cpu" else 10.0)

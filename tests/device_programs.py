@@ -1,0 +1,280 @@
+"""What must hold on any device: each program computes there, and is judged by torch alone on the CPU in float64.
+
+    python tests/device_programs.py simulated cuda   # one of `PROGRAMS`, on a device
+
+They take no pytest, so that `make gpu` can run them where there is none. `test_devices.py` runs them on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.multiprocessing as processes
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import fspmd
+from fspmd import Mesh, P, device_get, device_put, jit, make_mesh, psum, shard_map
+
+N: Final = 4
+
+
+def _numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _equal(found: Any, want: Tensor, device: str, tolerance: float = 1e-9) -> None:
+    """A value on the device, beside what it must be."""
+    assert found.device.type == torch.device(device).type, f"the result is on {found.device}"
+    whole = device_get(found) if isinstance(found, fspmd.Sharded) else found
+    assert_close(whole.detach().cpu(), want.detach(), rtol=tolerance, atol=tolerance)
+
+
+# --- collectives ----------------------------------------------------------------------------------------------------
+
+#: on the block of a rank; and what comes of all blocks, stacked
+COLLECTIVES: Final[dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]]] = {
+    "psum": (lambda x: psum(x, "x"), lambda b: b.sum(0).expand_as(b)),
+    "pmax": (lambda x: fspmd.pmax(x, "x"), lambda b: b.amax(0).expand_as(b)),
+    "pbroadcast": (lambda x: fspmd.pbroadcast(x, "x", 0), lambda b: b[0].expand_as(b)),
+    "all_gather": (lambda x: fspmd.all_gather(x, "x"), lambda b: b.expand(len(b), *b.shape)),
+    "psum_scatter": (lambda x: fspmd.psum_scatter(x, "x"), lambda b: b.sum(0)),
+    "all_to_all": (lambda x: fspmd.all_to_all(x, "x", 0, 0), lambda b: b.transpose(0, 1)),
+    "ppermute": (
+        lambda x: fspmd.ppermute(x, "x", [(i, (i + 1) % fspmd.axis_size("x")) for i in range(fspmd.axis_size("x"))]),
+        lambda b: b.roll(1, 0),
+    ),
+    "handle": (lambda x: psum(x, "x", wait=False).wait(), lambda b: b.sum(0).expand_as(b)),
+}
+
+
+def collectives(mesh: Mesh, device: str, names: Any = COLLECTIVES) -> None:
+    """Each of them, and the gradient of a sum of squares of its result."""
+    n = mesh.size
+    blocks = _numbers(n, n, 3)
+    for name in names:
+        ours, plain = COLLECTIVES[name]
+
+        def body(x: Tensor, ours: Any = ours) -> Tensor:
+            return fspmd.pcast(y, "x", to="varying") if not _varies(y := ours(x)) else y
+
+        def loss(x: Any, body: Any = body) -> Any:
+            mapped = shard_map(lambda x: psum(body(x).square().sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+            return mapped(x)
+
+        x = device_put(blocks.flatten(0, 1).to(device), P("x"), mesh=mesh)
+        found = shard_map(lambda x: body(x).unsqueeze(0), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+        leaf = blocks.clone().requires_grad_()
+        want = plain(leaf)
+        want.square().sum().backward()
+        _equal(found, want, device)
+        if name != "pmax":
+            assert leaf.grad is not None
+            _equal(fspmd.grad(loss)(x), leaf.grad.flatten(0, 1), device)
+
+
+def _varies(x: Tensor) -> bool:
+    return "x" in fspmd.typeof(x).variance.varying  # type: ignore[union-attr]
+
+
+# --- the global view ------------------------------------------------------------------------------------------------
+
+
+def _model(v: Any) -> Any:
+    """A small language model: a table, attention, norms, products in columns and in rows, a loss."""
+    x = F.embedding(v["ids"], v["table"])
+    heads = F.layer_norm(x, (8,), v["scale"]).unflatten(-1, (4, 2)).transpose(1, 2)
+    x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+    x = x + F.gelu(x @ v["up"]) @ v["down"]
+    return F.cross_entropy((x @ v["table"].transpose(0, 1)).flatten(0, 1), v["ids"].flatten())
+
+
+_SPECS: Final = {
+    "ids": P("x"),
+    "table": P(),
+    "scale": P(),
+    "up": P(None, "x"),
+    "down": P("x"),
+}
+
+
+def _values() -> dict[str, Tensor]:
+    ids = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(1))
+    shapes = {"table": (12, 8), "scale": (8,), "up": (8, 16), "down": (16, 8)}
+    return {"ids": ids, **{name: _numbers(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}}
+
+
+def _put(mesh: Mesh, device: str) -> tuple[dict[str, Any], Any]:
+    put = {name: device_put(x.to(device), _SPECS[name], mesh=mesh) for name, x in _values().items()}
+    return put, put.pop("ids")
+
+
+def _loss(weights: Any, ids: Any) -> Any:
+    return _model({**weights, "ids": ids})
+
+
+def model(mesh: Mesh, device: str, **options: Any) -> None:
+    """Loss and gradients, eager, or recorded with some options: each three times, as replays are."""
+    values = _values()
+    ids = values.pop("ids")
+    want, loss = torch.func.grad_and_value(_loss)(values, ids)
+    weights, mine = _put(mesh, device)
+    f = fspmd.value_and_grad(_loss)
+    run = jit(f, **options) if options else f
+    for _ in range(3):
+        value, gradients = run(weights, mine)
+        _equal(value, loss, device)
+        for name, gradient in gradients.items():
+            _equal(gradient, want[name], device)
+
+
+def training(mesh: Mesh, device: str) -> None:
+    """Three steps of AdamW with clipped gradients, as torch makes them."""
+    values = _values()
+    ids = values.pop("ids")
+    leaves = [x.requires_grad_() for x in values.values()]
+    weights, mine = _put(mesh, device)
+    sharded = [x.requires_grad_() for x in weights.values()]
+    for some, tree, batch in ((leaves, values, ids), (sharded, weights, mine)):
+        optimizer = torch.optim.AdamW(some, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            _loss(tree, batch).backward()
+            torch.nn.utils.clip_grad_norm_(some, 0.5)
+            optimizer.step()
+    for name, x in weights.items():
+        _equal(x, values[name], device)
+    clipped, norm = fspmd.clip_by_global_norm({name: x.detach() for name, x in weights.items()}, 1.0)
+    want = torch.cat([x.detach().flatten() for x in values.values()]).norm()
+    _equal(clipped["up"], values["up"] / want, device, 1e-6)
+    assert abs(float(norm) - float(want)) < 1e-9
+
+
+def layouts(mesh: Mesh, device: str) -> None:
+    """A value from layout to layout, uneven blocks too, and new values."""
+    for shape in ((8, 12), (7, 5)):
+        whole = _numbers(*shape)
+        x = device_put(whole.to(device), P("x"), mesh=mesh)
+        for to in (P(None, "x"), P(), P("x"), P(None, None, unreduced={"x"}), P()):
+            x = fspmd.reshard(x, to)
+            _equal(fspmd.reshard(x, P()), whole, device)
+    of_mesh = {"mesh": mesh, "spec": P("x")}
+    _equal(fspmd.zeros(7, 3, **of_mesh), torch.zeros(7, 3), device)
+    _equal(fspmd.arange(9, **of_mesh), torch.arange(9), device)
+    _equal(fspmd.eye(5, **of_mesh), torch.eye(5), device)
+
+
+def random(mesh: Mesh, device: str) -> None:
+    """The numbers are those of a CPU: the bits, and what is computed of them up to rounding."""
+    plain = make_mesh((3,), ("x",), transport="simulation", device="cpu")
+    laws: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "rand": lambda on: fspmd.rand(50, 7, **on),
+        "rand of float64": lambda on: fspmd.rand(50, 7, dtype=torch.float64, **on),
+        "rand of bfloat16": lambda on: fspmd.rand(50, 7, dtype=torch.bfloat16, **on),
+        "randn": lambda on: fspmd.randn(50, 7, **on),
+        "randint": lambda on: fspmd.randint(-3, 1000, (50, 7), **on),
+        "randint of many": lambda on: fspmd.randint(0, 1 << 40, (50, 7), **on),
+        "dropout": lambda on: F.dropout(fspmd.ones(50, 7, **on), 0.3),
+        "bernoulli": lambda on: torch.bernoulli(fspmd.full((50, 7), 0.4, **on)),
+        "exponential": lambda on: fspmd.ones(50, 7, **on).exponential_(),
+    }
+    for name, law in laws.items():
+        torch.manual_seed(3)
+        mine = law({"mesh": mesh, "spec": P("x")})
+        torch.manual_seed(3)
+        want = device_get(law({"mesh": plain, "spec": P(None, "x")}))
+        _equal(mine, want, device, 1e-5 if name in ("randn", "exponential") else 0.0)
+
+
+# --- where they run -------------------------------------------------------------------------------------------------
+
+
+def _simulated(device: str) -> Mesh:
+    return make_mesh((N,), ("x",), transport="simulation", device=device)
+
+
+def _world(backend: str, rank: int, size: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # all on one device
+    torch.distributed.init_process_group(backend)
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def of_one_rank(device: str) -> None:
+    """A group of one rank: NCCL on a GPU."""
+    _world("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", 0, 1, _port())
+    mesh = make_mesh((1,), ("x",), transport="process_group", device=device)
+    collectives(mesh, device)
+    for program in (model, training, layouts, random):
+        program(mesh, device)
+    model(mesh, device, backend="replay")
+    torch.distributed.destroy_process_group()
+
+
+def _on_gloo(rank: int, device: str, port: int) -> None:
+    torch.set_num_threads(1)
+    _world("cpu:gloo,cuda:gloo" if device == "cuda" else "gloo", rank, N, port)
+    mesh = make_mesh((N,), ("x",), transport="process_group", device=device)
+    failed = []
+    for name in (*COLLECTIVES, "model", "layouts"):
+        try:
+            if name in COLLECTIVES:
+                collectives(mesh, device, [name])
+            else:
+                {"model": model, "layouts": layouts}[name](mesh, device)
+        except Exception as error:  # on all ranks alike, where Gloo does not have it on a GPU
+            failed.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        if rank == 0:
+            print(name, "failed" if failed and failed[-1].startswith(name) else "right", flush=True)
+    torch.distributed.destroy_process_group()
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+def on_gloo(device: str) -> None:
+    """Four processes with Gloo and tensors on one device."""
+    processes.spawn(_on_gloo, (device, _port()), N)
+
+
+def streams(device: str) -> None:
+    """On a stream of its own, beside what goes on elsewhere."""
+    mesh = _simulated(device)
+    weights, ids = _put(mesh, device)
+    want = device_get(_loss(weights, ids)).cpu()
+    if device != "cuda":
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = fspmd.value_and_grad(_loss)(weights, ids)[0]
+    torch.cuda.current_stream().wait_stream(side)
+    _equal(found, want, device)
+
+
+PROGRAMS: Final[dict[str, Callable[[str], None]]] = {
+    "simulated collectives": lambda device: collectives(_simulated(device), device),
+    "simulated model": lambda device: model(_simulated(device), device),
+    "simulated training": lambda device: training(_simulated(device), device),
+    "simulated layouts": lambda device: layouts(_simulated(device), device),
+    "random numbers": lambda device: random(_simulated(device), device),
+    "replay": lambda device: model(_simulated(device), device, backend="replay"),
+    "inductor": lambda device: model(_simulated(device), device, backend="inductor"),
+    "CUDA graphs": lambda device: model(_simulated(device), device, backend="cudagraphs"),
+    "streams": streams,
+    "a group of one rank": of_one_rank,
+    "Gloo on four processes": on_gloo,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](sys.argv[2])
