@@ -454,3 +454,63 @@ def on_processes(sizes: tuple[int, ...]) -> None:
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:
         pool.run(on_processes, sizes, seconds=60)
+
+
+class Layer(nn.Module):
+    """A block of a transformer, as libraries write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(8), Projected()
+        self.norm2, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.attn(hidden=self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Projected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, hidden: Any) -> Any:
+        q, k, v = (layer(hidden).unflatten(-1, (4, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+SEQUENCE: dict[str, Style] = {
+    **{"norm1": SequenceParallel(), "attn.[qkv]": ColwiseParallel(), "attn.o": RowwiseParallel(output=1)},
+    **{"norm2": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output=1)},
+}
+PREPARED = {
+    "each for itself": SEQUENCE,
+    **{
+        f"prepared {layout}": {**SEQUENCE, "attn": PrepareInput(kwargs={"hidden": layout})}
+        for layout in ("replicated", "reduced")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.parametrize("on", MESHES)
+def test_layers_that_share_an_input_share_its_gather(name: str, on: str) -> None:
+    """A gather and a reduce-scatter for each of attention and MLP, forward and backward; with second derivatives."""
+    mesh, lies = MESHES[on]
+    module = seeded(Layer).to(F64)
+    plain = dict(module.named_parameters())
+    params, plan = parallelize(plain, PREPARED[name], mesh, axis="tp")
+    x = torch.linspace(-1, 1, 4 * 7 * 8, dtype=F64).view(4, 7, 8).sin()
+    laid = device_put(x, P(*lies or (None,), "tp"), mesh=mesh).requires_grad_()
+    x.requires_grad_()
+    with communication_log() as log:
+        out = functional_call(module, params, laid.sin(), styles=plan)
+        mine = torch.autograd.grad(out.sin().sum(), [laid, *params.values()], create_graph=True)
+    moved = [[one.kind for one in part if len(one.shape) == 3] for part in (log.forward, log.backward)]
+    both = ["all_gather_reduced"] * 2 + ["psum_scatter_unreduced"] * 2
+    assert [sorted(kinds) for kinds in moved] == [both, both]
+    again = torch.autograd.grad(sum(g.square().sum() for g in mine), laid)
+    theirs = torch.autograd.grad(module(x.sin()).sin().sum(), [x, *plain.values()], create_graph=True)
+    others = torch.autograd.grad(sum(g.square().sum() for g in theirs), x)
+    for one, other in zip((*mine, *again), (*theirs, *others), strict=True):
+        torch.testing.assert_close(device_get(one), other)

@@ -67,8 +67,14 @@ class ParallelPlan:
         """What stands at a path, or None."""
         if path not in self._placed:
             found = {pattern: style for pattern, style in self.styles.items() if matches(pattern, path)}
-            self._placed[path] = Placed(path, found, self.mesh) if found else None
+            self._placed[path] = Placed(path, found, self.mesh, self._columns(path)) if found else None
         return self._placed[path]
+
+    def _columns(self, path: str) -> frozenset[str]:
+        """The axes by which layers at a path, or below it, are cut by columns."""
+        below = [row.pattern for row in self.rows if f"{row.name}.".startswith(f"{path}." if path else "")]
+        styles = [self.styles[pattern] for pattern in below if pattern is not None]
+        return frozenset([_axis_of(style) for style in styles if isinstance(style, ColwiseParallel)])
 
     def __str__(self) -> str:
         cells = [("leaf", "layout", "pattern", "style")]
@@ -100,6 +106,7 @@ class Placed:
     path: str
     styles: dict[str, Style]
     mesh: Mesh
+    columns: frozenset[str] = frozenset()  # axes by which layers are cut by columns, here or below
 
     def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """``f`` on global shapes, its arguments and results arranged."""
@@ -151,13 +158,20 @@ class Placed:
         """The arguments, laid out as the styles say."""
         if style := self._speaking_of("input"):
             layouts = several(style.input)
-            args = self._each(args, style, tuple(_gathered(x, to, style) for x, to in zip(args, layouts, strict=False)))
+            given = zip(args, layouts, strict=False)
+            args = self._each(args, style, tuple([self._gathered(x, to, style) for x, to in given]))
         for style in self.styles.values():
-            named = {
-                key: self._arranged(kwargs[key], style.kwargs[key], style) for key in style.kwargs if key in kwargs
-            }
-            kwargs = kwargs | named
+            given = ((key, kwargs[key], layout) for key, layout in style.kwargs.items() if key in kwargs)
+            kwargs |= {key: self._arranged(x, self._gathered(x, to, style), style) for key, x, to in given}
         return args, kwargs
+
+    def _gathered(self, x: Any, layout: Layout, style: Style) -> Layout:
+        """Where a cut argument goes for layers cut by columns, whose gradients are a sum: it goes back as one."""
+        axis = _axis_of(style)
+        if layout != "replicated" or axis not in self.columns or not isinstance(x, Sharded):
+            return layout
+        lies = x.spec.partition
+        return "reduced" if axis in lies.axes | lies.reduced and x.spec.dtype.is_floating_point else layout
 
     def outputs(self, out: Any) -> Any:
         """The result, laid out as the styles say."""
@@ -194,13 +208,6 @@ class Placed:
         if isinstance(x, Sharded):
             return x if target is source else Sharded(redistribute_once(x.local, source, target), target)
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
-
-
-def _gathered(x: Any, layout: Layout, style: Style) -> Layout:
-    """Where a cut argument of a column-parallel layer goes, whose gradient is a sum: as reduced its way back is one."""
-    lies = x.spec.partition if isinstance(x, Sharded) else P()
-    scattered = _axis_of(style) in lies.axes | lies.reduced
-    return "reduced" if scattered and layout == "replicated" and isinstance(style, ColwiseParallel) else layout
 
 
 @functools.lru_cache(maxsize=4096)

@@ -92,7 +92,8 @@ class ColwiseParallel(Style):
     """A linear layer cut by its outputs: weight ``[out, in]`` along out (for ``x @ w``: ``weight=-1``), bias too.
 
     Forward nothing moves if the input is replicated; backward the input's gradient is an all-reduce. An input cut over
-    the axis, as `SequenceParallel` gives it, is gathered; backward its gradient is then a reduce-scatter.
+    the axis, as `SequenceParallel` gives it, is gathered; backward its gradient is then a reduce-scatter. Layers that
+    take one input, as q, k and v do, share both.
 
     The ``in_proj_weight`` of ``nn.MultiheadAttention`` holds those of q, k and v one after another, which no even cut
     divides by heads: the values are right, and its rule moves what each rank's heads lack. Each of the three cut, with
@@ -133,7 +134,16 @@ class VocabParallel(Style):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SequenceParallel(Style):
-    """A norm or dropout on values cut along the sequence (dim 1): parameters replicated, gradients all-reduced."""
+    """A norm or dropout on values cut along the sequence (dim 1): parameters replicated, gradients all-reduced.
+
+    A block of a transformer whose stream is cut along the sequence: two gathers and two reduce-scatters forward, and as
+    many backward. ::
+
+        {
+            "norm1": SequenceParallel(), "attn.[qkv]": ColwiseParallel(), "attn.o": RowwiseParallel(output=1),
+            "norm2": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output=1),
+        }
+    """
 
     weight: Layout = "replicated"
     vector: Layout = "replicated"
@@ -169,7 +179,11 @@ class OnBlocks(Style):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareInput(Style):
-    """Arguments laid out by ``input`` and ``kwargs``; says nothing of parameters."""
+    """Arguments laid out by ``input`` and ``kwargs``; says nothing of parameters.
+
+    Where layers below it are cut by columns, a cut argument that is to be ``"replicated"`` is gathered as
+    ``"reduced"``: backward is one reduce-scatter for all of them, in place of an all-reduce.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -10,29 +10,23 @@ import torch
 from torch import Tensor
 
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
-from fspmd.redistribution.cost import topology
-from fspmd.redistribution.moves import Leg, moves
+from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.remembered import has_moves, moves_of, recall, recall_cast, remember, remember_cast
+from fspmd.remembered import moves_of, recall, recall_cast, remember, remember_cast
 from fspmd.spec import P, TensorSpec
 
-_REDUCED: Final = "reduced"  # the same blocks with a gradient that is a pending sum
+_ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
 
 
 def redistribute_once(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
-    """`redistribute`, of a value that several functions want so.
-
-    If it is gathered, uses that cast it to varying, as column-parallel layers do, send one reduce-scatter back.
-    """
-    if source is target or source.mesh != target.mesh:
-        return redistribute(x, source, target)
-    leg = moves(source, target, (), topology(), _is_followed(x)).leg
-    y = along(x, leg, [])
-    twin = _twin(leg)
-    if twin is not None and twin.reached.partition.reduced and _is_followed(x) and not is_transformed():
-        what = _REDUCED, leg.calls[0].axes
-        if recall(y, what) is None:
-            remember(y, what, given(x, twin.calls[0], y))
+    """`redistribute`, of a value that several functions take so: they are given one and the same tensor."""
+    what = _ARRANGED, source, target
+    lasting = not (source is target or is_transformed() or (x.is_leaf and x.requires_grad))
+    if lasting and (known := recall(x, what)) is not None:
+        return known
+    y = redistribute(x, source, target)
+    if lasting and y is not x and y._base is not x:
+        remember(x, what, y)
     return y
 
 
@@ -63,10 +57,7 @@ def cast_once(x: Tensor, cast: Call) -> Tensor:
     """A cast, or a slice: forward it is free, and one serves all uses whose graph is alive."""
     if (known := recall_cast(x, cast)) is not None:
         return known
-    y = None
-    if has_moves(x) and cast.pair.name == "invariant_to_varying":
-        y = recall(x, (_REDUCED, cast.axes))
-    y = lend(x, cast) if y is None else apply(y, call("reduced_to_varying", cast.mesh, cast.axes))
+    y = lend(x, cast)
     if not torch._C._are_functorch_transforms_active():
         remember_cast(x, cast, y)
     return y
@@ -75,7 +66,7 @@ def cast_once(x: Tensor, cast: Call) -> Tensor:
 def ended(x: Tensor, source: TensorSpec) -> TensorSpec | None:
     """In which layout the pending sum that a block is a part of was ended, if it was; of several the most whole one."""
     pending = source.partition.unreduced
-    found = [what[1] for what in moves_of(x) if type(what) is tuple and what[0] is source]
+    found = [what[1] for what in moves_of(x) if what[0] is source]
     found = [one for one in found if one.partition.unreduced < pending and recall(x, (source, one)) is not None]
     return max(found, key=lambda one: prod(one.block_shape), default=None)
 
