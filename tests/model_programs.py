@@ -32,6 +32,14 @@ class Step(NamedTuple):
         assert self.gradients.keys() == other.gradients.keys()
         return max(values), max(_difference(g, other.gradients[name]) for name, g in self.gradients.items())
 
+    def deviation(self, exact: Step) -> float:
+        """The largest distance of a gradient, relative to its length."""
+        return max(_distance(g, exact.gradients[name]) for name, g in self.gradients.items())
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / (y.double().norm() + 1e-3))
+
 
 def _difference(x: Tensor, y: Tensor) -> float:
     assert x.shape == y.shape
@@ -92,16 +100,18 @@ class Placed:
 
     def recorded(self) -> tuple[Step, Collectives]:
         """By `jit`, twice: recorded, and replayed; and what the replay communicates."""
+        trained = {name: x for name, x in self.params.items() if x.requires_grad}
+        others = {name: x for name, x in self.params.items() if name not in trained}
 
-        def loss(params: Any, buffers: Any, batch: Any) -> Any:
-            return self(params, buffers, batch).loss
+        def loss(trained: Any, others: Any, buffers: Any, batch: Any) -> Any:
+            return self(trained | others, buffers, batch).loss
 
         step = fspmd.jit(fspmd.value_and_grad(loss))
-        step(self.params, self.buffers, self.batch)
+        step(trained, others, self.buffers, self.batch)
         with communication_log() as log:
-            value, gradients = step(self.params, self.buffers, self.batch)
-        used = {name: x.detach() for name, x in gradients.items() if self.params[name].requires_grad}
-        return Step(None, *device_get((value.detach(), used))), counted(log)
+            value, gradients = step(trained, others, self.buffers, self.batch)
+        found = {name: x.detach() for name, x in gradients.items()}
+        return Step(None, *device_get((value.detach(), found))), counted(log)
 
 
 def generated(name: str, mesh: Mesh | None = None, styled: bool = True) -> Tensor:
