@@ -56,7 +56,8 @@ from fspmd.modules.clipping import clip_by_global_norm, global_norm
 from fspmd.modules.initial import init_sharded
 from fspmd.modules.modules import Attached, attach, attached, functional_call
 from fspmd.modules.optim import install as _install_optim
-from fspmd.modules.parallel import ParallelPlan, parallelize
+from fspmd.modules.parallel import parallelize
+from fspmd.modules.plans import ParallelPlan
 from fspmd.modules.styles import (
     ColwiseParallel,
     OnBlocks,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import Failure, described, quoted, refuse
-from fspmd.modules.on_blocks import run_on_blocks
-from fspmd.modules.parallel import ParallelPlan, Placed
-from fspmd.modules.paths import leaves_by_name, matches, near
+from fspmd.modules.arranged import hook, stands
+from fspmd.modules.paths import leaves_by_name, near
+from fspmd.modules.plans import ParallelPlan
 from fspmd.tracing import RecomputeContext, recomputed_in
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,8 @@ class Attachment:
         self.slots = {name: slots[name] for name in values}
         self.values = values
         self.recurrent = [ref(owner) for owner in module.modules() if isinstance(owner, nn.RNNBase)]
-        self.styled = [] if plan is None else _styled(module, plan, what)
+        self.plan = plan
+        self.styled = [] if plan is None else stands(module, plan, what)
         self.hooked = False
 
     @contextmanager
@@ -197,12 +198,12 @@ class Attachment:
             if (owner := found()) is not None:
                 stack.callback(_give_weights, found, owner._flat_weights)
                 owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
-        if self.styled and not self.hooked:
+        if self.plan is not None and not self.hooked:
             self.hooked = True
             stack.callback(setattr, self, "hooked", False)
             for at, placed in self.styled:
                 if (module := at()) is not None:
-                    _hook(module, placed, stack)
+                    hook(module, placed, self.plan, stack)
 
     def hand_back(self) -> None:
         """Tensors that forward put in the places of leaves, into the containers that held the leaves."""
@@ -225,23 +226,3 @@ def _put_back(own: list[tuple[Slot, Any]]) -> None:
 def _give_weights(owner: ref[nn.RNNBase], weights: list[Any]) -> None:
     if (module := owner()) is not None:
         module._flat_weights = weights
-
-
-def _styled(module: nn.Module, plan: ParallelPlan, what: str) -> list[tuple[ref[nn.Module], Placed]]:
-    """The modules where styles stand."""
-    found = [(ref(owner), plan.at(path)) for path, owner in module.named_modules(remove_duplicate=False)]
-    used = {pattern for _, placed in found if placed is not None for pattern in placed.styles}
-    lost = [p for p in plan.styles if p not in used and not any(matches(p, row.name) for row in plan.rows)]
-    if lost:
-        paths = [path for path, _ in module.named_modules(remove_duplicate=False)][1:]
-        failures = [Failure(f"no module at {pattern!r}{near(pattern, paths)}", TreeError) for pattern in lost]
-        refuse(f"{what} of {type(module).__name__}: styles do not fit the module", failures)
-    return [(owner, placed) for owner, placed in found if placed is not None]
-
-
-def _hook(owner: nn.Module, placed: Placed, stack: ExitStack) -> None:
-    if (style := placed.on_blocks) is not None and style.axis is not None:
-        run_on_blocks(owner, style.axis, style.result, placed.mesh, stack)
-    before = owner.register_forward_pre_hook(lambda _, args, kwargs: placed.inputs(args, kwargs), with_kwargs=True)
-    stack.callback(before.remove)
-    stack.callback(owner.register_forward_hook(lambda _, args, out: placed.outputs(out)).remove)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.modules.parallel import make_plan
+from fspmd.modules.plans import make_plan
 from fspmd.modules.recording import Recorder, Ref, ref_of
 from fspmd.modules.replaying import Replay
 from fspmd.modules.styles import Style

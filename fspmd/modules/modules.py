@@ -14,7 +14,7 @@ from torch import nn
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.modules.attached import Attachment, turn_of
-from fspmd.modules.parallel import ParallelPlan
+from fspmd.modules.plans import ParallelPlan
 from fspmd.tracing import LASTING
 
 M = TypeVar("M", bound=nn.Module)
@@ -53,7 +53,10 @@ def functional_call(
     """
     _check_module(module, "functional_call", "module, params, x")
     with Attachment(module, params, styles, "functional_call").called():
-        return module(*args, **kwargs)
+        out = module(*args, **kwargs)
+        if styles is not None:
+            styles.warn_of_unheard()
+    return out
 
 
 @contextmanager

@@ -28,8 +28,8 @@ class Style:
         weight: Layout of parameters of two dims and more.
         vector: Layout of parameters of one dim. Scalars are replicated.
         specs: Layouts of single parameters, by glob below the subtree, instead of these.
-        input: Layout of the first argument, or a tuple for the first few.
-        kwargs: Layouts of arguments by keyword.
+        input: Layout of the first argument, or a tuple for the first few. Modules may be given them by name.
+        kwargs: Layouts of arguments by name. Modules may be given them by place.
         result: What ``f`` gives when it runs on blocks (`Placed.local`).
         output: Layout of the result, or a tuple for a tuple of results.
 
@@ -74,6 +74,12 @@ class Style:
     def places(self) -> bool:
         """Whether the style says how parameters lie."""
         return self.weight is not None or self.vector is not None or bool(self.specs)
+
+    @property
+    def arranges(self) -> bool:
+        """Whether the style says how arguments or results lie."""
+        said = several(self.input) + several(self.output) + tuple(self.kwargs.values())
+        return any(layout is not None for layout in said)
 
     def of_parameter(self, below: str, ndim: int) -> Layout:
         """The layout of the parameter that stands at a path below the subtree."""
