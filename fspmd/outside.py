@@ -6,6 +6,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, MeshError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
+from fspmd.tracing import refuse_traced
 
 
 def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
@@ -20,7 +21,8 @@ def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
 
 
 def check_outside(what: str) -> None:
-    """Raise `ArgumentError` in a body."""
+    """Raise `ArgumentError` in a body, and `RecordError` while torch writes down a graph."""
+    refuse_traced(what)
     if state.body is not None:
         raise ArgumentError(
             f"{what} was called inside {state.body.name}, whose values are this rank's blocks; call it outside, and "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
+from fspmd.tracing import dispatch_modes, refuse_traced
 from fspmd.transport import Options, Pending, transport_of
 
 
@@ -233,6 +234,8 @@ def watched(x: Any, call: Call) -> Call:
 
 def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
+    if dispatch_modes():
+        refuse_traced(repr(call))
     if _seen:
         call = watched(x, call)
     with _untracked():

@@ -12,6 +12,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from fspmd.errors import RecordError
+
 Q = ParamSpec("Q")
 R = TypeVar("R")
 RecomputeContext = Callable[[], AbstractContextManager[None]]
@@ -62,6 +64,29 @@ def recorder() -> Any:
         if isinstance(mode, RecordingMode):
             return None if mode.paused else mode
     return None
+
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_tracing_state = torch._C._get_tracing_state
+_is_exporting = torch.compiler.is_exporting
+
+
+def is_traced() -> bool:
+    """Whether torch writes down a graph of what runs: ``torch.export``, ``make_fx``, ``torch.jit.trace``, ONNX.
+
+    Such a graph has no collectives: those of processes it does not see, and simulated ones are sums of one process.
+    """
+    return (dispatch_modes() and _mode(_PROXY) is not None) or _tracing_state() is not None or _is_exporting()
+
+
+def refuse_traced(what: str) -> None:
+    """Raise `RecordError` while torch writes down a graph."""
+    if is_traced():
+        raise RecordError(
+            f"{what} was called while torch.export, make_fx or torch.jit.trace writes down a graph, in which there "
+            "would be no collectives; write fspmd.jit(f).lower(*args), whose program has them"
+        )
 
 
 def take_apart(x: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from fspmd.local_view.tracking import Tracker
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.sharded import is_plain
+from fspmd.tracing import refuse_traced
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
 
@@ -142,6 +143,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         with torch._C._EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, outer, outer_tracker = plan.body, state.body, state.tracker
+    refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
         if x is not None and not (is_plain(x) and x.dim() >= fewest and not foreign_name(x)):

@@ -22,7 +22,7 @@ from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, replayed
-from fspmd.tracing import is_recording
+from fspmd.tracing import is_recording, is_traced
 from fspmd.watching.watch import hears_of_records, tell
 
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -273,7 +273,7 @@ class Jitted(Generic[Q, R]):
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         """The function's result: replayed, or recorded where there is no record of arguments of this kind."""
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
-        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None:
+        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None or is_traced():
             return self._function(*args, **kwargs)  # type: ignore[no-any-return]
         if watched := is_seen():
             watched = is_watched()
