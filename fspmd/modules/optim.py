@@ -22,7 +22,6 @@ from fspmd.spec import P
 Groups = dict[Any, tuple[list[list[Any]], list[int]]]
 _GROUP = "_group_tensors_by_device_and_dtype"
 _NORM = "get_total_norm"
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _installed = False
 
 
@@ -34,10 +33,6 @@ def install() -> None:
     _installed = True
     for home in (importlib.import_module("torch.optim.optimizer"), torch.nn.utils.clip_grad):
         setattr(home, _GROUP, _grouping(getattr(home, _GROUP)))
-    for name in _CLIPS:
-        clip = _taking_one(getattr(torch.nn.utils, name))
-        for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-            setattr(home, name, clip)
     norm = _over_meshes(torch.nn.utils.get_total_norm)
     for home, name in ((torch.nn.utils, _NORM), (torch.nn.utils.clip_grad, f"_{_NORM}")):
         setattr(home, name, norm)
@@ -63,16 +58,6 @@ def _grouping(original: Any) -> Any:
         return groups
 
     return group
-
-
-def _taking_one(clip: Any) -> Any:
-    """A `Sharded` by itself is one parameter, not one for each of its rows."""
-
-    @functools.wraps(clip)
-    def wrapper(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        return clip([parameters] if is_sharded(parameters) else parameters, *args, **kwargs)
-
-    return wrapper
 
 
 def _over_meshes(get_total_norm: Any) -> Any:
