@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Final
+from typing import Any, Final
 
 from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, Layouts, state_of
+from fspmd.redistribution.bundles import are_many
 from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
@@ -86,11 +87,32 @@ def ways(
                 native = _Native(axis, operands, topology) if plain else None
                 begun = topology.launch, inf
                 options.append([_option(axis, choice, reading, operands, native, begun) for choice in found])
-        for combination in itertools.product(*options):
+        for combination in _combinations(options, operands):
             least, most, choices = _together(combination, topology)
             if not plain or (bodied and not reading.whole.isdisjoint(choices.values())) or _share_a_dim(choices):
                 most = inf
             yield Way(least, most, next(place), reading, choices)
+
+
+def _combinations(options: list[list[_Option]], operands: Sequence[TensorSpec]) -> Iterator[Sequence[_Option]]:
+    """What each axis does; of many axes those that have the same part in all operands do the same."""
+    mesh = operands[0].mesh
+    if not are_many(mesh):
+        return itertools.product(*options)
+    kinds: dict[Any, list[int]] = {}
+    for i, (axis, n) in enumerate(mesh.shape.items()):
+        places = [(_place(axis, spec), axis in spec.partition.reduced) for spec in operands]
+        kinds.setdefault((n > 1, str(places), *(option[1] for option in options[i])), []).append(i)
+    alike = list(kinds.values())
+    rows = itertools.product(*(range(len(options[own[0]])) for own in alike))
+    place = {i: k for k, own in enumerate(alike) for i in own}
+    return ([option[row[place[i]]] for i, option in enumerate(options)] for row in rows)
+
+
+def _place(axis: str, spec: TensorSpec) -> int | str:
+    """The dim that an axis cuts, or what else it does."""
+    lies = spec.partition
+    return _dim_of(axis, lies) if axis in lies.axes else "U" if axis in lies.unreduced else ""
 
 
 def _together(combination: Sequence[_Option], topology: Topology) -> tuple[float, float, dict[str, Choice]]:

@@ -21,6 +21,7 @@ from fspmd.entries import Entry, axes_within, entry_axes
 from fspmd.global_view.choices import Way, ways
 from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
+from fspmd.redistribution.bundles import are_many
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.moves import moves
@@ -30,6 +31,7 @@ from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
+_EFFORT, _ROUTE = 100, 30  # of many axes: so many bounds are found, or routes, each of which takes as long as many
 PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
 _NONE: Final = frozenset[int]()
 
@@ -74,10 +76,11 @@ def best_strategy(
     queue: list[tuple[float, int, Way, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
     heapq.heapify(queue)
     best: tuple[tuple[float, float], int, Strategy] | None = None
-    while queue and (best is None or queue[0][0] <= best[0][0] + _ROUNDING):
+    effort: float = _EFFORT if are_many(operands[0].mesh) else inf
+    while queue and (best is None or (queue[0][0] <= best[0][0] + _ROUNDING and effort > 0)):
         least, place, way, pricing = heapq.heappop(queue)
         if pricing is not None:
-            pricing.refine()
+            effort -= pricing.refine()
         else:
             if not (way.computed or gradients or way.most == inf):
                 way.compute(operands, results, topology)
@@ -93,7 +96,8 @@ def best_strategy(
             if best is None and not gradients and (not queue or way.most < queue[0][0] - _ROUNDING):
                 return _strategy(way.layouts, way.most)
             pricing = _Pricing(way.factors, way.layouts, operands, topology, gradients, weighs)
-        if pricing.open:
+            effort -= 1
+        if pricing.open and effort > 0:
             heapq.heappush(queue, (max(least, pricing.least), place, way, pricing))
             continue
         one = pricing.strategy()
@@ -210,15 +214,19 @@ class _Pricing:
         """µs, of which no more are known yet."""
         return round(self.base + sum(self.terms.values()), 6)
 
-    def refine(self) -> None:
-        """Bound a move more closely whose route takes long to find; else route the one that takes the longest."""
+    def refine(self) -> int:
+        """Bound a move more closely whose route takes long to find; else route the one that takes the longest.
+
+        What that takes, in bounds.
+        """
         i, bounded = max(self.open, key=lambda one: (one[1], self.terms[one[0]]))
         self.open.remove((i, bounded))
         if bounded:
             self.terms[i] = max(self.terms[i], self._least(i, closely))
             self.open.append((i, False))
-        else:
-            self.terms[i] = self._exact(i)[0]
+            return 1
+        self.terms[i] = self._exact(i)[0]
+        return _ROUTE
 
     def strategy(self) -> Strategy:
         """With the exact price."""

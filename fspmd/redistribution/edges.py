@@ -10,29 +10,34 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import comb, perm
 
 from fspmd.entries import Entry, blocks, entry_axes, entry_of
 from fspmd.pairs import Call, call
+from fspmd.redistribution.bundles import Axes, Bundles, bundled, orders, some
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.windows import Reblock
 
-Axes = tuple[str, ...]
-
 
 def edges(
-    spec: TensorSpec, target: TensorSpec, anywhere: bool, worth: Callable[[TensorSpec], bool] = lambda _: True
+    spec: TensorSpec,
+    target: TensorSpec,
+    anywhere: bool,
+    worth: Callable[[TensorSpec], bool] = lambda _: True,
+    bundles: Bundles = (),
 ) -> Iterator[tuple[Call, TensorSpec]]:
     """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``.
 
-    ``worth``: whether a layout is worth a reblock to it; there are many.
+    ``worth``: whether a layout is worth a reblock to it; there are many. ``bundles``: axes that go together where the
+    target does not say how they lie.
     """
-    yield from _settlings(spec, target, anywhere)
-    yield from _gathers(spec, target)
-    yield from _slices(spec, None if anywhere else target)
-    yield from _exchanges(spec, None if anywhere else target)
+    yield from _settlings(spec, target, anywhere, bundles)
+    straight = bool(bundles) and not anywhere
+    yield from _gathers(spec, target, straight)
+    yield from _slices(spec, None if anywhere else target, bundles)
+    yield from _exchanges(spec, None if anywhere else target, target if straight else None)
     yield from _reblocks(spec, target, anywhere, worth)
 
 
@@ -66,9 +71,14 @@ def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     return None if len(set(cut)) == 1 else cut
 
 
-def _splits(axes: Axes) -> Iterator[tuple[Axes, Axes]]:
-    """The axes that stay, and the minor ones that go."""
-    return ((axes[:i], axes[i:]) for i in range(len(axes)))
+def _splits(axes: Axes, wanted: Entry | None = None, straight: bool = False) -> Iterator[tuple[Axes, Axes]]:
+    """The axes that stay, and the minor ones that go; ``straight``: all of those that are not ``wanted``."""
+    places: Iterable[int] = range(len(axes))
+    if straight:
+        then = entry_axes(wanted)
+        common = next((i for i, axis in enumerate(axes) if then[i : i + 1] != (axis,)), len(axes))
+        places = (common,) if common < len(axes) else ()
+    return ((axes[:i], axes[i:]) for i in places)
 
 
 def _can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
@@ -76,9 +86,9 @@ def _can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
     return not kept or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
 
 
-def _gathers(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+def _gathers(spec: TensorSpec, target: TensorSpec, straight: bool) -> Iterator[tuple[Call, TensorSpec]]:
     for dim, entry in enumerate(spec.partition):
-        for kept, gone in _splits(entry_axes(entry)):
+        for kept, gone in _splits(entry_axes(entry), target.partition[dim], straight):
             if not _can_part(spec, dim, kept, gone):
                 yield reblock(spec, _moved(spec, {dim: kept}))
                 continue
@@ -90,13 +100,13 @@ def _gathers(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tenso
 
 
 def _cuts(
-    spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False
+    spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False, bundles: Bundles = ()
 ) -> Iterator[tuple[int, Axes, Axes, Options]]:
     """Where free axes, ``whole``: all of them as they are, may cut further: as the target has them, None: anywhere.
 
     (dim, its axes, the new ones, how).
     """
-    anyhow = (free,) if whole else _orders(free)
+    anyhow = (free,) if whole else orders(bundled(free, bundles)) if target is None else ()
     for dim, entry in enumerate(spec.partition):
         now, news = entry_axes(entry), anyhow
         if target is not None:
@@ -107,24 +117,21 @@ def _cuts(
                 yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
 
 
-@functools.lru_cache(maxsize=256)
-def _orders(axes: Axes) -> tuple[Axes, ...]:
-    """Every choice of the axes in every order."""
-    return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
-
-
 def _free(spec: TensorSpec) -> Axes:
     return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
 
 
-def _slices(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
-    for dim, now, new, options in _cuts(spec, _free(spec), target):
+def _slices(spec: TensorSpec, target: TensorSpec | None, bundles: Bundles) -> Iterator[tuple[Call, TensorSpec]]:
+    for dim, now, new, options in _cuts(spec, _free(spec), target, bundles=bundles):
         yield call("slice", spec.mesh, new, options), _moved(spec, {dim: (*now, *new)})
 
 
-def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
+def _exchanges(
+    spec: TensorSpec, target: TensorSpec | None, straight: TensorSpec | None
+) -> Iterator[tuple[Call, TensorSpec]]:
     for source, entry in enumerate(spec.partition):
-        for kept, gone in _splits(entry_axes(entry)):
+        wanted = None if straight is None else straight.partition[source]
+        for kept, gone in _splits(entry_axes(entry), wanted, straight is not None):
             if not _can_part(spec, source, kept, gone):
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
@@ -133,35 +140,42 @@ def _exchanges(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Ca
                 yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
 
 
-def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+def _settlings(
+    spec: TensorSpec, target: TensorSpec, anywhere: bool, bundles: Bundles
+) -> Iterator[tuple[Call, TensorSpec]]:
     """Ends and beginnings of pending sums."""
     mesh, have, want = spec.mesh, spec.partition, target.partition
     if not (have.unreduced or have.reduced or want.unreduced or want.reduced):
         return
     pending = mesh.ordered(have.unreduced if anywhere else have.unreduced - want.unreduced)
-    for n in range(1, len(pending) + 1):
-        for axes in itertools.permutations(pending, n):
-            left = have.unreduced.difference(axes)
-            yield call("psum_unreduced", mesh, axes), _moved(spec, {}, left)
-            if want.reduced.issuperset(axes):
-                yield call("psum_to_reduced", mesh, axes), _moved(spec, {}, left, have.reduced.union(axes))
-            for dim, now, new, options in _cuts(spec, axes, None, True):  # parts are fewer bytes to move on
-                after = _moved(spec, {dim: (*now, *new)}, left)
-                yield call("psum_scatter_unreduced", mesh, new, options), after
+    anyhow = orders(bundled(pending, bundles))
+    own = [axes for axes in _wanted(pending, target) if axes not in anyhow] if bundles else []
+    for axes in (*anyhow, *own):
+        left = have.unreduced.difference(axes)
+        summed = mesh.ordered(frozenset(axes))
+        yield call("psum_unreduced", mesh, summed), _moved(spec, {}, left)
+        if want.reduced.issuperset(axes):
+            yield call("psum_to_reduced", mesh, summed), _moved(spec, {}, left, have.reduced.union(axes))
+        there = target if axes in own else None  # parts are fewer bytes to move on
+        for dim, now, new, options in _cuts(spec, axes, there, True):
+            after = _moved(spec, {dim: (*now, *new)}, left)
+            yield call("psum_scatter_unreduced", mesh, new, options), after
     free = frozenset(_free(spec))
-    for axes in _some(mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced), anywhere):
+    reduced = mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced)
+    for axes in some(bundled(reduced, bundles), anywhere):
         yield call("reduced_to_invariant", mesh, axes), _moved(spec, {}, None, have.reduced.difference(axes))
-    for axes in _some(mesh.ordered(free & want.reduced), anywhere):
+    for axes in some(bundled(mesh.ordered(free & want.reduced), bundles), anywhere):
         yield call("invariant_to_reduced", mesh, axes), _moved(spec, {}, None, have.reduced.union(axes))
-    for axes in _some(mesh.ordered(free & want.unreduced), anywhere):
+    for axes in some(bundled(mesh.ordered(free & want.unreduced), bundles), anywhere):
         yield call("invariant_to_unreduced", mesh, axes), _moved(spec, {}, have.unreduced.union(axes))
 
 
-def _some(axes: Axes, any_of_them: bool) -> Iterator[Axes]:
-    """All of the axes, or every choice of them."""
-    for n in range(1 if any_of_them else len(axes), len(axes) + 1):
-        if n:
-            yield from itertools.combinations(axes, n)
+def _wanted(pending: Axes, target: TensorSpec) -> Iterator[Axes]:
+    """The pending axes that the target has in one dim, and those over which it is whole."""
+    cut = [tuple(axis for axis in entry_axes(entry) if axis in pending) for entry in target.partition]
+    reduced = tuple(axis for axis in pending if axis in target.partition.reduced)
+    whole = tuple(axis for axis in pending if axis not in target.partition.axes and axis not in reduced)
+    return (axes for axes in (*cut, reduced, whole) if axes)
 
 
 def _reblocks(

@@ -19,7 +19,8 @@ from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import micros
 from fspmd.pairs import Call, call
-from fspmd.redistribution.bounds import bounded
+from fspmd.redistribution.bounds import at_least, bounded, closely
+from fspmd.redistribution.bundles import Bundles, are_many, bundles_of
 from fspmd.redistribution.cost import FREE, Price, Topology, links_differ, price
 from fspmd.redistribution.edges import edges, reblock
 from fspmd.spec import P, TensorSpec
@@ -47,11 +48,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The steps between two layouts of one tensor."""
+    """The steps between two layouts of one tensor.
+
+    ``bound``: where the search was cut short, the µs that no route can beat; else None.
+    """
 
     source: TensorSpec
     target: TensorSpec
     steps: tuple[Step, ...]
+    bound: float | None = None
 
     @property
     def price(self) -> Price:
@@ -67,8 +72,14 @@ class Route:
                 f"{_short(self.source)} -> {_short(self.target)} on {where}",
                 *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
                 str(self.price),
+                *self._told(),
             )
         )
+
+    def _told(self) -> list[str]:
+        if self.bound is None:
+            return []
+        return [f"there are too many routes to look at all of them; none takes less than {micros(self.bound)}"]
 
     __repr__ = __str__
 
@@ -90,13 +101,13 @@ def route(source: TensorSpec, target: TensorSpec, topology: Topology, directly: 
     if source is target:
         return Route(source, target, ())
     if source.flat or target.flat:
-        return Route(source, target, _by_views(source, target, topology, directly))
+        return _by_views(source, target, topology, directly)
     if source.mesh != target.mesh:
         return Route(source, target, _across(source, target, topology))
-    return Route(source, target, _within(source, target, topology, directly))
+    return _within(source, target, topology, directly)
 
 
-def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool) -> tuple[Step, ...]:
+def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool) -> Route:
     """Where dims are `Flat`: between views of both that have the same dims, in which each is in blocks of its own.
 
     A dim that has no such views is whole on the way.
@@ -106,17 +117,20 @@ def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, direct
         entries = [None if view is None else entry for view, entry in zip(views, target.partition, strict=True)]
         after = target.partition
         middle = target.with_partition(P(*entries, unreduced=after.unreduced, reduced=after.reduced))
-        return (*route(source, middle, topology, directly).steps, *route(middle, target, topology, directly).steps)
+        halves = route(source, middle, topology, directly), route(middle, target, topology, directly)
+        cut = any(half.bound is not None for half in halves)
+        least = sum(half.price.time if half.bound is None else half.bound for half in halves)
+        return Route(source, target, halves[0].steps + halves[1].steps, least if cut else None)
     known = [view for view in views if view is not None]
     sizes = [found for found, _, _ in known]
     first, last = (
         source.viewed(sizes, [axes for _, axes, _ in known]),
         target.viewed(sizes, [axes for *_, axes in known]),
     )
-    steps = list(route(first, last, topology, directly).steps)
-    if first is not source:
-        steps.insert(0, _viewing(source, first, topology))
-    return (*steps, _viewing(last, target, topology)) if last is not target else tuple(steps)
+    found = route(first, last, topology, directly)
+    begins = () if first is source else (_viewing(source, first, topology),)
+    ends = () if last is target else (_viewing(last, target, topology),)
+    return Route(source, target, (*begins, *found.steps, *ends), found.bound)
 
 
 def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tuple[Axes, ...], tuple[Axes, ...]] | None:
@@ -143,33 +157,61 @@ def _viewing(before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
     return _step(call("view", before.mesh, (), Options(dims=Regroup(before, after))), before, after, topology)
 
 
-def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> tuple[Step, ...]:
-    """By Dijkstra's algorithm over edges that lead towards the target; then, where ways round may pay, over all."""
-    if (one := _direct(source, target, topology)) is not None:
-        return (one,)
-    order = itertools.count()
-    queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
-    done: set[TensorSpec] = set()
-    while True:
-        time, peak, length, _, spec, steps = heapq.heappop(queue)
-        if spec is target:
-            break
-        if spec in done:
-            continue
-        done.add(spec)
-        for move, after in edges(spec, target, False):
-            if after not in done:
-                step = _step(move, spec, after, topology)
-                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
-                heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
+_PATIENCE = 800  # layouts
+_HASTE = 1.5  # what the least time ahead is weighed with, where axes are many
+
+
+def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
+    """By edges that lead towards the target; then, where ways round may pay, over all.
+
+    On many axes those over links of one kind go together where sums end, unless the target says how they lie.
+    """
+    many = are_many(source.mesh)
+    bundles = bundles_of(source, target, topology, 2) if many else ()
+    if (one := _direct(source, target, topology, bundles)) is not None:
+        return Route(source, target, (one,))
+    steps = _towards(source, target, topology, bundles, _HASTE if many else 0.0)
+    if many:
+        least, time = closely(source, target, topology), sum(step.price.time for step in steps)
+        return Route(source, target, steps, least if time > least + 1e-6 else None)
     if directly or not _round_pays(source, target, topology):
-        return steps
+        return Route(source, target, steps)
     return _round(source, target, topology, steps)
 
 
-def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
+def _towards(
+    source: TensorSpec, target: TensorSpec, topology: Topology, bundles: Bundles, weight: float
+) -> tuple[Step, ...]:
+    """By edges that lead towards the target: Dijkstra's algorithm, or with a ``weight`` A*, which goes there straight.
+
+    With a weight above 1 a route may take as many times as long as the quickest. Then, too, the search goes on from
+    the nearest layout alone whenever it has looked at many.
+    """
+    order, looked = itertools.count(), 0
+    queue: list[tuple[float, float, int, int, int, TensorSpec, tuple[Step, ...]]] = []
+    heapq.heappush(queue, (0.0, 0.0, 0, 0, next(order), source, ()))
+    done: set[TensorSpec] = set()
+    while True:
+        _, time, peak, length, _, spec, steps = heapq.heappop(queue)
+        if spec is target:
+            return steps
+        if spec in done:
+            continue
+        done.add(spec)
+        if weight and looked > _PATIENCE:
+            queue, done, looked = [min(queue, key=lambda one: (one[0] - one[1], one))] if queue else [], {spec}, 0
+        for move, after in edges(spec, target, False, bundles=bundles):
+            if after not in done:
+                looked += 1
+                step = _step(move, spec, after, topology)
+                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
+                ahead = weight * at_least(after, target, topology) if weight else 0.0
+                heapq.heappush(queue, (label[0] + ahead, *label, next(order), after, (*steps, step)))
+
+
+def _direct(source: TensorSpec, target: TensorSpec, topology: Topology, bundles: Bundles) -> Step | None:
     """The collective from the one to the other that no route beats, if it is plain to see."""
-    for move, after in edges(source, target, False):
+    for move, after in edges(source, target, False, bundles=bundles):
         if after is target and move.pair.name != "reblock":
             step = _step(move, source, target, topology)
             return step if _is_unbeaten(step, source, topology) else None
@@ -205,7 +247,7 @@ def _weight(move: Call) -> int:
 _EFFORT = 20_000  # edges that are looked at, before what is known is good enough
 
 
-def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> tuple[Step, ...]:
+def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> Route:
     """A quicker way than a known one, by way of any layouts: A*, with `bound` for what is still to come.
 
     A reblock is queued at what any takes, then at what its last rank receives, and priced when its turn comes again.
@@ -243,13 +285,16 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
         elif edge is not False:
             take(label, edge, before, spec, steps)
         elif spec is target:
-            return steps
+            known = steps
+            break
         elif reached.get(spec, (limit, 0, 0)) > label:
             reached[spec] = label
             for move, after in edges(spec, target, True, functools.partial(offer, label, spec, steps)):
                 looked += 1
                 take(label, move, spec, after, steps)
-    return known
+    time, most = sum(step.price.time for step in known), least(source)
+    proved = time <= most + 1e-6 or looked < _EFFORT
+    return Route(source, target, known, None if proved else most)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -304,11 +349,11 @@ def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
     starts, end = [source], target
     if not Reblock(source, target).carries:
         starts, end = list(_settled_layouts(source)), target.with_partition(P(*target.partition))
-    leave = _within(end, target, topology)
+    leave = _within(end, target, topology).steps
     ways = []
     for start in starts:
         step = _step(reblock(start, end)[0], start, end, topology)
-        ways.append((*_within(source, start, topology), step, *leave))
+        ways.append((*_within(source, start, topology).steps, step, *leave))
     return min(ways, key=lambda steps: sum((step.price for step in steps), FREE).rank)
 
 
