@@ -20,11 +20,11 @@ from collections.abc import Callable
 import optree
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from train_lm import Batch, Job, Params, init_params, norm, parse, rotary_table, rotate, run
 
 import fspmd
-from fspmd import ColwiseParallel, P, ParallelPlan, RowwiseParallel, Sharded, Style, VocabParallel
+from fspmd import ColwiseParallel, P, ParallelPlan, RowwiseParallel, Style, VocabParallel
 
 # Around the functions named here, values [B, S, D] are cut along the sequence, dim 1. A "reduced" input is whole on
 # every rank, its gradient a sum yet to be made: what gathers the input scatters that sum, in one go.
@@ -41,35 +41,37 @@ STYLES: dict[str, Style] = {
 # ---------------------------------------------------------------- the model, on global shapes
 
 
-def project(x: Sharded, w: Sharded) -> Sharded:
+def project(x: Tensor, w: Tensor) -> Tensor:
     """x [B, S, D], w [3, D, H, K] -> queries, keys and values [3, B, H, S, K]."""
     return torch.einsum("bsd,cdhk->cbhsk", x, w)
 
 
-def merge(x: Sharded, w: Sharded) -> Sharded:
+def merge(x: Tensor, w: Tensor) -> Tensor:
     """x [B, H, S, K], w [H, K, D] -> [B, S, D]."""
     return torch.einsum("bhsk,hkd->bsd", x, w)
 
 
-def model(plan: ParallelPlan, params: Params, tokens: Sharded) -> Sharded:
+def model(plan: ParallelPlan, params: Params, tokens: Tensor) -> Tensor:
     """tokens [B, S] -> logits [B, S, V]."""
     x = plan["embedding"](F.embedding)(tokens, params["embedding"])  # [B, S, D]
     rotary = rotary_table(tokens.shape[1], params["layers"][0]["wqkv"].shape[-1], like=x)
 
-    def layer(path: str, p: Params, x: Sharded) -> Sharded:
+    def layer(path: str, p: Params, x: Tensor) -> Tensor:
         qkv, wo, up, down = (plan[f"{path}.{name}"] for name in ("wqkv", "wo", "up", "down"))
         q, k, v = qkv(project)(norm(x, p["norm1"]), p["wqkv"])
         heads = F.scaled_dot_product_attention(rotate(q, *rotary), rotate(k, *rotary), v, is_causal=True)
         x = x + wo(merge)(heads, p["wo"])
         hidden = F.gelu(up(torch.matmul)(norm(x, p["norm2"]), p["up"]))
-        return x + down(torch.matmul)(hidden, p["down"])
+        x = x + down(torch.matmul)(hidden, p["down"])
+        return x
 
     for i, p in enumerate(params["layers"]):
         x = fspmd.checkpoint(layer)(f"layers.{i}", p, x)  # backward keeps only x, and computes the layer again
-    return plan["head"](torch.matmul)(norm(x, params["norm"]), params["head"])
+    logits: Tensor = plan["head"](torch.matmul)(norm(x, params["norm"]), params["head"])
+    return logits
 
 
-def cross_entropy(logits: Sharded, targets: Sharded) -> Sharded:
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean over the batch of logits [B, S, V] and targets [B, S]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -77,7 +79,7 @@ def cross_entropy(logits: Sharded, targets: Sharded) -> Sharded:
 def global_job(mesh: fspmd.Mesh, plan: ParallelPlan) -> Job:
     """Trained, validated and sampled by the code of train_lm.py."""
 
-    def loss(params: Params, batch: Batch) -> Sharded:
+    def loss(params: Params, batch: Batch) -> Tensor:
         tokens, targets = batch
         return cross_entropy(model(plan, params, tokens), targets)
 

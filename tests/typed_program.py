@@ -76,6 +76,22 @@ def outside(block: Tensor) -> tuple[Sharded, Sharded]:
     return from_local(block, P("dp")), from_callback((8, 4), P("dp"), lambda index: block[index])
 
 
+def as_tensors(x: Sharded, w: Sharded, module: torch.nn.Module) -> Tensor:
+    """A `Sharded` is a tensor to type checkers, too: operators, methods, torch's functions and optimizers."""
+    y = (2 * x + 1 - x / 3) @ w.T
+    y += x.sum(0, keepdim=True).relu().masked_fill(x[:1] > 0, 0.0)
+    optimizer = torch.optim.AdamW([w, x.requires_grad_()], lr=1e-3)
+    optimizer.step()
+    torch.nn.utils.clip_grad_norm_([w, x], 1.0)
+    assert_type(x.local, Tensor)
+    assert_type(x.spec.mesh, Mesh)
+    assert_type(x.shape, torch.Size)
+    assert_type(x.detach(), Sharded)
+    print(float(y.mean()), f"{y.sum():.3f}", len(x), [row.shape for row in x])
+    numbers: dict[str, Tensor] = {"x": x, "y": torch.nn.functional.layer_norm(torch.cat([y, x]), x.shape[1:])}
+    return -(numbers["y"] ** 2).mean() if x.dtype.is_floating_point else torch.einsum("ij,kj->ik", x, w)
+
+
 @jit
 def step(w: Tensor, rate: float = 0.1) -> Tensor:
     gradient: Tensor = grad(loss)(w, w)

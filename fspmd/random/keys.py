@@ -218,7 +218,7 @@ def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> An
         if not x.dim():
             raise ArgumentError("permutation got a tensor without dims; give it rows, or how many integers there are")
         rows = permutation(key, x.shape[0], device=x.device if state.body is None else None)
-        return torch.index_select(x, 0, rows)  # type: ignore[arg-type]
+        return torch.index_select(x, 0, rows)
     if type(x) is not int or x < 0:
         raise ArgumentError(f"permutation got {described(x)}; give it a number of integers, or a tensor")
     law: Law = lambda _: distributions.integers(0, 1 << 64, torch.int64)  # noqa: E731

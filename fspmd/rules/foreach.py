@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
-from fspmd.sharded import Sharded, is_plain, pair
+from fspmd.redistribution.redistribute import from_blocks
+from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.spec import TensorSpec
 
 _VALUE: Final = frozenset(("addcdiv", "addcmul"))  # what these take fourth here is elsewhere their ``value``
@@ -118,6 +120,22 @@ def each_of(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         out = (_OTHERS.get(name) or getattr(torch, name))(*given, **named)
         found.append(given[0].copy_(out) if writes else out)
     return None if writes else tuple(found)
+
+
+def unscale(gradients: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What ``torch.amp.GradScaler`` asks of gradients: whether any rank has an element that is not finite, told to all.
+
+    Counts that lie alike are one pending sum: an all-reduce of one number for each set of axes that cut gradients.
+    """
+    counts: dict[Any, Any] = {}
+    for x in gradients:
+        bad = x.isfinite().logical_not().sum(dtype=torch.float32)
+        spec = bad.spec if is_sharded(bad) else None
+        counts[spec] = bad if spec not in counts else counts[spec] + bad
+        x.mul_(inv_scale)
+    for spec, bad in counts.items():
+        whole = bad if spec is None else from_blocks(bad.local, spec)
+        found_inf.copy_(torch.maximum(found_inf, (whole > 0).to(found_inf)))
 
 
 def _entry(value: Any, i: int) -> Any:

@@ -80,7 +80,7 @@ def _check(a: Any, b: Any, offs: Any, bias: Any, out_dtype: Any) -> None:
 def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """``a[s, k]``, ``b[g, k, n]``: ``[s, n]``, the rows of each group times its matrix; zeros past the last group."""
     if has_torch_function((a, b, offs)):
-        return handle_torch_function(rows_by_groups, (a, b, offs), a, b, offs)  # type: ignore[no-any-return]
+        return handle_torch_function(rows_by_groups, (a, b, offs), a, b, offs)
     if a.is_meta:
         return a.new_empty(a.shape[0], b.shape[2])
     past = _past(a.shape[0], offs)[:, None]
@@ -95,7 +95,7 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """``a[m, s]``, ``b[s, n]``: ``[g, m, n]``, for each group its columns times its rows."""
     if has_torch_function((a, b, offs)):
-        return handle_torch_function(groups_of_columns, (a, b, offs), a, b, offs)  # type: ignore[no-any-return]
+        return handle_torch_function(groups_of_columns, (a, b, offs), a, b, offs)
     if a.is_meta:
         return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
     past = _past(a.shape[1], offs)

@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError
 from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
-from fspmd.rules.foreach import of_lists
+from fspmd.rules.foreach import of_lists, unscale
 from fspmd.rules.likes import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
@@ -41,6 +41,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     **DROPOUTS,
     **RESHAPED,
     **{name: operator.methodcaller(name) for name in ("is_complex", "is_floating_point")},
+    "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_linalg_check_errors": _check_errors,
     "_make_dual": _refuse_dual,
 }
