@@ -11,9 +11,10 @@ from typing import Any, Final
 import optree
 from torch import Tensor
 
+from fspmd.adopted import adopt
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
-from fspmd.sharded import IN_ORDER, NODES, Sharded
+from fspmd.sharded import IN_ORDER, NODES, Sharded, is_sharded
 from fspmd.spec import P
 
 _for_good = optree.dict_insertion_ordered(True, namespace=IN_ORDER)
@@ -22,6 +23,7 @@ _for_good.__enter__()
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and treedef, which holds the spec of each `Sharded`; its leaf is the block. None is a leaf."""
+    adopt()
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
     return leaves, treedef
 
@@ -32,7 +34,15 @@ def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
     >>> flatten({"w": 1, "b": 2})[0], flatten_in_order({"w": 1, "b": 2})[0]
     ([2, 1], [1, 2])
     """
+    adopt()
     leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=IN_ORDER)
+    return leaves, treedef
+
+
+def flatten_values(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and treedef, a `Sharded` being a leaf."""
+    adopt()
+    leaves, treedef = optree.tree_flatten(tree, is_sharded, none_is_leaf=none_is_leaf)
     return leaves, treedef
 
 

@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.trees import DIMS, leaf_paths, parameter_names, prefix_over
+from fspmd.trees import DIMS, flatten_values, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
 
@@ -64,7 +64,7 @@ def vmap(
     def mapped(*args: Q.args, **kwargs: Q.kwargs) -> Any:
         if kwargs:
             raise ArgumentError(f"vmap maps positional arguments only; pass {quoted(kwargs)} by position")
-        leaves, treedef = optree.tree_flatten(args, is_leaf=is_sharded, none_is_leaf=True)
+        leaves, treedef = flatten_values(args)
         dims = _dims_of(in_dims, args, leaves, parameter_names(f, len(args)))
         if spmd_axis_name is not None:
             return _over_axis(f, leaves, dims, treedef, out_dims, spmd_axis_name, randomness)

@@ -14,7 +14,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
 from fspmd.sharded import Sharded, is_plain, is_sharded
-from fspmd.trees import leaf_paths
+from fspmd.trees import flatten_values, leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
 transforms_active = torch._C._are_functorch_transforms_active
@@ -44,7 +44,7 @@ DIFFERENTIATING: Final = _Differentiating()
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Leaves and treedef, a Sharded being a leaf and None a part of the tree, as in JAX: it has no derivative."""
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded)
+    leaves, treedef = flatten_values(tree, none_is_leaf=False)
     return leaves, treedef
 
 

@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.adopted import adopt
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import foreign_name, refuse_foreign
 from fspmd.local_view.exit import spec_of_blocks
@@ -23,7 +24,7 @@ from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.trees import broadcast_prefix, leaf_paths
+from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
@@ -82,7 +83,7 @@ def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
 
 
 def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = flatten_values(tree)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     labels, taken = leaf_paths(tree, "tree", is_sharded), (Tensor, Sharded, TensorSpec)
     check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what, taken)
@@ -120,6 +121,7 @@ def device_get(tree: Any) -> Any:
     tensor([0, 1, 2, 3, 4])
     """
     check_outside("device_get")
+    adopt()
     return optree.tree_map(
         lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, is_leaf=is_sharded, none_is_leaf=True
     )

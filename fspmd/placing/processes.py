@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from fspmd.tracing import is_recording
 from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of
-from fspmd.trees import broadcast_prefix, leaf_paths, tree_text
+from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 
 
 def barrier(name: str = "barrier", *, mesh: Mesh | None = None) -> None:
@@ -97,7 +96,7 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
     tensor([1, 2])
     """
     mesh = _processes(mesh, "process_allgather")
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded)
+    leaves, treedef = flatten_values(tree, none_is_leaf=False)
     labels = leaf_paths(tree, "tree", is_sharded, none_is_leaf=False)
 
     def facts() -> Any:
@@ -147,7 +146,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
     """
     what = "from_process_local"
     mesh = the_mesh(mesh, what)
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = flatten_values(tree)
     labels = leaf_paths(tree, "tree", is_sharded)
     if mesh.transport != "process_group":
         return device_put(treedef.unflatten(map(_of_array, leaves, labels)), specs, mesh=mesh)
@@ -198,7 +197,7 @@ class _Row(NamedTuple):
 
 
 def _facts(tree: Any) -> tuple[str, list[_Row]]:
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = flatten_values(tree)
     rows = []
     for leaf, label in zip(leaves, leaf_paths(tree, "tree", is_sharded), strict=True):
         if isinstance(leaf, Sharded):

@@ -20,7 +20,7 @@ from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_of
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import broadcast_prefix, leaf_paths, tree_text
+from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 from fspmd.watching.watch import announce
 
 
@@ -165,7 +165,7 @@ def scatter_from(tree: Any, specs: Any, source: Source) -> Any:
 
 
 def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = flatten_values(tree)
     return leaves, treedef
 
 
