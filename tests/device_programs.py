@@ -62,9 +62,9 @@ def collectives(mesh: Mesh, device: str, names: Any = COLLECTIVES) -> None:
         ours, plain = COLLECTIVES[name]
 
         def body(x: Tensor, ours: Any = ours) -> Tensor:
-            return fspmd.pcast(y, "x", to="varying") if not _varies(y := ours(x)) else y
+            return varying(ours(x))
 
-        def loss(x: Any, body: Any = body) -> Any:
+        def of_squares(x: Any, body: Any = body) -> Any:
             mapped = shard_map(lambda x: psum(body(x).square().sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
             return mapped(x)
 
@@ -76,11 +76,12 @@ def collectives(mesh: Mesh, device: str, names: Any = COLLECTIVES) -> None:
         _equal(found, want, device)
         if name != "pmax":
             assert leaf.grad is not None
-            _equal(fspmd.grad(loss)(x), leaf.grad.flatten(0, 1), device)
+            _equal(fspmd.grad(of_squares)(x), leaf.grad.flatten(0, 1), device)
 
 
-def _varies(x: Tensor) -> bool:
-    return "x" in fspmd.typeof(x).variance.varying  # type: ignore[union-attr]
+def varying(x: Tensor) -> Tensor:
+    """A result of a collective, which may be equal on all ranks."""
+    return x if "x" in fspmd.typeof(x).variance.varying else fspmd.pcast(x, "x", to="varying")  # type: ignore[union-attr]
 
 
 # --- the global view ------------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def _model(v: Any) -> Any:
     return F.cross_entropy((x @ v["table"].transpose(0, 1)).flatten(0, 1), v["ids"].flatten())
 
 
-_SPECS: Final = {
+SPECS: Final = {
     "ids": P("x"),
     "table": P(),
     "scale": P(),
@@ -103,19 +104,28 @@ _SPECS: Final = {
     "down": P("x"),
 }
 
+SHAPES: Final[dict[str, tuple[int, ...]]] = {
+    "ids": (4, 5),
+    "table": (12, 8),
+    "scale": (8,),
+    "up": (8, 16),
+    "down": (16, 8),
+}
+
 
 def _values() -> dict[str, Tensor]:
-    ids = torch.randint(0, 12, (4, 5), generator=torch.Generator().manual_seed(1))
-    shapes = {"table": (12, 8), "scale": (8,), "up": (8, 16), "down": (16, 8)}
-    return {"ids": ids, **{name: _numbers(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}}
+    ids = torch.randint(0, 12, SHAPES["ids"], generator=torch.Generator().manual_seed(1))
+    return {"ids": ids} | {
+        name: _numbers(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items()) if name != "ids"
+    }
 
 
 def _put(mesh: Mesh, device: str) -> tuple[dict[str, Any], Any]:
-    put = {name: device_put(x.to(device), _SPECS[name], mesh=mesh) for name, x in _values().items()}
+    put = {name: device_put(x.to(device), SPECS[name], mesh=mesh) for name, x in _values().items()}
     return put, put.pop("ids")
 
 
-def _loss(weights: Any, ids: Any) -> Any:
+def loss(weights: Any, ids: Any) -> Any:
     return _model({**weights, "ids": ids})
 
 
@@ -123,13 +133,13 @@ def model(mesh: Mesh, device: str, **options: Any) -> None:
     """Loss and gradients, eager, or recorded with some options: each three times, as replays are."""
     values = _values()
     ids = values.pop("ids")
-    want, loss = torch.func.grad_and_value(_loss)(values, ids)
+    want, total = torch.func.grad_and_value(loss)(values, ids)
     weights, mine = _put(mesh, device)
-    f = fspmd.value_and_grad(_loss)
+    f = fspmd.value_and_grad(loss)
     run = jit(f, **options) if options else f
     for _ in range(3):
         value, gradients = run(weights, mine)
-        _equal(value, loss, device)
+        _equal(value, total, device)
         for name, gradient in gradients.items():
             _equal(gradient, want[name], device)
 
@@ -145,7 +155,7 @@ def training(mesh: Mesh, device: str) -> None:
         optimizer = torch.optim.AdamW(some, lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            _loss(tree, batch).backward()
+            loss(tree, batch).backward()
             torch.nn.utils.clip_grad_norm_(some, 0.5)
             optimizer.step()
     for name, x in weights.items():
@@ -251,13 +261,13 @@ def streams(device: str) -> None:
     """On a stream of its own, beside what goes on elsewhere."""
     mesh = _simulated(device)
     weights, ids = _put(mesh, device)
-    want = device_get(_loss(weights, ids)).cpu()
+    want = device_get(loss(weights, ids)).cpu()
     if device != "cuda":
         return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        found = fspmd.value_and_grad(_loss)(weights, ids)[0]
+        found = fspmd.value_and_grad(loss)(weights, ids)[0]
     torch.cuda.current_stream().wait_stream(side)
     _equal(found, want, device)
 

@@ -12,12 +12,24 @@ from typing import Any
 
 import device_programs
 import pytest
+import stand_in_programs
 import torch
+import torch.utils.backend_registration as registration
 from device_programs import PROGRAMS
 from processes import Processes
 
 ELSEWHERE = {"a group of one rank", "Gloo on four processes"}  # they make process groups
 ON_GPUS = {"CUDA graphs", "inductor"}  # which other tests try on a CPU
+
+
+@pytest.mark.skipif(not hasattr(registration, "_setup_privateuseone_for_python_backend"), reason="torch 2.9 has it")
+def test_nothing_waits_for_the_device_or_takes_it_for_a_cpu() -> None:
+    """On a stand-in, since it takes no GPU: bodies, the global view, replays, optimizers, new and random values."""
+    with Processes(1) as pool:
+        (found,) = pool.run(stand_in_programs.outcomes)
+    assert len(found) == 2 * len(stand_in_programs.PROGRAMS)
+    assert {name: why for name, why in found.items() if why} == {}
+
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -71,7 +71,14 @@ def drawn(
     if spec.flat:  # elements that are in the same order, and so the same numbers
         view = drawn(spec.unflattened, law, device, then, generator, key)
         return Sharded(viewed(view.local, view.spec, spec), spec)
+    _chosen(law, spec.dtype)  # which refuses a dtype before the generator goes on
     return fill(spec, drawing(spec.dtype, law, draw_seed(generator) if key is None else key, device, then), device)
+
+
+def _chosen(law: Law, dtype: torch.dtype) -> tuple[Distribution, bool]:
+    """The law of a dtype; and whether that of complex numbers has two parts to draw."""
+    split = dtype.is_complex and law in (uniform, normal)
+    return law(dtype.to_real() if split else dtype), split
 
 
 def drawing(
@@ -82,8 +89,7 @@ def drawing(
     then: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[[Block], Tensor]:
     """What draws a block. The parts of complex numbers are two independent draws, of half the variance if normal."""
-    split = dtype.is_complex and law in (uniform, normal)
-    chosen = law(dtype.to_real() if split else dtype)
+    chosen, split = _chosen(law, dtype)
 
     def make(block: Block) -> Tensor:
         if split:

@@ -1,7 +1,8 @@
 """Whether values are such as a function takes, as far as a rank can tell.
 
 Of values cut over ranks a rank looks at its own block, as torch does with places out of range. To ask all ranks would
-be a collective in every call, and a wait for its answer.
+be a collective in every call, and a wait for its answer. Nor is a GPU waited for: as torch's own kernels do there, it
+asserts, and what comes later raises.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ def _require(good: Tensor, message: str) -> None:
     if good.is_meta:
         return  # values that nobody has
     with outside_transforms():
-        if not all(bool(block.all()) for block in blocks_of(good)):
-            raise ArgumentError(message)
+        for block in blocks_of(good):
+            if block.device.type != "cpu":
+                torch.ops.aten._assert_async.msg(block.all(), message)
+            elif not block.all():
+                raise ArgumentError(message)
 
 
 def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
