@@ -116,6 +116,12 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
     _memory(x, _CASTS, scope)[cast if scope is None else (scope, cast)] = weakref.ref(value), x._version, 0
 
 
+def forget(x: Tensor) -> None:
+    """A tensor is in other memory now."""
+    for name in (_MOVES, _CASTS):
+        x.__dict__.pop(name, None)
+
+
 def _memory(x: Tensor, name: str, scope: Any) -> _Memory:
     memory: _Memory | None = x.__dict__.get(name)
     if memory is None:

@@ -17,6 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
+from fspmd.remembered import forget
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.transport.frame import frame
@@ -222,12 +223,13 @@ class Sharded(Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
-        if is_sharded(value) and value.spec is self.spec and _same_memory(value.local, self.local):
-            return  # x.data -= y has written where it was to
-        raise ArgumentError(
-            f"x.data = y was set on {self!r}, whose block stays the same memory; write into it: "
-            "with torch.no_grad(): x.copy_(y)"
-        )
+        if not is_sharded(value) or (value.spec.mesh, value.spec.partition) != (self.spec.mesh, self.spec.partition):
+            raise ArgumentError(
+                f"x.data = y got {described(value)} for {self!r}; it takes a Sharded that lies so: write into x, "
+                "with torch.no_grad(): x.copy_(y), or reshard y first"
+            )
+        if value.spec is not self.spec or not _same_memory(value.local, self.local):
+            _take_memory(self, value)  # else x.data -= y has written where it was to
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
@@ -352,6 +354,7 @@ class ShardedTypeError(ArgumentError, TypeError):
 
 
 _GRAD: Final = "_fspmd_grad"
+_DATA: Final[Any] = Tensor.data
 #: the shell that torch knows of a Sharded: shape and dtype, no data
 shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
 
@@ -395,6 +398,19 @@ def _marked(x: Sharded, like: Sharded) -> Sharded:
 def _same_memory(x: Tensor, y: Tensor) -> bool:
     pairs = zip(*map(blocks_of, (x, y)), strict=False)
     return type(x) is type(y) and all((a.data_ptr(), a.stride()) == (b.data_ptr(), b.stride()) for a, b in pairs)
+
+
+def _take_memory(x: Sharded, y: Sharded) -> None:
+    """The block of x has the memory of y, of another dtype, too, as does its gradient; what graphs know of it stays."""
+    block, gradient = x.local, x.local.grad
+    block.data = y.local
+    forget(forget_marks(block))
+    if gradient is not None and gradient.dtype is not block.dtype:
+        block.grad = None
+        block.grad = gradient.to(block.dtype)
+    with torch._C.DisableTorchFunction():
+        _DATA.__set__(x, shell(Sharded, y.spec.shape, None, None, None, y.spec.dtype))
+    x.spec = y.spec
 
 
 def _of_block(local: Tensor, spec: TensorSpec, place: Place) -> Sharded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import threading
@@ -32,6 +33,7 @@ from fspmd import (
     make_mesh,
     parallelize,
     pcast,
+    reshard,
     shard_map,
     value_and_grad,
     vmap,
@@ -313,3 +315,63 @@ def test_messages() -> None:
         with pytest.raises(fspmd.TreeError, match=f"^{name} of Linear: params does not fit the module\n.*'w'"):
             call(module, {"w": torch.ones(1)})
     assert isinstance(module.weight, nn.Parameter)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to": lambda module: module.to(torch.float32),
+    "bfloat16": nn.Module.bfloat16,
+    "half": nn.Module.half,
+    "to device and dtype": lambda module: module.to("cpu", torch.float32),
+    "type": lambda module: module.type(torch.float32),
+    "nothing": nn.Module.double,
+}
+
+
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_an_attached_module_is_converted(name: str, shape: tuple[int, ...]) -> None:
+    """Parameters and gradients in place, so that optimizers keep theirs; buffers anew."""
+    torch.manual_seed(0)
+    whole: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).to(F64)
+    module: Any = copy.deepcopy(whole).to("meta")
+    tensors = whole.state_dict()
+    placed = {key: device_put(x, P("x") if x.ndim else P(), mesh=MESHES[shape]) for key, x in tensors.items()}
+    for key, _ in module.named_parameters():
+        placed[key].requires_grad_()
+    there = attach(module, placed)
+    x = torch.linspace(-1, 1, 24, dtype=F64).view(4, 6).sin()
+    for model in (whole, module):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        before = list(model.parameters())
+        for convert in (lambda model: model, CONVERSIONS[name], nn.Module.double):
+            optimizer.zero_grad()
+            (model(x.to(model[0].weight.dtype)).sin() ** 2).sum().backward()
+            convert(model)
+            optimizer.state.clear()  # of the old dtype
+            optimizer.step()
+        assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert all(one is placed[key] for key, one in module.named_parameters())
+    assert torch.empty_like(module[0].weight).dtype is F64
+    close = {"rtol": 1e-6, "atol": 1e-6} if name not in ("bfloat16", "half") else {"rtol": 3e-2, "atol": 3e-2}
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(device_get(module.state_dict()[key]), value, msg=key, **close)
+    there.detach()
+    assert placed["1.running_mean"].dtype is F64
+
+
+def test_data_is_replaced() -> None:
+    x = device_put(torch.arange(5.0), P("x"), mesh=LINE).requires_grad_()
+    y = device_put(torch.arange(5.0, dtype=F64) * 3, P("x"), mesh=LINE)
+    first = (x * x).sum()
+    with torch.no_grad():
+        device_get(x), reshard(x, P())  # remembered moves end
+    x.data = y
+    assert device_get(reshard(x, P())).tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert (x.dtype, x.is_leaf, x.requires_grad) == (F64, True, True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    assert device_get(x.grad).tolist() == [0.0, 6.0, 12.0, 18.0, 24.0]
+    assert first.dtype is torch.float32
+    for wrong in (reshard(y, P()), torch.ones(5)):
+        with pytest.raises(ArgumentError, match=r"^x.data = y got .* it takes a Sharded that lies so: write into x"):
+            x.data = wrong
