@@ -2,9 +2,10 @@
 
     python benchmarks/models.py [model ...] > table.md
 
-Prints the table of `tests/model_cases.py` in Markdown: the largest errors of logits and loss, and of gradients; the
-collectives of a step, forward and backward, with styles, without, and what an expert would write; the time of a step.
-The models are tiny: times tell what the host does, and in a simulation one process does the work of 8 ranks.
+Prints the table of `tests/model_cases.py` in Markdown. In float64, but for what a model computes in float32: the
+largest errors of logits and loss, and of gradients. In float32: the collectives of a step, with styles, without, and
+what an expert would write; the time of a step. The models are tiny, so times tell what the host does, and in a
+simulation one process does the work of 8 ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     mesh = fspmd.make_mesh((2, 4), ("dp", "tp"), transport="simulation")
-    print("Collectives of a step: over tp alone forward + backward, with dp forward + backward (one a parameter).\n")
+    print(
+        "Collectives of a step: over tp alone forward + backward, with dp forward + backward (one a parameter there)."
+    )
+    print("Times are milliseconds of one core, which does the work of all 8 ranks.\n")
     print("|", " | ".join(HEAD), "|")
     print("|", " | ".join("---" for _ in HEAD), "|")
     for name in names:
@@ -61,7 +65,8 @@ def told(cells: Callable[[], list[str]], count: int) -> list[str]:
 
 def step(name: str, mesh: fspmd.Mesh, styled: bool) -> list[str]:
     """Errors of values and of gradients, and collectives."""
-    found, count = Placed(CASES[name], mesh, styled=styled).step()
+    found, _ = Placed(CASES[name], mesh, styled=styled).step()
+    _, count = Placed(CASES[name], mesh, torch.float32, styled).step()
     return [*(f"{error:.1e}" for error in found.error(unsharded(name))), shown(count)]
 
 
@@ -72,7 +77,7 @@ def shown(count: Collectives) -> str:
 def alone(name: str, _: fspmd.Mesh) -> Callable[[], object]:
     """Without a mesh."""
     case = CASES[name]
-    model, batch = case.make(), batch_of(case)
+    model, batch = case.make(torch.float32), batch_of(case, torch.float32)
 
     def run() -> None:
         model(**batch).loss.backward()
@@ -82,7 +87,7 @@ def alone(name: str, _: fspmd.Mesh) -> Callable[[], object]:
 
 def eager(name: str, mesh: fspmd.Mesh) -> Callable[[], object]:
     """By `functional_call` and ``backward()``, with styles."""
-    placed = Placed(CASES[name], mesh)
+    placed = Placed(CASES[name], mesh, torch.float32)
 
     def run() -> None:
         placed(placed.params, placed.buffers, placed.batch).loss.backward()
@@ -92,7 +97,7 @@ def eager(name: str, mesh: fspmd.Mesh) -> Callable[[], object]:
 
 def jitted(name: str, mesh: fspmd.Mesh) -> Callable[[], object]:
     """The same as a recorded function of parameters that have no gradient themselves."""
-    placed = Placed(CASES[name], mesh)
+    placed = Placed(CASES[name], mesh, torch.float32)
     params = {name: x.detach() for name, x in placed.params.items()}
     run = fspmd.jit(fspmd.value_and_grad(lambda *args: placed(*args).loss))
     return lambda: run(params, placed.buffers, placed.batch)
@@ -106,7 +111,7 @@ def milliseconds(f: Callable[[], object]) -> str:
         start = time.thread_time()
         f()
         found.append(time.thread_time() - start)
-    return f"{statistics.median(found) * 1e3:.1f} ms"
+    return f"{statistics.median(found) * 1e3:.1f}"
 
 
 if __name__ == "__main__":

@@ -160,9 +160,9 @@ MAMBA = {
     "backbone.embeddings": VocabParallel(),
     "backbone.layers.*.mixer": PrepareInput(specs={"A_log": 0, "D": 0}),
     "backbone.layers.*.mixer.in_proj": ColwiseParallel(specs={"weight": P(WIDE, None)}, output=None),
-    "backbone.layers.*.mixer.conv1d": ColwiseParallel(weight=0, input=1, output=1),
+    "backbone.layers.*.mixer.conv1d": Style(weight=0, vector=0),  # of which only the tensors are used, as of dt_proj
     "backbone.layers.*.mixer.x_proj": RowwiseParallel(),
-    "backbone.layers.*.mixer.dt_proj": ColwiseParallel(),
+    "backbone.layers.*.mixer.dt_proj": Style(weight=0, vector=0),
     "backbone.layers.*.mixer.out_proj": RowwiseParallel(),
     "lm_head": PrepareInput(input="replicated"),
 }

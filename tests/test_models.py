@@ -109,5 +109,5 @@ def test_processes(four: Processes) -> None:
     """A sample; the simulation is the same code but for the transport."""
     names, styles = (list(CASES), EVERY) if FULL else (["Mixtral", "T5"], (True,))
     for styled in styles:
-        for errors in four.run(on_processes, names, styled):
+        for errors in four.run(on_processes, names, styled, seconds=300):
             assert max(map(max, errors.values())) < CLOSE
