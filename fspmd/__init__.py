@@ -104,7 +104,7 @@ from fspmd.sharded import Sharded, typeof
 from fspmd.spec import P, TensorSpec
 from fspmd.watching.communication_log import CommunicationLog, communication_log
 from fspmd.watching.explain_rule import explain_rule
-from fspmd.watching.explicit import ImplicitCommunicationWarning, explicit, set_default
+from fspmd.watching.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
 from fspmd.watching.implicit import Implicit
 from fspmd.watching.watch import Communication
 
@@ -135,6 +135,7 @@ __all__ = [
     "Explanation",
     "Flat",
     "FspmdError",
+    "GradientSumWarning",
     "Handle",
     "Implicit",
     "ImplicitCommunicationWarning",

@@ -346,3 +346,23 @@ def test_processes_record_what_a_simulation_does() -> None:
         assert [row[:2] + row[4:] for row in rows] == [row[:2] + row[4:] for row in _rows(log)]
         for mine, theirs in zip(gradients, others, strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x).relu())
+
+
+def test_what_a_style_moves_has_the_path_of_the_module_and_the_name_of_the_style() -> None:
+    model = torch.nn.Sequential(_Block(), _Block())
+    styles = {"*.up": fspmd.ColwiseParallel(), "*.down": fspmd.RowwiseParallel()}
+    params, plan = fspmd.parallelize(dict(model.named_parameters()), styles, LINE)
+    x = put(3, 8, grad=True).to(torch.float32)
+    with communication_log() as log:
+        fspmd.functional_call(model, params, x, styles=plan).sum().backward()
+    told = [(one.backward, one.cause.what, one.cause.written, "self.down(" in one.cause.text) for one in log]
+    assert told[:2] == [(False, f"{i}.down: RowwiseParallel", True, True) for i in (0, 1)]

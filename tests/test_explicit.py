@@ -19,6 +19,7 @@ import fspmd
 from fspmd import (
     ArgumentError,
     CommunicationError,
+    GradientSumWarning,
     ImplicitCommunicationWarning,
     P,
     communication_log,
@@ -429,3 +430,15 @@ def test_values_within_are_those_without() -> None:
     x, up, down = (device_get(one).detach().requires_grad_() for one in operands())
     (torch.relu(x @ up) @ down).square().sum().backward()
     torch.testing.assert_close(within, x.grad)
+
+
+def test_expected_sums_of_gradients_are_told_apart_from_gathers() -> None:
+    x, w = put(8, 4, spec=P("x"), grad=False), put(4, 4)
+    with explicit("warn") as found, pytest.warns(GradientSumWarning) as warned:
+        y = x @ w
+    assert [one.category for one in warned] == [GradientSumWarning]
+    with explicit("warn") as others, pytest.warns(ImplicitCommunicationWarning) as warned:
+        torch.relu(put(8, 4, spec=P(unreduced={"x"}))) + y.sum()
+    assert [one.of_gradients for one in (*found, others[0])] == [True, False]
+    assert warned[0].category is ImplicitCommunicationWarning
+    assert "write w = reshard(w, P(reduced={'x'}))" in found[0].text

@@ -21,6 +21,8 @@ _RECORDERS: Final = f"{_HERE}/programs/"  # which run what the user gave them
 LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
 #: our functions that are called with a torch function ``func`` and its arguments, by their files
 _DISPATCH: Final = f"{_HERE}/global_view/dispatch.py"
+#: our function that arranges values as a style at some path says
+_STYLES: Final = f"{_HERE}/modules/plans.py", "_arranged"
 _OPS: Final = {_DISPATCH: "dispatch", f"{_HERE}/local_view/tracking.py": "__torch_function__"}
 #: what a user calls something by, where the outermost of our functions has another name
 _NAMES: Final = {
@@ -84,7 +86,7 @@ def trace() -> Trace:
     dispatches: list[FrameType] = []
     op: FrameType | None = None
     outermost: FrameType | None = None
-    edges = ""  # whether a body's entries or exits are at work
+    style = edges = ""  # what arranges values; whether a body's entries or exits are at work
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
         if file.is_ours:
@@ -93,10 +95,12 @@ def trace() -> Trace:
                 op = frame
                 if code.co_filename == _DISPATCH:
                     dispatches.append(frame)
+            elif (code.co_filename, code.co_name) == _STYLES:
+                style = f"{frame.f_locals['self'].path or 'the module'}: {type(frame.f_locals['style']).__name__}"
             elif file.name in ("entry.py", "exit.py"):
                 edges = file.name
         frame = frame.f_back
-    what = shown(op.f_locals["func"]) if op is not None else _name(outermost, edges)
+    what = shown(op.f_locals["func"]) if op is not None else style or _name(outermost, edges)
     written = op is None and what != _NAMES["hooks.py"]
     place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ()
     return Trace(tuple(dispatches), frame, Cause(what, written, *place))

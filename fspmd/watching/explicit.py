@@ -23,6 +23,10 @@ class ImplicitCommunicationWarning(UserWarning):
     """A torch function communicates, which is not written, within ``explicit("warn")``."""
 
 
+class GradientSumWarning(ImplicitCommunicationWarning):
+    """The same of sums of gradients in backward alone, which are expected where a batch is cut and weights are not."""
+
+
 class _Scope:
     """What holds within one context: the mode, and what was found, once for each function and line."""
 
@@ -55,7 +59,8 @@ class _Checker(Watcher):
             found = report(x, call, trace)
             scope.found.append(found)
             file, line = found.cause.file or "?", found.cause.line
-            warnings.warn_explicit(str(found), ImplicitCommunicationWarning, file, line)
+            kind = GradientSumWarning if found.of_gradients else ImplicitCommunicationWarning
+            warnings.warn_explicit(str(found), kind, file, line)
 
 
 _checker: Final = _Checker()
@@ -76,7 +81,8 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
     for its gradient, which is settled where it was made so.
 
     ``mode``: "warn" warns instead, once for each function and line, and gives the context's value, a list of what was
-    found; "off" lifts an enclosing context, or the default. It holds for the thread that enters it.
+    found. What moves nothing forward, and sums gradients in backward, is a `GradientSumWarning`, to be filtered by
+    itself, and ``of_gradients`` in the list. "off" lifts an enclosing context, or the default. It holds for the thread that enters it.
 
     Communication: none.
 

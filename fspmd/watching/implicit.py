@@ -39,15 +39,20 @@ _grad_enabled = torch.is_grad_enabled
 _functorch: Any = torch._C._functorch
 _WAYS = 4  # that a report shows besides the one taken
 _REFLECTED = {f"__{name}__" for name in REFLECTED}
+_SUMS = "[in backward "  # how the cost of a row begins that moves nothing forward
 _LONGEST = 60  # characters of an expression that a report shows
 
 
 @dataclass(frozen=True, slots=True)
 class Implicit:
-    """Communication that the user did not write: ``cause`` implies it. Printing it tells all."""
+    """Communication that the user did not write: ``cause`` implies it. Printing it tells all.
+
+    ``of_gradients``: nothing moves forward, and in backward gradients are summed, as of weights beside a cut batch.
+    """
 
     cause: Cause
     text: str
+    of_gradients: bool = False
 
     def __str__(self) -> str:
         return self.text
@@ -126,7 +131,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {other}' if other else '')}")
-    return Implicit(cause, "\n".join(lines))
+    return Implicit(cause, "\n".join(lines), bool(rows) and all(_SUMS in row for row in rows))
 
 
 Needs = list[tuple[_Operand, TensorSpec]]
@@ -246,7 +251,7 @@ def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
         for cast in _cast_calls(need, axes) if one.followed else ():
             target = _needed(one, way, i)[1]
             shape, dtype = need.block_shape, need.dtype
-            yield f"{one.name}: {_short(need)} → {_short(target)} [in backward {_priced(cast, shape, dtype)}]"
+            yield f"{one.name}: {_short(need)} → {_short(target)} {_SUMS}{_priced(cast, shape, dtype)}]"
 
 
 def _way(one: _Operand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
@@ -289,7 +294,7 @@ def _shown(way: Route, *, backward: bool = False) -> str:
     else:
         later = _later(way) if backward else []
         parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in later]
-        what = f"in backward {', '.join(parts)}" if parts else "moves nothing"
+        what = f"{_SUMS[1:]}{', '.join(parts)}" if parts else "moves nothing"
     return f"{_short(way.source)} → {_short(way.target)} [{what}]"
 
 
