@@ -82,7 +82,8 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
 
     ``mode``: "warn" warns instead, once for each function and line, and gives the context's value, a list of what was
     found. What moves nothing forward, and sums gradients in backward, is a `GradientSumWarning`, to be filtered by
-    itself, and ``of_gradients`` in the list. "off" lifts an enclosing context, or the default. It holds for the thread that enters it.
+    itself, and ``of_gradients`` in the list. "off" lifts an enclosing context, or the default. It holds for
+    the thread that enters it.
 
     Communication: none.
 
