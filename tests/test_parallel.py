@@ -23,9 +23,11 @@ from fspmd import (
     Replicated,
     RowwiseParallel,
     SequenceParallel,
+    ShapeError,
     Sharded,
     Style,
     VocabParallel,
+    broadcast,
     communication_log,
     device_get,
     device_put,
@@ -448,6 +450,31 @@ def on_processes(sizes: tuple[int, ...]) -> None:
     batch = P("data") if len(sizes) > 1 else P()
     for make, styles, x in CASES.values():
         check_module(make, styles, x, mesh, batch, lambda flat: flat)
+    check_one_rank(mesh, torch.distributed.get_rank())
+
+
+def check_one_rank(mesh: Mesh, rank: int) -> None:
+    """Values of rank 3 alone: the others have other ones, none, or another tree, which all are told."""
+    torch.manual_seed(rank)
+    module = Tied().to(F64).requires_grad_(rank >= 0)
+    expected = {name: x.detach() for name, x in broadcast(dict(module.named_parameters()), src=3, mesh=mesh).items()}
+    if rank == 1:
+        module = module.to("meta")
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    params, _ = parallelize(tensors, {"embed": VocabParallel()}, mesh, axis="tp", src_data_rank=3)
+    assert params["embed.weight"].spec.partition == P("tp", None)
+    for name, x in params.items():
+        assert x.requires_grad
+        torch.testing.assert_close(device_get(x).detach(), expected["embed.weight"], msg=name)
+    if mesh.transport != "simulation":
+        wrong = {"w": torch.ones(3 if rank == 2 else 4)}
+        with pytest.raises(ShapeError, match="rank 2"):
+            parallelize(wrong, {}, mesh, axis="tp", src_data_rank=3)
+
+
+@pytest.mark.parametrize("mesh", [LINE, GRID])
+def test_values_of_one_rank(mesh: Mesh) -> None:
+    check_one_rank(mesh, 0)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])

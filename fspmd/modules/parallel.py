@@ -17,11 +17,16 @@ from fspmd.outside import the_mesh
 from fspmd.placing.placement import device_put
 from fspmd.placing.scatter import PLANNED, lacks_values
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import TensorSpec
 
 
 def parallelize(
-    params: Any, styles: Mapping[str, Style], mesh: Mesh | None = None, *, axis: str | None = None
+    params: Any,
+    styles: Mapping[str, Style],
+    mesh: Mesh | None = None,
+    *,
+    axis: str | None = None,
+    src_data_rank: int | None = None,
 ) -> tuple[Any, ParallelPlan]:
     """A tree of parameters laid out by styles, and the plan that arranges values: ``(params, plan)``.
 
@@ -33,6 +38,9 @@ def parallelize(
             number. Where several match, the later decides. A leaf that none matches is replicated.
         mesh: By default the current one.
         axis: The axis of styles that name none; by default the only one of the mesh.
+        src_data_rank: The global rank whose values are taken, as ``src`` of `device_put`. The other ranks pass a tree
+            of the same structure, shapes and dtypes, which may be on the meta device. By default each rank takes its
+            blocks of the values that it passes, and nothing moves, so these must be alike on all ranks.
 
     The results are leaves for autograd where the parameters were. With `functional_call` the plan goes in as
     ``styles=plan``; without, ``plan[path](f)`` is ``f`` with its arguments and results arranged.
@@ -41,6 +49,7 @@ def parallelize(
         TreeError: naming every pattern that matches nothing, in ``specs`` too, and every style that says nothing;
             patterns of `PrepareInput` and `PrepareOutput` may stand where no parameters are.
         AxisError, SpecError, ArgumentError: a style without an axis, or one that does not fit a leaf.
+        ShapeError: with ``src_data_rank``, on all ranks alike: a rank passes another tree than that one does.
 
     >>> from fspmd import ColwiseParallel, make_mesh
     >>> params = {"up": {"weight": torch.ones(8, 6), "bias": torch.ones(8)}, "scale": torch.ones(6)}
@@ -56,22 +65,21 @@ def parallelize(
     if not isinstance(params, (Mapping, list, tuple)):
         raise TreeError(f"parallelize got {described(params)} for params; give it a dict of tensors by name")
     named = {name: leaf for name, leaf, _, _ in leaves_by_name(params) if leaf is not None}
-    _check_named(named, mesh)
+    _check_named(named, mesh if src_data_rank is None else None)
     shapes = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in named.items()}
     plan = make_plan(shapes, styles, mesh, axis, "parallelize")
     specs = plan.specs
-    placed: dict[Any, Sharded | TensorSpec] = {}  # one leaf under several names that lies alike stays one
+    leaves = {(id(leaf), specs[name]): leaf for name, leaf in named.items()}  # one that lies alike everywhere stays one
+    given = [leaf if isinstance(leaf, TensorSpec) else leaf.detach() for leaf in leaves.values()]
+    placed = device_put(given, [partition for _, partition in leaves], mesh=mesh, src=src_data_rank)
+    for leaf, x in zip(leaves.values(), placed, strict=True):
+        if isinstance(x, Sharded) and leaf.requires_grad:
+            x.requires_grad_()
+    found = dict(zip(leaves, placed, strict=True))
+    return _mapped(params, "", lambda name, leaf: found[id(leaf), specs[name]]), plan
 
-    def place(name: str, leaf: Tensor | Sharded | TensorSpec) -> Sharded | TensorSpec:
-        key = id(leaf), specs[name]
-        if key not in placed:
-            placed[key] = _leaf(leaf, specs[name], mesh)
-        return placed[key]
 
-    return _mapped(params, "", place), plan
-
-
-def _check_named(named: Mapping[str, Any], mesh: Mesh) -> None:
+def _check_named(named: Mapping[str, Any], mesh: Mesh | None) -> None:
     failures = []
     for name, leaf in named.items():
         if not isinstance(leaf, (Tensor, Sharded, TensorSpec)):
@@ -90,10 +98,3 @@ def _mapped(tree: Any, prefix: str, f: Callable[[str, Any], Any]) -> Any:
         values = [_mapped(value, f"{prefix}.{i}", f) for i, value in enumerate(tree)]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree if tree is None else f(prefix[1:], tree)
-
-
-def _leaf(x: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Sharded | TensorSpec:
-    if isinstance(x, TensorSpec):
-        return TensorSpec(mesh, partition, x.shape, x.dtype)
-    placed: Sharded = device_put(x.detach(), partition, mesh=mesh)
-    return placed.requires_grad_() if x.requires_grad else placed
