@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 _MOVES: Final = "_fspmd_moves"
 _CASTS: Final = "_fspmd_casts"
+_ORIGIN: Final = "_fspmd_origin"
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -118,8 +119,18 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
 
 def forget(x: Tensor) -> None:
     """A tensor is in other memory now."""
-    for name in (_MOVES, _CASTS):
+    for name in (_MOVES, _CASTS, _ORIGIN):
         x.__dict__.pop(name, None)
+
+
+def remember_origin(x: Tensor, origin: Callable[[Tensor, Any], Tensor | None]) -> None:
+    """How a tensor was made: what makes another layout of it, or None."""
+    setattr(x, _ORIGIN, origin)
+
+
+def origin_of(x: Tensor) -> Callable[[Tensor, Any], Tensor | None] | None:
+    """What was noted of how a tensor was made."""
+    return x.__dict__.get(_ORIGIN)
 
 
 def _memory(x: Tensor, name: str, scope: Any) -> _Memory:

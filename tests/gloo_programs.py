@@ -385,3 +385,18 @@ def clipped_and_stepped(placed: bool) -> tuple[float, list[list[float]]]:
         optimizer.step()
     with torch.no_grad():
         return float(norm), [x.flatten().tolist() for x in leaves]
+
+
+def tables_beside_a_batch() -> tuple[list[str], float]:
+    """A table looked up for a whole batch, beside its cut: what its gradient sends, and how far it is from torch's."""
+    mesh = make_mesh((4,), ("x",), device="cpu")
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 900, 64, generator=numbers, dtype=torch.float64)
+    w, ids = torch.randn(2, 64, generator=numbers, dtype=torch.float64), torch.arange(7200).view(8, 900) % 2
+    found = []
+    with communication_log() as log:
+        for batch, leaf in ((device_put(x, P("x"), mesh=mesh), device_put(w, P(), mesh=mesh)), (x, w.clone())):
+            leaf.requires_grad_()
+            out = batch * torch.nn.functional.embedding(ids, leaf)
+            found.append(torch.autograd.grad(out.sin().sum(), leaf)[0])
+    return [one.kind for one in log], float((fspmd.device_get(found[0]) - found[1]).abs().max())

@@ -42,6 +42,7 @@ from gloo_programs import (
     leaves_on_processes,
     lent_without_a_gradient,
     settled_whatever_the_garbage,
+    tables_beside_a_batch,
     zeros_travel,
 )
 from number_programs import numbers_on_processes
@@ -361,3 +362,9 @@ _OF_DTENSORS = {
 
 def test_ranks_settle_alike_whatever_their_garbage(four: Processes) -> None:
     assert four.run(settled_whatever_the_garbage) == [[(1, 1)] * 2] * 4
+
+
+def test_gradients_of_tables_are_summed(four: Processes) -> None:
+    for kinds, error in four.run(tables_beside_a_batch):
+        assert kinds == ["psum"]
+        assert error < 1e-9

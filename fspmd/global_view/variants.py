@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from fspmd.global_view.origins import noting
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan, Question, ask, is_float, plan_of
 from fspmd.global_view.refusals import refuse_write
@@ -48,7 +49,7 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     if weighed and not plan.needs_redistribute:
         weighed = bool(floating) and not _same(best, question._replace(gradients=floating).best(known))
     if not (pending or (weighed and floating)):
-        return plan
+        return noting(func, positional, question, best, plan)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
-from fspmd.redistribution.moves import Leg
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.remembered import moves_of, recall, recall_cast, remember, remember_cast
+from fspmd.remembered import moves_of, origin_of, recall, recall_cast, remember, remember_cast
 from fspmd.spec import P, TensorSpec
 
 _ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
@@ -42,6 +43,8 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
     if lasting and (known := _known(x, leg)) is not None:
         return known
     y = x
+    if (made := _made_again(x, leg, kept)) is not None:
+        return made
     for step in leg.calls:
         if step.pair.name == "slice" and _is_followed(y):
             y = cast_once(y, step)
@@ -51,6 +54,45 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
     if lasting and y is not x and y._base is not x:
         remember(x, (leg.source, leg.reached), y)
     return y
+
+
+def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
+    """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
+    origin, grown = origin_of(x), 0 in x.stride()
+    if not (origin or grown) or not _is_followed(x) or is_transformed() or not _only_slices(leg):
+        return None
+    y = recall_cast(x, leg.reached)
+    if y is None:
+        y = origin(x, leg.reached) if origin else None
+        y = _part_of_expanded(x, leg) if y is None and grown else y
+        if y is None:
+            return None
+        remember_cast(x, leg.reached, y)
+    kept.append(y)
+    return y
+
+
+def _only_slices(leg: Leg) -> bool:
+    return all(one.pair.name == "slice" for one in leg.calls)
+
+
+def _part_of_expanded(x: Tensor, leg: Leg) -> Tensor | None:
+    """Of what was expanded along all dims that are cut: expanded from one element there, whose gradient is summed."""
+    dims = {one.options.dim for one in leg.calls}
+    if any(x.stride(dim) for dim in dims):
+        return None
+    axes = tuple([axis for one in leg.calls for axis in one.axes])
+    shape = tuple([1 if dim in dims else size for dim, size in enumerate(leg.source.shape)])
+    one = TensorSpec(leg.source.mesh, leg.source.partition, shape, leg.source.dtype)
+    summed = moves(one, one, axes, topology(), True).casting
+    if summed >= moves(leg.source, leg.reached, (), topology(), True).time:
+        return None
+    part, y = x.detach(), x
+    for step in leg.calls:
+        part = apply(part, step)
+    for dim in dims:
+        y = y.narrow(dim, 0, 1)
+    return apply(y, call("invariant_to_varying", leg.source.mesh, axes)).expand(part.shape)
 
 
 def cast_once(x: Tensor, cast: Call) -> Tensor:

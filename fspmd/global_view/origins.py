@@ -1,0 +1,138 @@
+"""How a value was made that is larger than what it was made of: an embedding, what was expanded or repeated.
+
+Where such a value, equal on all ranks, is later cut, each rank makes its part anew of operands that are cast or cut.
+Its gradient is then summed over what it was made of, and not gathered: of a table [2, D] that is looked up at places
+[B, S] beside a cut batch it is a sum of [2, D], not a gather of [B, S, D].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from fspmd.entries import blocks, entry_axes
+from fspmd.global_view.layouts import Choice, layouts_of, working
+from fspmd.global_view.operands import cast_operands, keep, move_operands
+from fspmd.global_view.outcomes import at
+from fspmd.global_view.propagate import OpPlan, Question, is_float, plan_of
+from fspmd.global_view.strategies import PASSES, Strategy
+from fspmd.pairs import is_transformed
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.moves import moves
+from fspmd.remembered import remember_origin
+from fspmd.spec import TensorSpec
+
+
+def noting(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
+    """The plan; of a call that spreads its operands one whose result knows its origin."""
+    if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
+        return plan
+    result, specs = plan.results, [spec for _, spec in question.operands]
+    if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):
+        return plan
+    floating = [spec for spec in specs if is_float(spec.dtype)]
+    assert isinstance(result, TensorSpec)
+    if question.fixed or not floating or not is_float(result.dtype) or sum(map(_bytes, floating)) >= _bytes(result):
+        return plan
+    if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
+        return plan
+    if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
+        return plan
+    return replace(plan, local=functools.partial(_noted, plan.local, _Again(func, positional, question, result)))
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return prod(spec.block_shape) * spec.dtype.itemsize
+
+
+def _noted(local: Callable[..., Tensor], again: _Again, *args: Any, **kwargs: Any) -> Tensor:
+    out = local(*args, **kwargs)
+    if out.requires_grad and not is_transformed():
+        remember_origin(out, _Origin(again, out, (*args, *kwargs.values())))
+    return out
+
+
+class _Again:
+    """A call, planned again so that its result is cut."""
+
+    def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
+        self.func, self.positional, self.question, self.result = func, positional, question, result
+        self.plans: dict[Any, OpPlan | None] = {}
+
+    def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
+        """The part of a rank in another layout of the result; None where to gather its gradient takes less."""
+        followed = frozenset(
+            [i for i, (place, spec) in enumerate(self.question.operands) if _is_followed(at(given, place), spec)]
+        )
+        key = need, followed, topology()
+        if key not in self.plans:
+            self.plans[key] = self._plan(need, followed)
+        plan = self.plans[key]
+        if plan is None:
+            return None
+        casts = move_operands(plan, given)
+        casts += cast_operands(plan, given)
+        n, names = (len(given), ()) if plan.in_order else (self.positional, self.question.names)
+        out: Tensor = plan.local(*given[:n], **dict(zip(names, given[n:], strict=True)))
+        keep(casts, out)
+        return out
+
+    def _plan(self, need: TensorSpec, followed: frozenset[int]) -> OpPlan | None:
+        question = self.question._replace(gradients=followed)
+        specs, factors = [spec for _, spec in question.operands], question.factors
+        of_result = {
+            axis: factor for factor, e in zip(factors.results[0], need.partition, strict=True) for axis in entry_axes(e)
+        }
+        choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
+        choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
+        laid = layouts_of(factors, choices, specs, question.results, topology(), question.row.empty, None)
+        if laid is None or laid.results[0] is not need or _leaves_some_idle(need):
+            return None
+        rows = enumerate(zip(specs, laid.operands, laid.casts, strict=True))
+        time = sum([moves(spec, to, axes, topology(), i in followed).time for i, (spec, to, axes) in rows])
+        time += PASSES * working(factors, laid.operands, laid.results, topology())
+        if time >= moves(self.result, need, (), topology(), True).time:
+            return None
+        outs = tuple([spec.partition for spec in laid.results])
+        best = Strategy(laid.operands, laid.casts, outs, (0.0, 0.0), False, laid.axes, 0.0)
+        return plan_of(self.func, self.positional, question, best)
+
+
+def _leaves_some_idle(need: TensorSpec) -> bool:
+    """Whether some ranks have nothing, of which torch computes no gradients of tables."""
+    return any(blocks(need.shape[dim], parts)[-1][1] == 0 for dim, _, parts in need.cuts)
+
+
+def _is_followed(x: Any, spec: TensorSpec) -> bool:
+    return is_float(spec.dtype) and bool(x.requires_grad)
+
+
+class _Origin:
+    """The call and the operands that a value was made of, as long as none of them is written into; a copy has none."""
+
+    __slots__ = ("again", "blocks", "versions")
+
+    def __init__(self, again: _Again | None = None, out: Tensor | None = None, blocks: Sequence[Any] = ()) -> None:
+        self.again, self.blocks = again, blocks
+        self.versions = [] if out is None else self._versions(out)
+
+    def _versions(self, out: Tensor) -> list[int]:
+        assert self.again is not None
+        return [x._version for x in (out, *(at(self.blocks, place) for place, _ in self.again.question.operands))]
+
+    def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
+        """What it was made of made into another layout of it."""
+        if self.again is None or self.versions != self._versions(out):
+            return None
+        return self.again.run(list(self.blocks), need)
+
+    def __reduce__(self) -> Any:
+        return _Origin, ()
+
+    def __deepcopy__(self, memo: Any) -> _Origin:
+        return _Origin()

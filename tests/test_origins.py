@@ -1,0 +1,85 @@
+"""What is larger than what it was made of, beside a cut batch: its gradient is summed, not gathered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fspmd import Link, Mesh, P, Topology, communication_log, device_get, device_put, jit, make_mesh, set_topology
+from fspmd.redistribution.cost import topology
+
+F64 = torch.float64
+MESHES = [make_mesh((n,), ("dp",), transport="simulation") for n in (2, 3, 4)]
+MESHES += [make_mesh((2, 4), ("dp", "tp"), transport="simulation")]
+B, S, D = 6, 9, 8
+
+
+@pytest.fixture(autouse=True)
+def bytes_count() -> Iterator[None]:
+    """As they do where values are large."""
+    before = topology()
+    set_topology(Topology(Link(0.0, 1.0), Link(0.0, 1.0), launch=0.0))
+    yield
+    set_topology(before)
+
+
+#: name -> rows of a table w, and what is made of it beside x [B@dp, S, D]
+CASES: dict[str, tuple[int, Callable[[Any, Any, Any], Any]]] = {
+    "types of tokens": (2, lambda x, w, ids: x + F.embedding(ids, w)),
+    "by index": (2, lambda x, w, ids: x + w[ids]),
+    "positions": (S, lambda x, w, ids: x * F.embedding(torch.arange(S).repeat(B, 1), w)),
+    "a class token": (1, lambda x, w, ids: torch.cat((w[None].expand(B, -1, -1), x), 1)),
+    "a token of each": (2, lambda x, w, ids: torch.cat((x, w.expand(B, 2, D)), 1)),
+    "used twice": (2, lambda x, w, ids: (x + (e := F.embedding(ids, w))).sin() * e),
+    "used whole": (2, lambda x, w, ids: (x + (e := F.embedding(ids, w))).sin() * e.mean()),
+    "a width that is cut": (2, lambda x, w, ids: x + F.embedding(ids, w)),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
+@pytest.mark.parametrize("name", CASES)
+def test_its_gradient_is_a_sum_of_what_it_was_made_of(name: str, mesh: Mesh) -> None:
+    """Beside plain torch, with second derivatives; eager, and recorded."""
+    rows, f = CASES[name]
+    torch.manual_seed(0)
+    x, w, ids = torch.randn(B, S, D, dtype=F64), torch.randn(rows, D, dtype=F64), torch.randint(0, rows, (B, S))
+    cut = P(None, "tp" if name == "a width that is cut" and "tp" in mesh.shape else None)
+    laid_x, laid = device_put(x, P("dp"), mesh=mesh), device_put(w, cut, mesh=mesh).requires_grad_()
+    w.requires_grad_()
+    with communication_log() as log:
+        out = f(laid_x, laid, ids)
+        (mine,) = torch.autograd.grad(out.sin().sum(), laid, create_graph=True)
+    theirs = torch.autograd.grad(f(x, w, ids).sin().sum(), w, create_graph=True)[0]
+    own = rows * D // (4 if cut.mentioned else 1)
+    idle = mesh.shape["dp"] == 4 and name not in ("a class token", "a token of each")  # the gradient of no rows
+    assert ("all_gather_invariant" in [one.kind for one in log.backward]) == idle
+    assert idle or sum(one.price.moved for one in log.backward) <= (2 * own + 8) * 8
+    again, other = (torch.autograd.grad(g.square().sum(), v)[0] for g, v in ((mine, laid), (theirs, w)))
+    torch.testing.assert_close(device_get(mine), theirs)
+    torch.testing.assert_close(device_get(again), other)
+    step = jit(lambda w: torch.autograd.grad(f(laid_x, w, ids).sin().sum(), w)[0])
+    for _ in range(2):
+        torch.testing.assert_close(device_get(step(laid)), theirs.detach())
+
+
+def test_writes_and_copies_end_it() -> None:
+    """Of the table or the value: then the value alone counts."""
+    mesh, ids = MESHES[0], torch.tensor([[0, 1, 1], [1, 0, 1]])
+    x = device_put(torch.ones(2, 3, D, dtype=F64), P("dp"), mesh=mesh)
+    for what in ("value", "table", "copy"):
+        w = device_put(torch.ones(2, D, dtype=F64), P(), mesh=mesh).requires_grad_()
+        table = w * 1.0
+        e = F.embedding(ids, table)
+        with torch.no_grad():
+            if what == "value":
+                e.mul_(3)
+            if what == "table":
+                table.mul_(5)
+        e = copy.copy(e) if what == "copy" else e
+        torch.testing.assert_close(device_get(x + e), torch.full((2, 3, D), 4.0 if what == "value" else 2.0, dtype=F64))
+    assert copy.deepcopy(e.detach().local).__dict__.get("_fspmd_origin") is None
