@@ -50,7 +50,7 @@ ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.grad: lambda: above.gradients,
     torch.autograd.backward: lambda: above.backward,
 }
-_BLOCK: Final = "x.local.{}(...), of this rank's block"
+_BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
 _NEW: Final = "x.new_empty(size)"
 #: methods that speak of memory, of which a rank has but a block -> what to write
 _OF_MEMORY: Final = {
