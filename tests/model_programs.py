@@ -135,6 +135,9 @@ def counted(log: CommunicationLog) -> Collectives:
 
 
 def on_processes(names: list[str], styled: bool) -> dict[str, tuple[float, float]]:
-    """Errors of the steps of models on a mesh (2, 2) of processes."""
+    """Errors of the steps of models on a mesh (2, 2) of processes; what they generate is checked, too."""
     mesh = fspmd.make_mesh((2, 2), ("dp", "tp"), device="cpu")
+    for name in names:
+        if CASES[name].generate is not None:
+            assert torch.equal(generated(name, mesh, styled), generated(name)), name
     return {name: Placed(CASES[name], mesh, styled=styled).step()[0].error(unsharded(name)) for name in names}

@@ -27,11 +27,12 @@ def line() -> str:
     return f" ({cause.where})" if getattr(cause, "where", None) else ""
 
 
-def constant_of(what: str) -> RecordError:
+def constant_of(what: str, advice: str = "") -> RecordError:
     """The refusal of what would be a constant of the record."""
     return RecordError(
         f"jit cannot record {what}: it would be a constant of the record. Compute it outside of the jitted function; "
-        "or keep it a tensor: torch.where(condition, a, b) instead of a branch, masks instead of selections" + line()
+        f"or keep it a tensor: torch.where(condition, a, b) instead of a branch, masks instead of selections{advice}"
+        + line()
     )
 
 

@@ -21,7 +21,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
         cause = "gives a result whose shape depends on values"
     if cause is not None:
         name = func._schema.name.split("::")[-1].lstrip("_")
-        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}"))
+        advice = "" if facts.gives_values else _BY_RANK
+        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}", advice))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
         raise recorder.refusal(
             RecordError(
@@ -33,6 +34,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
         check_writes(func._schema.name.split("::")[-1], written_by(func, args, kwargs), recorder)
 
 
+_BY_RANK: Final = "; what each rank does with its own rows, as experts do, runs as Python: styles={path: OnBlocks()}"
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
 
 
