@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
@@ -173,7 +174,8 @@ _Watch = Callable[[Any, Call], Call]
 _Record = Callable[[Any, Call], Call | None]
 _watch: _Watch | None = None
 _record: _Record | None = None
-_seen = False  # there is one of them
+_profiled: _Watch | None = None  # watches while torch's profiler runs, and nobody else does
+_seen = False  # there is one of the first two
 
 
 def watch_with(watch: _Watch | None) -> None:
@@ -181,6 +183,12 @@ def watch_with(watch: _Watch | None) -> None:
     global _watch, _seen
     _watch = watch
     _seen = watch is not None or _record is not None
+
+
+def profile_with(profiled: _Watch) -> None:
+    """From here on ``profiled`` watches while torch's profiler runs."""
+    global _profiled
+    _profiled = profiled
 
 
 def record_with(record: _Record | None) -> None:
@@ -226,7 +234,7 @@ class StandIn(Call):
 
 def watched(x: Any, call: Call) -> Call:
     """The call as who watches wants it; what is done without `apply` asks for it."""
-    record, watch = _record, _watch  # another thread may end them
+    record, watch = _record, _watch or (_profiled if profiler._is_profiler_enabled else None)  # others may end them
     if record is not None and (recorded := record(x, call)) is not None:
         return recorded
     return call if watch is None else watch(x, call)
@@ -236,7 +244,7 @@ def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
     if dispatch_modes():
         refuse_traced(repr(call))
-    if _seen:
+    if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with _untracked():
         if _transforms_active() or _forward_ad._current_level >= 0:
@@ -253,7 +261,7 @@ def is_transformed() -> bool:
 
 def given(x: Tensor, call: Call, y: Tensor) -> Tensor:
     """``call(x)``, of which ``y`` has the values: forward nothing is done, backward what is done ever."""
-    if _seen:
+    if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with _untracked():
         return _Given.apply(x, y.detach(), call)  # type: ignore[no-any-return]
@@ -291,7 +299,14 @@ def lend(x: Tensor, call: Call) -> Tensor:
 
     There a hook on an ordinary view takes the place of an ``autograd.Function``.
     """
-    if _seen or not call.views or type(x) is not Tensor or not x.is_leaf or not (x.requires_grad and _grad_enabled()):
+    if (
+        _seen
+        or profiler._is_profiler_enabled
+        or not call.views
+        or type(x) is not Tensor
+        or not x.is_leaf
+        or not (x.requires_grad and _grad_enabled())
+    ):
         return apply(x, call)
     if _transforms_active() or _forward_ad._current_level >= 0:
         return apply(x, call)

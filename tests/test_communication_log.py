@@ -366,3 +366,28 @@ def test_what_a_style_moves_has_the_path_of_the_module_and_the_name_of_the_style
         fspmd.functional_call(model, params, x, styles=plan).sum().backward()
     told = [(one.backward, one.cause.what, one.cause.written, "self.down(" in one.cause.text) for one in log]
     assert told[:2] == [(False, f"{i}.down: RowwiseParallel", True, True) for i in (0, 1)]
+
+
+def _ranges(f: Callable[[], Any]) -> Counter[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
+        f()
+    return Counter(event.name for event in traced.events() if event.name.startswith("fspmd::"))
+
+
+def test_a_trace_of_torchs_profiler_names_collectives_and_the_users_line() -> None:
+    """Forward and backward, in the global view, in bodies, and when a record is replayed."""
+    x, w = put(8, 4, spec=P("x"), grad=False), put(4, 4)
+    body = shard_map(lambda x: psum(x, "x"), mesh=LINE, in_specs=P("x"), out_specs=P())
+
+    def step(w: Any) -> Any:
+        return fspmd.value_and_grad(lambda w: (x @ w).relu().sum() * body(x).sum())(w)
+
+    with communication_log() as log:
+        step(w)
+    expected = Counter(f"fspmd::{c.kind}[{', '.join(c.axes)}] {c.cause.what} ({c.cause.where})" for c in log)
+    assert any(" psum (test_communication_log.py:" in name for name in expected)
+    assert _ranges(lambda: step(w)) == expected
+    replayed = fspmd.jit(step, passes=())
+    replayed(w)
+    assert _ranges(lambda: replayed(w)) == expected
+    assert not _ranges(lambda: x * 2)

@@ -10,9 +10,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd import profiler
+from torch.profiler import record_function
 
+from fspmd.pairs import Call
 from fspmd.programs.facts import draws
 from fspmd.transport.randomness import draw_seed
+from fspmd.watching.causes import Cause
+from fspmd.watching.watch import communicates, label
 
 
 class Part(NamedTuple):
@@ -90,6 +95,12 @@ def has_randomness(node: fx.Node) -> bool:
     return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
 
 
+def _ranged(call: Call, cause: Cause, run: Callable[..., Any], *args: Any) -> Any:
+    """A collective while torch's profiler runs."""
+    with record_function(label(call, cause)):
+        return run(*args)
+
+
 class _Writer:
     """Python source, and what its names stand for."""
 
@@ -136,7 +147,13 @@ class _Writer:
         target: Any = node.target
         if isinstance(target, torch._ops.OpOverload):
             target = callable_of(target)
-        return f"{self.constant(target, 'f')}({', '.join(arguments)})"
+        made = f"{self.constant(target, 'f')}({', '.join(arguments)})"
+        one, cause = (node.meta.get(name) for name in ("call", "cause"))
+        if one is None or cause is None or not communicates(one):
+            return made
+        self.scope.update(profiler=profiler, ranged=_ranged)
+        named = [self.constant(value, "c") for value in (one, cause, target)]
+        return f"{made} if not profiler._is_profiler_enabled else ranged({', '.join((*named, *arguments))})"
 
     def value(self, arg: Any) -> str:
         """An argument."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
-from fspmd.pairs import Call, StandIn, watch_with, watches_with
+from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
 from fspmd.redistribution.cost import Price, Topology, moves, price
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
@@ -94,21 +97,36 @@ class _Watched(StandIn):
 
     def start(self, x: Tensor) -> Pending:
         self._announce(x)
-        return self.plain.start(x)
+        with self._range():
+            return self.plain.start(x)
 
     def run(self, x: Tensor) -> Tensor:
         self._announce(x)
-        return self.plain.run(x)
+        with self._range():
+            return self.plain.run(x)
 
     def into(self, x: Tensor, out: Tensor) -> Pending:
         self._announce(x)
-        return self.plain.into(x, out)
+        with self._range():
+            return self.plain.into(x, out)
+
+    def _range(self) -> Any:
+        """What a trace shows of it."""
+        if not (profiler._is_profiler_enabled and communicates(self)):
+            return nullcontext()
+        return record_function(label(self.plain, self.by))
 
     def _announce(self, x: Tensor) -> None:
         if _watchers and communicates(self):
             shape = tuple(blocks_of(x)[0].shape)
             cost = price_of(self, shape, x.dtype)
             _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by)
+
+
+def label(call: Call, cause: Cause) -> str:
+    """A collective in a trace of torch's profiler: its name and axes, who asked for it, and the user's line."""
+    axes = ", ".join(call.axes or call.mesh.axis_names)
+    return f"fspmd::{call.pair.name}[{axes}] {cause.what} ({cause.where})"
 
 
 def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> None:
@@ -141,6 +159,9 @@ def _watched(x: Any, call: Call) -> Call:
         for watcher in _watchers:
             watcher.before(x, call, found)
     return _Watched(call, found.cause)
+
+
+profile_with(_watched)
 
 
 def communicates(call: Call) -> bool:
