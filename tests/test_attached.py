@@ -375,3 +375,21 @@ def test_data_is_replaced() -> None:
     for wrong in (reshard(y, P()), torch.ones(5)):
         with pytest.raises(ArgumentError, match=r"^x.data = y got .* it takes a Sharded that lies so: write into x"):
             x.data = wrong
+
+
+def test_threads_of_autograd_have_the_turn_of_the_one_that_waits_for_them() -> None:
+    """On an accelerator backward runs in threads of autograd, while the one that asked for it may have the module."""
+    module, done = nn.Linear(2, 3, bias=False), threading.Lock()
+    done.acquire()
+
+    def of_autograd() -> None:
+        assert functional_call(module, {"weight": torch.zeros(3, 2)}, torch.ones(1, 2)).sum() == 0
+        done.release()
+
+    def _engine_run_backward() -> bool:  # as torch calls it, which waits below Python
+        threading.Thread(target=of_autograd, daemon=True).start()
+        return done.acquire(timeout=10)
+
+    with attached(module, {"weight": torch.ones(3, 2)}):
+        assert _engine_run_backward()
+        assert module.weight.sum() == 6

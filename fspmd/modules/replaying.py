@@ -54,7 +54,7 @@ class Replay:
                 continue
             elif step.overwrites and step.writes in whole:
                 lost.add(step.writes.storage)
-            reads = {ref.storage for ref in step.reads if ref is not step.writes}
+            reads = {ref.storage for ref in step.reads if ref != step.writes}
             needed |= reads
             lost -= reads
             yield step
