@@ -35,6 +35,18 @@ def mlp(v: Values) -> Any:
     return torch.relu(v["x"] @ v["w1"] + v["b1"]) @ v["w2"] + v["b2"]
 
 
+#: the same as models have it, each weight's gradient summed: replicated weights beside a cut batch; columns, then rows
+TRAINED = {
+    "replicated weights": {name: (P("x", None) if name == "x" else P(), shape) for name, (_, shape) in MLP.items()},
+    "columns, then rows": {
+        "x": (P(), (ROWS, N)),
+        "w1": (P(None, "x"), (N, N)),
+        "b1": (P("x"), (N,)),
+        "w2": (P("x", None), (N, N)),
+        "b2": (P(), (N,)),
+    },
+}
+
 # --- a transformer layer: batch over "x", heads and hidden columns over "y" -------------------------------------------
 
 LAYER = {
@@ -98,9 +110,14 @@ def measure() -> Table:
     one, two = meshes(1), meshes(2)
     return Table(
         "Layers of a model, 8 ranks of the fake backend",
-        [_mlp_row(one), _layer_row(two)],
+        [
+            _mlp_row(one),
+            *(row for what, layout in TRAINED.items() for row in _trained_rows(one, what, layout)),
+            _layer_row(two),
+        ],
         "Plain is the same on plain blocks; the transformer layer there has its collectives written by hand with c10d "
-        f"(an all-reduce per pending sum, one per weight). Blocks of {N} columns.",
+        f"(an all-reduce per pending sum, one per weight). Blocks of {N} columns. Gradients of replicated weights, "
+        "and of columns and rows, are summed as the weights lie: DTensor's by redistribute; the plain ones are not.",
     )
 
 
@@ -132,6 +149,44 @@ def _mlp_row(world: World) -> Overhead:
     plain, ours, theirs = (calls(statement(values)) for values in values_of(world, MLP))
     times = side_by_side({"plain": plain, "ours": ours, "theirs": theirs})
     return Overhead("MLP, forward and backward", times["plain"], times["ours"], times["theirs"], 1 / 10)
+
+
+def _trained_rows(world: World, what: str, layout: dict[str, tuple[P, tuple[int, ...]]]) -> list[Overhead]:
+    """Loss and gradients that lie as the weights, by ``.backward()`` and by `value_and_grad`."""
+    plain, ours, theirs = values_of(world, layout)
+    trained = [name for name in layout if name != "x"]
+    weights = {name: ours[name].detach() for name in trained}
+    gradient = fspmd.value_and_grad(lambda weights, x: _mean_square({**weights, "x": x}))
+
+    def by_torch() -> None:
+        torch.autograd.grad(_mean_square(plain), [plain[name] for name in trained])
+
+    def backward() -> None:
+        _mean_square(ours).backward()
+        forget(ours)
+
+    def by_dtensor() -> None:
+        _mean_square(theirs).backward()
+        for name in trained:
+            theirs[name].grad.redistribute(placements=theirs[name].placements)
+        forget(theirs)
+
+    found = side_by_side(
+        {
+            "plain": calls(by_torch),
+            "ours": calls(backward),
+            "value_and_grad": calls(lambda: gradient(weights, ours["x"])),
+            "theirs": calls(by_dtensor),
+        }
+    )
+    return [
+        Overhead(f"MLP, {what}, {how}", found["plain"], found[name], found["theirs"], 1 / 5)
+        for how, name in ((".backward()", "ours"), ("value_and_grad", "value_and_grad"))
+    ]
+
+
+def _mean_square(values: Values) -> Any:
+    return mlp(values).square().mean()
 
 
 def _layer_row(world: World) -> Overhead:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.adopted import adopt
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
-from fspmd.sharded import IN_ORDER, NODES, Sharded, is_sharded
+from fspmd.sharded import IN_ORDER, NODES, Sharded
 from fspmd.spec import P
 
 _for_good = optree.dict_insertion_ordered(True, namespace=IN_ORDER)
@@ -40,9 +40,9 @@ def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
 
 
 def flatten_values(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and treedef, a `Sharded` being a leaf."""
+    """Leaves and treedef, a `Sharded` being a leaf, as it is outside of `NODES`."""
     adopt()
-    leaves, treedef = optree.tree_flatten(tree, is_sharded, none_is_leaf=none_is_leaf)
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     return leaves, treedef
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.trees import flatten_values, leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
@@ -49,15 +49,15 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def local_of(leaf: Any) -> Any:
-    return leaf.local if isinstance(leaf, Sharded) else leaf
+    return leaf.local if type(leaf) is Sharded else leaf
 
 
 def like(leaf: Any, value: Tensor) -> Any:
-    return Sharded(value, leaf.spec) if isinstance(leaf, Sharded) else value
+    return pair(value, leaf.spec) if type(leaf) is Sharded else value
 
 
 def gradient_like(leaf: Any, value: Tensor) -> Any:
-    return Sharded(value, leaf.spec.dual) if isinstance(leaf, Sharded) else value
+    return pair(value, leaf.spec.dual) if type(leaf) is Sharded else value
 
 
 def differentiable(leaf: Any) -> bool:
@@ -158,7 +158,7 @@ def detached(tree: Any) -> Any:
 
 def _detached_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Sharded):
-        return Sharded(all_typed([leaf.local.detach()], [leaf.local])[0], leaf.spec)
+        return pair(all_typed([leaf.local.detach()], [leaf.local])[0], leaf.spec)
     return typed(leaf.detach(), leaf) if isinstance(leaf, Tensor) else leaf
 
 

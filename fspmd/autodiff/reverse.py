@@ -35,7 +35,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.wrapping import wraps
 
@@ -102,7 +102,7 @@ def _trace(
         raise ArgumentError("gradients were asked for in torch.inference_mode(), where there are none; use no_grad")
     followed = torch.is_grad_enabled()
     try:
-        blocks = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
+        blocks = [leaf.local if type(leaf) is Sharded else leaf for leaf in leaves]
         create = followed and (DEPTH.value > 0 or True in [x.requires_grad for x in blocks])
         inputs = _fresh(blocks, create)
     except (AttributeError, RuntimeError):
@@ -110,9 +110,7 @@ def _trace(
         raise
     kept = Kept()
     with _NOTHING if followed else torch.enable_grad(), DIFFERENTIATING, kept.saving():
-        args = [
-            Sharded(x, leaf.spec) if isinstance(leaf, Sharded) else x for leaf, x in zip(leaves, inputs, strict=True)
-        ]
+        args = [pair(x, leaf.spec) if type(leaf) is Sharded else x for leaf, x in zip(leaves, inputs, strict=True)]
         out = f(*treedef.unflatten(args))
     aux = None
     if has_aux:
@@ -251,7 +249,7 @@ def _value_and_grad(
         outputs = [loss] if loss.requires_grad else []
         found = _autograd(outputs, list(map(_seed, outputs)), inputs, create, retain=False, kept=kept)
         rows = zip(leaves, found, strict=True)
-        grads = treedef.unflatten([Sharded(g, x.spec.dual) if isinstance(x, Sharded) else g for x, g in rows])
+        grads = treedef.unflatten([pair(g, x.spec.dual) if type(x) is Sharded else g for x, g in rows])
         out = out if create else detached(out)
     value = (out, aux) if has_aux else out
     return value, (grads[0] if isinstance(argnums, int) else grads)
