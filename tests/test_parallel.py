@@ -430,7 +430,7 @@ def test_flat_dims_move_at_most_to_meet_weights(case: str) -> None:
     params, plan = parallelize(dict(seeded(make).named_parameters()), styles, LINE, axis="tp")
     with communication_log() as log:
         functional_call(seeded(make), params, x, styles=plan)
-    assert [one.kind for one in log if "hook" in str(one.cause)] == [
+    assert [one.kind for one in log if "RowwiseParallel" in str(one.cause)] == [
         *(["all_to_all"] if case == "multi-query" else []),
         "psum_unreduced",
     ], str(log)

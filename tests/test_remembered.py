@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fspmd import Mesh, P, Sharded, checkpoint, communication_log, device_get, device_put, grad, jit, make_mesh
@@ -230,3 +231,37 @@ def test_equal_gathers_are_one(name: str, n: int) -> None:
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(device_get(one), other)
     assert _counted(log) == [{"all_gather_reduced": 1, end: 1}, {"psum_scatter_unreduced": 1, **back}]
+
+
+def test_a_sum_is_settled_before_it_is_made_wider() -> None:
+    """As norms of libraries widen it: in the narrow dtype, once for both uses."""
+    plain, laid = _values(LINE)
+    p = _block(*[one.detach().float().requires_grad_() for one in laid])
+    with communication_log() as log:
+        out = p * torch.rsqrt(p.to(F64).pow(2).mean(-1, keepdim=True))
+    assert [(one.kind, one.dtype) for one in log] == [(PSUM, torch.float32)]
+    value = _block(*plain)
+    torch.testing.assert_close(
+        device_get(out), value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True)), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("cut", [P(), P("tp"), P(None, "tp")], ids=str)
+def test_the_gradient_of_a_tied_weight_is_summed_once(cut: P) -> None:
+    """Over the batch, of an embedding and the head of a model; eager and recorded."""
+    mesh = make_mesh((2, 2), ("dp", "tp"), transport="simulation")
+    torch.manual_seed(0)
+    w, ids = torch.randn(12, 8, dtype=F64), torch.randint(0, 12, (4, 5))
+    laid, places = device_put(w, cut, mesh=mesh).requires_grad_(), device_put(ids, P("dp"), mesh=mesh)
+    w.requires_grad_()
+
+    def loss(w: Any, ids: Any) -> Any:
+        return F.linear(torch.tanh(F.embedding(ids, w) * 8**0.5), w).logsumexp(-1).mean()
+
+    wanted = torch.autograd.grad(loss(w, ids), w)[0]
+    for step in (grad(loss), jit(grad(loss))):
+        with communication_log() as log:
+            found = step(laid.detach(), places)
+        torch.testing.assert_close(device_get(found), wanted)
+        sums = [one for one in log if "dp" in one.axes and len(one.shape) == 2]
+        assert [one.axes for one in sums] == [("dp",)], str(log)
