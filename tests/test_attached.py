@@ -20,6 +20,7 @@ import fspmd
 from fspmd import (
     ArgumentError,
     ColwiseParallel,
+    Mesh,
     P,
     RowwiseParallel,
     Sharded,
@@ -204,6 +205,20 @@ def test_checkpoints_within_forward(kind: str, way: str) -> None:
         torch.testing.assert_close(device_get(loss), value)
         for name, gradient in gradients.items():
             torch.testing.assert_close(device_get(found[name]), gradient, msg=name)
+
+
+def check_checkpoints(mesh: Mesh) -> None:
+    """The same on processes."""
+    for kind in ("not reentrant", "reentrant"):
+        value, gradients = expected_of(kind)
+        module, params = made(kind)
+        placed, plan = parallelize(params, LAYOUTS[1], mesh, axis=mesh.axis_names[-1])
+        for way in (by_backward, for_good):
+            leaves = {name: x.detach() for name, x in placed.items()}
+            loss, found = way(module, leaves, plan)
+            torch.testing.assert_close(device_get(loss), value)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(device_get(found[name]), gradient, msg=name)
 
 
 def test_calls_with_several_leaves_before_backward() -> None:

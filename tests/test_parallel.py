@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Processes
+from test_attached import check_checkpoints
 from test_modules import Attention, Tied, nested, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -451,6 +452,7 @@ def on_processes(sizes: tuple[int, ...]) -> None:
     for make, styles, x in CASES.values():
         check_module(make, styles, x, mesh, batch, lambda flat: flat)
     check_one_rank(mesh, torch.distributed.get_rank())
+    check_checkpoints(mesh)
 
 
 def check_one_rank(mesh: Mesh, rank: int) -> None:
