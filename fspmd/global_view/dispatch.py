@@ -263,5 +263,11 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
-leave_to_python(dispatch, "torch functions on Sharded values run as they are, between what is compiled")
+leave_to_python(
+    dispatch,
+    "torch functions on Sharded values run as they are, between what is compiled. What torch compiles as a whole takes "
+    "none: for while_loop, cond, scan and map write Python's own while, if and for; for "
+    "flex_attention write F.scaled_dot_product_attention(q, k, v, attn_mask=...), or run it rank by rank: "
+    "fspmd.shard_map(lambda q, k, v: fspmd.rank_map(flex_attention, q, k, v), ...)",
+)
 above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

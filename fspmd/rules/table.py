@@ -26,6 +26,7 @@ from fspmd.rules import (
     moments,
     norms,
     pools,
+    recurrent,
     reductions,
     regroups,
     softmaxes,
@@ -297,6 +298,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(pools.pooled(n), "first", free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
     "col2im": Row(halos.folded, "first", empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
+    **{name: Row(recurrent.sequences, free=NONE, empty=False, body=body) for name, body in recurrent.LAYERS.items()},
     "gather": Row(lookups.gather, "sum", body=tables.gather, weighs=True),
     **{
         name: Row(lookups.scatter, linear, body=tables.setting(getattr(torch, name)))

@@ -1,0 +1,40 @@
+"""Recurrent layers, ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``: each rank runs the sequences of its part of the batch."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.factors import Dims, Factors
+from fspmd.rules.whole import NO_RULE, Whole
+from fspmd.rules.windows import still
+
+
+def sequences(whole: Whole) -> Factors:
+    """``(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)``: all but the batch is whole.
+
+    No rule for packed sequences, nor for dropout between layers, which draws numbers.
+    """
+    if len(whole.args) != 9 or not isinstance(whole.args[1], (tuple, list, type(None))) or whole.ndim != 3:
+        return NO_RULE
+    if whole.args[4] > 1 and whole.args[5] and whole.args[6]:
+        return NO_RULE
+    batch = 0 if whole.args[8] else 1
+    values: Dims = tuple(0 if d == batch else None for d in range(3))
+    states: Dims = (None, 0, None)
+    count = len(whole.results) - 1  # one for each result but the sequence of outputs
+    weights = tuple((None,) * len(shape) for shape in whole.shapes[1 + count :])
+    operands = (values, *(states,) * count, *weights)
+    return Factors(operands, (values, *(states,) * count), whole=frozenset({0}), names={"batch": 0})
+
+
+def _layer(name: str) -> Bodied:
+    def body(site: Site, *args: Any) -> Any:
+        return getattr(torch, name)(*args)
+
+    return still(body)
+
+
+LAYERS: Final = {name: _layer(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

@@ -1,0 +1,86 @@
+"""Recurrent layers beside themselves unsharded: a batch that is cut stays so, and what else is cut is right."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from fspmd import P, communication_log, device_get, device_put, functional_call, jit, make_mesh, rank_map, shard_map
+
+F64 = torch.float64
+LAYERS: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
+
+
+def check(layer: Any, mesh: Any, batch: int, first: bool, spec: P, weights: P, around: Any = lambda f: f) -> None:
+    torch.manual_seed(0)
+    module = layer(3, 6, 2, batch_first=first, bidirectional=True, dtype=F64)
+    x = torch.randn(*((batch, 5) if first else (5, batch)), 3, dtype=F64, requires_grad=True)
+    expected, *states = module(x)
+    weight = torch.randn_like(expected)
+    grads = torch.autograd.grad((expected * weight).sum(), [x, *module.parameters()])
+    names = dict(module.named_parameters())
+    params = {n: device_put(p.detach(), weights, mesh=mesh).requires_grad_() for n, p in names.items()}
+    given = device_put(x.detach(), spec, mesh=mesh).requires_grad_()
+    with communication_log() as log:
+        out, *last = around(lambda params, given: functional_call(module, params, given))(params, given)
+    torch.testing.assert_close(device_get(out), expected)
+    found = last[0] if isinstance(last[0], tuple) else last
+    wanted = states[0] if isinstance(states[0], tuple) else states
+    for one, state in zip(found, wanted, strict=True):
+        torch.testing.assert_close(device_get(one), state)
+    dim = 0 if first else 1
+    if not weights.axes and given.spec.partition[dim]:
+        assert (list(log), out.spec.partition[dim]) == ([], "x"), str(log)
+    (out * weight).sum().backward()
+    for leaf, grad in zip((given, *params.values()), grads, strict=True):
+        torch.testing.assert_close(device_get(leaf.grad), grad)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=str)
+def test_layers(sizes: tuple[int, ...], layer: Any) -> None:
+    mesh = make_mesh(sizes, ("x", "y")[: len(sizes)], transport="simulation")
+    for batch, first in ((6, True), (4, False), (2, True)):
+        for spec, weights in itertools.product((P("x"), P(None, "x"), P(None, None, "x")), (P(), P("x"))):
+            check(layer, mesh, batch, first, spec if mesh.shape["x"] <= batch else P(), weights)
+
+
+def test_dropout_between_layers_has_a_way_too() -> None:
+    mesh = make_mesh((4,), ("x",), transport="simulation")
+    module = nn.GRU(3, 6, 2, dropout=0.5, batch_first=True)
+    params = {n: device_put(p.detach(), P(), mesh=mesh) for n, p in module.named_parameters()}
+    x = torch.randn(8, 5, 3)
+    module.eval()
+    torch.testing.assert_close(
+        device_get(functional_call(module, params, device_put(x, P("x"), mesh=mesh))[0]), module(x)[0]
+    )
+    module.train()
+    assert functional_call(module, params, device_put(x, P("x"), mesh=mesh))[0].shape == (8, 5, 6)
+
+
+def on_processes() -> None:
+    mesh = make_mesh((2,), ("x",))
+    for layer, batch in itertools.product(LAYERS[:2], (3, 1)):
+        check(layer, mesh, batch, True, P("x"), P())
+    check(nn.GRU, mesh, 4, True, P("x"), P(), jit)
+
+
+def test_on_processes() -> None:
+    with Processes(2) as pool:
+        pool.run(on_processes, seconds=60)
+
+
+def test_flex_attention_says_what_to_write_and_that_works() -> None:
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    q = device_put(torch.randn(2, 2, 16, 8), P("x"), mesh=mesh)
+    with pytest.raises(Exception, match=r"rank_map\(flex_attention, q, k, v\)"):
+        flex_attention(q, q, q)
+    body = shard_map(lambda *qkv: rank_map(flex_attention, *qkv), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    torch.testing.assert_close(device_get(body(q, q, q)), F.scaled_dot_product_attention(*[device_get(q)] * 3))
