@@ -58,8 +58,12 @@ def layouts_of(
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
     within = back = 0.0
     if by_body and body is not None:
-        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in factors.whole)
-        over = tuple(axis for factor in by_body for axis in axes_of[factor])
+        specs, needed = [*needs, *results], dict.fromkeys(factors.whole)
+        for factor in factors.near.intersection(by_body):
+            if aligned(factors, {factor: axes_of[factor]}, specs, True, _NONE):
+                del needed[factor]
+        whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in needed)
+        over = tuple(axis for factor in by_body if factor in needed for axis in axes_of[factor])
         layout = BodyLayout(needs, results, over, topology, whole)
         within = body.time(layout)
         if within == inf:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from fspmd.rules.factors import Factors, Shape, match, parse
+from fspmd.rules.halos import near
 from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 _MATMUL: Final = {
@@ -65,7 +66,7 @@ def convolution(whole: Whole) -> Factors:
         found = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), whole.shapes)
         channels = found.names["c"]
         found = found._replace(scaled=frozenset({channels}), pieces={channels: groups})
-    return found._replace(added=frozenset({2}))
+    return found._replace(added=frozenset({2}), near=near(found, whole, whole.shapes[1][2:], *whole.args[3:7]))
 
 
 def convolution_of_blocks(shape: Shape, x: Any, weight: Any, bias: Any, *args: Any) -> Any:

@@ -107,6 +107,29 @@ def convolution(
     return out
 
 
+def near(
+    factors: Factors,
+    whole: Whole,
+    kernel: Sequence[int],
+    stride: Any,
+    padding: Any,
+    dilation: Any = 1,
+    transposed: bool = False,
+) -> frozenset[int]:
+    """The dims, named by number, of which each window lies in one block: none reaches beyond the next one's start."""
+    count, found = len(kernel), set[int]()
+    sizes, after = whole.shapes[0][-count:], whole.results[0][-count:]
+    if transposed:
+        sizes, after = after, sizes
+    window = zip(kernel, *(each(v, count) for v in (stride, padding, dilation)), strict=True)
+    for d, (reach, step, beyond, apart) in enumerate(window, whole.ndim - count):
+        at = d - whole.ndim + count
+        if not beyond and apart * (reach - 1) < step and after[at] * step == sizes[at]:
+            factor = factors.operands[0][d]
+            found |= set() if factor is None else {factor}
+    return frozenset(found)
+
+
 def folded(whole: Whole) -> Factors:
     """Windows side by side (``l``), which are added up; channels are cut between their windows' elements."""
     found = match(parse("... c [l] -> ... c 1 1"), whole.shapes)

@@ -13,13 +13,15 @@ from torch import Tensor
 from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.extremes import limit
 from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.halos import each, own_rows, window_rows, windows
+from fspmd.rules.halos import each, near, own_rows, window_rows, windows
 from fspmd.rules.whole import NO_RULE, Rule, Whole
 from fspmd.rules.windows import fetched, lacking, passing, per_rank
 
 
-def pooled(count: int, *, added: bool = False) -> Rule:
-    """Of so many trailing dims. ``added``: what one place of the result is made of may be added up by all ranks."""
+def pooled(count: int, *, added: bool = False, dilated: bool | None = None) -> Rule:
+    """Of so many trailing dims. ``added``: what one place of the result is made of may be added up by all ranks.
+    ``dilated``: windows are told by size, stride and padding, and by what is between their elements or not.
+    """
 
     def rule(whole: Whole) -> Factors:
         if whole.ndim < count:
@@ -28,7 +30,13 @@ def pooled(count: int, *, added: bool = False) -> Rule:
         after = "... " + " ".join("1" if one[k] else f"[{k}]" for k in range(count))
         before = "... " + " ".join(f"[{k}]" for k in range(count))
         found = match(parse(f"{before} -> {', '.join([after] * len(whole.results))}"), whole.shapes)
-        return found._replace(summed=frozenset(found.names[str(k)] for k in range(count) if one[k]))
+        found = found._replace(summed=frozenset(found.names[str(k)] for k in range(count) if one[k]))
+        if dilated is None:
+            return found
+        kernel = each(whole.argument(1, "kernel_size"), count)
+        stride, padding = whole.argument(2, "stride") or kernel, whole.argument(3, "padding", 0)
+        dilation = whole.argument(4, "dilation", 1) if dilated else 1
+        return found._replace(near=near(found, whole, kernel, stride, padding, dilation))
 
     return rule
 

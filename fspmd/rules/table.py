@@ -284,9 +284,15 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "_linalg_solve_ex": Row(solved, empty=False),
     "convolution": Row(convolution, "product", local=convolution_of_blocks, empty=False, body=halos.convolution),
-    **{f"avg_pool{n}d": Row(pools.pooled(n), "first", empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
-    "max_pool1d": Row(pools.pooled(1), empty=False, body=pools.max_pool(1, places=False)),
-    **{f"max_pool{n}d_with_indices": Row(pools.pooled(n), empty=False, body=pools.max_pool(n)) for n in (2, 3)},
+    **{
+        f"avg_pool{n}d": Row(pools.pooled(n, dilated=False), "first", empty=False, body=pools.avg_pool(n))
+        for n in (1, 2, 3)
+    },
+    "max_pool1d": Row(pools.pooled(1, dilated=True), empty=False, body=pools.max_pool(1, places=False)),
+    **{
+        f"max_pool{n}d_with_indices": Row(pools.pooled(n, dilated=True), empty=False, body=pools.max_pool(n))
+        for n in (2, 3)
+    },
     **{
         f"{private}adaptive_avg_pool{n}d": Row(
             pools.pooled(n, added=True), "first", empty=False, body=pools.adaptive_avg(n)

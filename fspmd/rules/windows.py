@@ -97,21 +97,59 @@ def exchanged(
     held: Callable[[int], Tensor],
     wanted: Callable[[int], Tensor],
 ) -> Tensor:
-    """The same of rows of which ``held(at)``, in ascending order, are those of a rank's block."""
+    """The same of rows of which ``held(at)``, in ascending order, are those of a rank's block.
 
-    def made() -> Call:
+    Nothing moves where each rank has its rows already.
+    """
+
+    def made() -> Call | None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             places = range(site.mesh.axis_size(axes))
             before, after = [held(at) for at in places], [wanted(at) for at in places]
             _note_lengths(list(map(len, after)))
+            if not any(len(_lacked(had, rows)) for had, rows in zip(before, after, strict=True)):
+                return None
             routes = tuple(_route(site, before, after, at) for at in positions(site.mesh, axes))
             busiest = _most(before, after)
         ranks = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
         return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks, busiest)))
 
     call = site.once(key, made)
+    if call is None:
+        return _rearranged(site, key, x, d, axes, held, wanted)
     with torch._C.DisableTorchFunction():
         return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
+
+
+def _lacked(held: Tensor, wanted: Tensor) -> Tensor:
+    """The rows that a rank wants and has not."""
+    return wanted[(wanted >= 0) & ~torch.isin(wanted, held)]
+
+
+def _rearranged(
+    site: Site,
+    key: Any,
+    x: Tensor,
+    d: int,
+    axes: tuple[str, ...],
+    held: Callable[[int], Tensor],
+    wanted: Callable[[int], Tensor],
+) -> Tensor:
+    """A dim made anew of rows that each rank has; as it is where these are its own in their order."""
+    places = range(site.mesh.axis_size(axes))
+
+    def is_same() -> bool:
+        return all(torch.equal(held(at), wanted(at)) for at in places)
+
+    if site.once((key, "same"), is_same):
+        return x[...]
+
+    def rows(at: int) -> Tensor:
+        own, found = wanted(at), _found(wanted(at), held(at))[0]
+        return found.where(own >= 0, len(held(at)))
+
+    has_zeros = site.once((key, "zeros"), lambda: any(bool((wanted(at) < 0).any()) for at in places))
+    return (longer(x, d) if has_zeros else x).index_select(d, per_rank(site, (key, "rows"), axes, rows))
 
 
 def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int) -> Route:
@@ -246,7 +284,7 @@ def _fetching_rows(rows: Callable[[int, Sequence[int], Sequence[int]], int | Non
             over = entry_axes(x.partition[d])
             parts = tuple(x.mesh.shape[axis] for axis in over)
             count = rows(x.shape[d], [one.shape[d] for one in layout.results], parts) if over else None
-            if count is not None:
+            if count:
                 row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
                 found += _fetching(x, over, count * row, layout.topology)
         return found
