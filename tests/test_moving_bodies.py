@@ -357,7 +357,7 @@ def test_an_exchange_is_one_and_counted_by_the_busiest_rank(name: str, size: int
         assert out.spec.partition == P("x", None)
         for source, target in zip(home[piece[:, 0].long()].tolist(), _homes(len(piece)).tolist(), strict=True):
             moved[source, target] += source != target
-    assert [one.kind for one in log] == ["ragged_all_to_all"]
+    assert [one.kind for one in log] == ["ragged_all_to_all"] * bool(moved.any())
     assert log.moved == 64 * 8 * max(moved.sum(0).max(), moved.sum(1).max())
 
 

@@ -12,7 +12,7 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
-from fspmd.redistribution.redistribute import to_blocks
+from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
@@ -96,6 +96,8 @@ def scalar_of(out: Any, what: str) -> Tensor:
 
 
 def _block(x: Any, spec: TensorSpec | None) -> Tensor:
+    if spec is not None and isinstance(x, Sharded) and x.spec is not spec:
+        return redistribute(x.local, x.spec, spec)
     if spec is None or isinstance(x, Sharded):
         block: Tensor = local_of(x)
         return block
@@ -116,7 +118,8 @@ def _tangent_failure(t: Any, primal: Any, where: str, of: str) -> Failure | None
 
 def _sharded_failure(x: Any, spec: TensorSpec, where: str, of: str) -> Failure | None:
     if isinstance(x, Sharded):
-        fits = x.spec is spec
+        like = x.spec.mesh == spec.mesh and (x.spec.shape, x.spec.dtype) == (spec.shape, spec.dtype)
+        fits = x.spec is spec or like  # it is moved
     else:
         fits = is_plain(x) and tuple(x.shape) == spec.shape and x.dtype == spec.dtype
     if fits:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import optree
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -269,7 +269,8 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
                 elif symbols is not None:
                     operands[i] = symbols.of(x, i)
         with torch.no_grad(), outside_transforms(), mode:  # one graph, within a transform or not
-            module = make_fx(torch.func.functionalize(flat), decomposition_table=_simpler())(*operands)
+            table = {**_simpler(), **_own(func)}
+            module = make_fx(torch.func.functionalize(flat), decomposition_table=table)(*operands)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error
     _without_writes(module.graph)
@@ -291,3 +292,23 @@ def _symbols() -> Any:
 def _simpler() -> dict[Any, Function]:
     """torch's decompositions of what has no rule."""
     return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None and handler_of(op) is None}
+
+
+def _own(func: Function) -> dict[Any, Function]:
+    """What is registered of an op itself: its decomposition, or a kernel that is made of other ops, and that autograd
+    looks into, too.
+    """
+    op = getattr(func, "_opoverload", func)
+    packet = getattr(op, "overloadpacket", op)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return {}
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    found = {one: decomposition_table[one] for one in overloads if one in decomposition_table}
+    for one in overloads:
+        has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, one.name())
+        if one not in found and has(_EXPLICIT) and not has("Autograd"):
+            found[one] = functools.partial(one._op_dk, getattr(torch._C.DispatchKey, _EXPLICIT))
+    return found
+
+
+_EXPLICIT: Final = "CompositeExplicitAutograd"

@@ -20,6 +20,7 @@ from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.outcomes import Place
+from fspmd.global_view.outs import written_into
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import refuse_global, shown
 from fspmd.global_view.signatures import parameters, schemas
@@ -80,10 +81,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             "computed); pass the Sharded itself, or a global tensor"
         )
     if kwargs and kwargs.get("out") is not None and func is not F.normalize:
-        raise ArgumentError(
-            f"{shown(func)} got out= and a Sharded, which it does not write into; take the result instead, or write "
-            "y.copy_(result)"
-        )
+        return as_whole(functools.partial(written_into, func))
     if kwargs or not _is_ruled(func):
         aside = _aside(func, args, kwargs, len(tensors))
         if aside is not None:

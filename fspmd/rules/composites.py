@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
 from fspmd.rules.values import check_values
+from fspmd.rules.views import vanishing
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P, TensorSpec
 
@@ -89,6 +91,27 @@ def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
         return None
     sizes = (len(shapes), shapes[0][dim])
     return lambda x, *_, **__: x.unflatten(dim, sizes).unbind(dim)
+
+
+def without_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """A reshape that leaves out dims of size 1 of which one rank has all: first they are taken there, then the rest."""
+    x = args[0] if args else None
+    if not isinstance(x, Sharded) or x.spec.flat or not any(x.shape[d] == 1 < math.prod(n) for d, _, n in x.spec.cuts):
+        return None
+    whole = [torch.empty(one.shape, device="meta") if _is_tensor(one) else one for one in args]
+    try:
+        shape = func(*whole, **kwargs).shape
+    except Exception:
+        return None  # its row says what is wrong
+    cut = {d for d, _, parts in x.spec.cuts if math.prod(parts) > 1}
+    gone = cut.intersection(vanishing(x.spec.shape, tuple(shape)))
+    return functools.partial(_reshaped_without, sorted(gone, reverse=True), shape) if gone else None
+
+
+def _reshaped_without(gone: list[int], shape: Any, x: Any, *_: Any, **__: Any) -> Any:
+    for d in gone:
+        x = x.select(d, 0)
+    return x.reshape(shape)
 
 
 def _dist(x: Any, other: Any, p: float = 2) -> Any:

@@ -29,7 +29,9 @@ class Factors(NamedTuple):
     whole: frozenset[int] = frozenset()  # must not be sharded
     added: frozenset[int] = frozenset()  # operands that are added to the sum, not part of it
     places: frozenset[int] = frozenset()  # operands that say where others go, and are no part of any sum
-    near: frozenset[int] = frozenset()  # of those that must be whole: where blocks are the same shares no body moves them
+    near: frozenset[int] = (
+        frozenset()
+    )  # of those that must be whole: where blocks are the same shares no body moves them
     scaled: frozenset[int] = frozenset()  # may have another size in each place, where blocks are the same shares
     pieces: Mapping[int, int] = _NO  # how many equal ones, none of them cut, a factor consists of
     names: Mapping[Any, int] = _NO  # how a sharded body calls them; dims by number have none

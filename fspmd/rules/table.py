@@ -43,6 +43,7 @@ from fspmd.rules.composites import (
     renormed_embedding,
     set_number,
     torch_embedding,
+    without_ones,
 )
 from fspmd.rules.contractions import (
     convolution,
@@ -370,8 +371,10 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return None
     name = name_of(func)
     given = (*args[1:2], *kwargs.values())
-    if name == "view":
-        return torch.ops.aten.view.dtype if any(isinstance(one, torch.dtype) for one in given) else None
+    if name == "view" and any(isinstance(one, torch.dtype) for one in given):
+        return torch.ops.aten.view.dtype
+    if name in _LEAVING_OUT:
+        return without_ones(func, args, kwargs)
     if name in ("split", "chunk"):
         return in_pieces(func, args, kwargs)
     if func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
@@ -412,9 +415,12 @@ _EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], int]]] = {
     F.embedding: (0, "input", embedding, 5),
     torch.embedding: (1, "indices", torch_embedding, 3),
 }
+#: reshapes, which may leave out dims of size 1
+_LEAVING_OUT: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_as", "reshape_as")
 #: functions, or names of some, that are others of some arguments alone
 _BY_ARGUMENT: Final = frozenset(
-    (*_EMBEDDINGS, F.pad, F.cross_entropy, Tensor.__setitem__, "view", "split", "chunk", "scaled_dot_product_attention")
+    (*_EMBEDDINGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
+    + _LEAVING_OUT
 )
 
 
@@ -443,7 +449,7 @@ def is_ragged(func: Any, tensors: int) -> bool:
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
-        "is_same_size "
+        "is_same_size _assert_async _functional_assert_async "
         "histogram histogramdd numpy __array__"
     )
 )

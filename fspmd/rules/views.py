@@ -95,6 +95,12 @@ def _ones(shape: Shape) -> dict[int, list[int]]:
     return found
 
 
+def vanishing(before: Shape, after: Shape) -> list[int]:
+    """The dims of size 1 that a reshape leaves out."""
+    kept = _ones(after)
+    return [d for gap, ones in _ones(before).items() for d in ones[len(kept.get(gap, ())) :]]
+
+
 def squeezed(whole: Whole) -> Factors:
     """Without dims of size 1, the ones that are named."""
     ones = [d for d, size in enumerate(whole.shapes[0]) if size == 1]
@@ -206,7 +212,8 @@ def indexed(whole: Whole) -> Factors:
                 if entry != slice(None):
                     cut.add(at)
             at += 1
-    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=frozenset(taken), whole=frozenset(cut | taken))
+    one = frozenset(taken)
+    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=one, whole=cut | one, near=one)
 
 
 def sliced(whole: Whole) -> Factors:
@@ -297,8 +304,10 @@ def unfolded(whole: Whole) -> Factors:
     if not isinstance(dim, int):
         return NO_RULE  # of another function of that name
     dim %= whole.ndim
-    as_it_is = whole.results[0][-1] == whole.argument(3, "step") == 1
-    return Factors((every,), ((*every, None),), whole=frozenset(() if as_it_is else (dim,)))
+    size, step = whole.results[0][-1], whole.argument(3, "step")
+    one = frozenset({dim})
+    near = one if size <= step and whole.results[0][dim] * step == whole.shapes[0][dim] else frozenset[int]()
+    return Factors((every,), ((*every, None),), whole=frozenset() if size == step == 1 else one, near=near)
 
 
 def flipped(whole: Whole) -> Factors:
@@ -317,10 +326,10 @@ def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) ->
         every = range(whole.ndim)
         piece = tuple(d for d in every if d != dim) if gone else tuple(every)
         one = frozenset({dim})
-        taken = one if gone else frozenset[int]()
+        taken = one if gone else frozenset[int]()  # by one rank, the others' terms are nothing
         if copied and whole.results[0] == whole.shapes[0]:
             one = frozenset()  # one piece
-        return Factors((tuple(every),), (piece,) * len(whole.results), summed=taken, whole=one)
+        return Factors((tuple(every),), (piece,) * len(whole.results), summed=taken, whole=one, near=taken)
 
     return rule
 

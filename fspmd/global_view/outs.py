@@ -1,0 +1,63 @@
+"""Calls with ``out=``: the result is computed as ever, and then written where it is wanted, as that lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.copies import refuse_copy
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.global_view.decompose import sharded_values, tensors_of
+from fspmd.global_view.refusals import shown
+from fspmd.redistribution.redistribute import redistribute
+from fspmd.sharded import Sharded, above
+from fspmd.spec import P
+
+
+def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call, its results in ``out``, which keeps its layout; of several results a tuple.
+
+    Raises:
+        ArgumentError: an operand or ``out`` is followed by autograd, of which torch knows nothing here; or the dtype of
+            the result cannot be cast to that of ``out``.
+        ShapeError: ``out`` has another shape. torch would give it new memory.
+    """
+    wanted = kwargs["out"]
+    named = {name: value for name, value in kwargs.items() if name != "out"}
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args, kwargs)):
+        raise ArgumentError(
+            f"{shown(func)} got out= and a value that requires grad: functions with out= do not support automatic "
+            "differentiation; take the result instead, or write within torch.no_grad()"
+        )
+    found = above.dispatch(func, (), args, named) if sharded_values(args, named) else func(*args, **named)
+    pairs = [(wanted, found)] if isinstance(wanted, (Tensor, Sharded)) else list(zip(wanted, found, strict=True))
+    for out, result in pairs:
+        _check(func, out, result)
+    for out, result in pairs:
+        _write(out, result)
+    return wanted if isinstance(wanted, (Tensor, Sharded)) else type(found)([out for out, _ in pairs])
+
+
+def _check(func: Any, out: Any, result: Any) -> None:
+    if tuple(out.shape) != tuple(result.shape):
+        raise ShapeError(
+            f"{shown(func)} got out={out!r} for a result of shape {tuple(result.shape)}; give it one of that shape, or "
+            "take the result instead"
+        )
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise ArgumentError(
+            f"{shown(func)} got out={out!r}: a result of {result.dtype} cannot be cast to it; take the result instead"
+        )
+    if isinstance(out, Sharded):
+        refuse_copy(out.local, shown(func))
+
+
+def _write(out: Any, result: Any) -> None:
+    if isinstance(out, Sharded):
+        above.dispatch(Tensor.copy_, (), (out, result), {})
+    elif isinstance(result, Sharded):
+        out.copy_(redistribute(result.local, result.spec, result.spec.with_partition(P())))
+    else:
+        out.copy_(result)

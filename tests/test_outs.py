@@ -1,0 +1,167 @@
+"""``out=``, cotangents that lie otherwise, and ops by what is registered of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._decomp import register_decomposition
+from torch.nn import functional as F
+
+from fspmd import ArgumentError, P, ShapeError, TreeError, device_get, device_put, make_mesh, vjp
+from fspmd.errors import FspmdError
+
+F64 = torch.float64
+MESH = make_mesh((2, 3), ("x", "y"), transport="simulation")
+SPECS = (P(), P("x"), P(None, "y"), P("y", "x"), P(("x", "y")), P(unreduced={"x"}), P("y", unreduced={"x"}))
+PLAIN, OTHER = torch.randn(7, 5, dtype=F64), torch.randn(7, 5, dtype=F64)
+
+
+def put(x: Tensor, spec: P) -> Any:
+    return device_put(x, spec, mesh=MESH)
+
+
+@pytest.mark.parametrize("spec", SPECS[1:4], ids=repr)
+def test_results_go_where_they_are_wanted(spec: P) -> None:
+    for given in SPECS:
+        out = put(torch.zeros(7, 5, dtype=F64), spec)
+        assert torch.mul(put(PLAIN, given), put(OTHER, P("x")), out=out) is out
+        assert out.spec.partition == P(*spec, *(None,) * (2 - len(spec)))
+        torch.testing.assert_close(device_get(out), PLAIN * OTHER)
+    x = put(PLAIN, spec)
+    torch.add(x, x, out=x)
+    torch.testing.assert_close(device_get(x), 2 * PLAIN)
+    plain = torch.zeros(7, 5, dtype=F64)
+    assert torch.sin(put(PLAIN, spec), out=plain) is plain
+    torch.testing.assert_close(plain, PLAIN.sin())
+    assert torch.add(PLAIN, OTHER, out=x) is x
+    torch.testing.assert_close(device_get(x), PLAIN + OTHER)
+    outs = put(torch.zeros(7, dtype=F64), P("y")), put(torch.zeros(7, dtype=torch.int64), P())
+    found = torch.max(put(PLAIN, spec), 1, out=outs)
+    assert (found[0] is outs[0], found[1] is outs[1]) == (True, True)
+    assert torch.equal(device_get(outs[1]), PLAIN.max(1).indices)
+
+
+def test_outs_that_do_not_fit_are_refused() -> None:
+    x = put(PLAIN, P("x"))
+    cases: tuple[tuple[Any, Any, type[FspmdError], str], ...] = (
+        (x, put(torch.zeros(7, dtype=F64), P()), ShapeError, "for a result of shape"),
+        (x, put(torch.zeros(7, 5, dtype=torch.int32), P()), ArgumentError, "cannot be cast"),
+        (
+            x.detach().requires_grad_(),
+            put(torch.zeros(7, 5, dtype=F64), P()),
+            ArgumentError,
+            "do not support automatic",
+        ),
+    )
+    for given, out, error, message in cases:
+        with pytest.raises(error, match=message):
+            torch.add(given, given, out=out)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adamax_as_torch_writes_it(foreach: bool) -> None:
+    for spec in SPECS[1:4]:
+        x, plain = put(PLAIN, spec).requires_grad_(), PLAIN.clone().requires_grad_()
+        ours, theirs = (torch.optim.Adamax([p], lr=0.1, foreach=foreach) for p in (x, plain))
+        for _ in range(3):
+            (x * x).sum().backward()
+            (plain * plain).sum().backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(device_get(x), plain)
+
+
+def test_cotangents_that_lie_otherwise_are_moved() -> None:
+    for spec in SPECS:
+        for other in SPECS:
+            x = put(PLAIN, spec).requires_grad_()
+            (x * 2).backward(put(OTHER, other))
+            torch.testing.assert_close(device_get(x.grad), 2 * OTHER)
+            (found,) = torch.autograd.grad(x * 2, x, put(OTHER, other))
+            torch.testing.assert_close(device_get(found), 2 * OTHER)
+            (found,) = vjp(lambda x: x * 2, x.detach())[1](put(OTHER, other))
+            torch.testing.assert_close(device_get(found), 2 * OTHER)
+    with pytest.raises(TreeError, match="does not fit"):
+        (x * 2).backward(put(OTHER.float(), P("x")))
+    with pytest.raises(TreeError, match="does not fit"):
+        (x * 2).backward(device_put(OTHER, P("x"), mesh=make_mesh((2,), ("x",), transport="simulation")))
+
+
+ATEN: dict[str, Callable[[Any, Any], Any]] = {
+    "mse_loss": torch.ops.aten.mse_loss,
+    "mse_loss.default": lambda x, y: torch.ops.aten.mse_loss.default(x, y, 2),
+    "l1_loss": torch.ops.aten.l1_loss,
+    "smooth_l1_loss": lambda x, y: torch.ops.aten.smooth_l1_loss(x, y, 2),
+    "huber_loss": torch.ops.aten.huber_loss,
+    "soft_margin_loss": lambda x, y: torch.ops.aten.soft_margin_loss(x, y.detach().sign()) * y,
+    "binary_cross_entropy": lambda x, y: torch.ops.aten.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "batch norm": lambda x, y: torch.ops.aten.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False) * y,
+}
+
+
+def check(f: Callable[..., Any]) -> None:
+    plain = [x.clone().requires_grad_() for x in (PLAIN, OTHER)]
+    expected = f(*plain)
+    expected.sum().backward()
+    for n, spec in enumerate(SPECS):
+        given = [put(x.detach(), one).requires_grad_() for x, one in zip(plain, (spec, SPECS[-n]), strict=True)]
+        out = f(*given)
+        torch.testing.assert_close(device_get(out), expected.detach())
+        out.sum().backward()
+        for x, one in zip(given, plain, strict=True):
+            torch.testing.assert_close(device_get(x.grad), one.grad)
+
+
+@pytest.mark.parametrize("name", ATEN)
+def test_losses_as_ops(name: str) -> None:
+    check(ATEN[name])
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    with torch.library._scoped_library("fspmd_test", "DEF") as lib:
+        yield lib
+
+
+def test_ops_by_what_is_registered_of_them(library: Any) -> None:
+    library.define("implicit(Tensor x, Tensor y) -> Tensor")
+    library.impl("implicit", lambda x, y: (x @ y.mT).relu(), "CompositeImplicitAutograd")
+    check(torch.ops.fspmd_test.implicit)
+    library.define("explicit(Tensor x, Tensor y) -> Tensor")
+    library.impl("explicit", lambda x, y: x.sin() * y, "CompositeExplicitAutograd")
+    x, y = put(PLAIN, P("x")), put(OTHER, P("y"))
+    torch.testing.assert_close(device_get(torch.ops.fspmd_test.explicit(x, y)), PLAIN.sin() * OTHER)
+    library.define("decomposed(Tensor x) -> Tensor")
+    library.impl("decomposed", lambda x: x.exp(), "CPU")
+    with pytest.raises(FspmdError, match="decomposed"):
+        torch.ops.fspmd_test.decomposed(x)
+    register_decomposition(torch.ops.fspmd_test.decomposed.default)(torch.exp)
+    for op in (torch.ops.fspmd_test.decomposed, torch.ops.fspmd_test.decomposed.default):
+        torch.testing.assert_close(device_get(op(x)), PLAIN.exp())
+
+
+def test_custom_ops() -> None:
+    @torch.library.custom_op("fspmd_test::scaled", mutates_args=())
+    def scaled(x: Tensor, by: float) -> Tensor:
+        return x * by
+
+    scaled.register_fake(lambda x, by: torch.empty_like(x))
+    x = put(PLAIN, P("x"))
+    with pytest.raises(FspmdError, match=r"scaled\(\) has no rule"):
+        scaled(x, 2.0)
+    register_decomposition(torch.ops.fspmd_test.scaled.default)(lambda x, by: x * by)
+    torch.testing.assert_close(device_get(scaled(x, 3.0)), PLAIN * 3)
+
+
+def test_asserts_with_messages() -> None:
+    x = put(PLAIN, P("x", "y"))
+    for of in (torch.ops.aten._assert_async.msg, torch._assert_async):
+        assert of((x < 99).all(), "never seen") is None
+        with pytest.raises(ArgumentError, match="as it should be"):
+            of((x > 99).all(), "as it should be")
+    assert F.relu(x).shape == (7, 5)
