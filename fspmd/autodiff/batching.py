@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
-from fspmd.entries import Flat, entry_axes
+from fspmd.entries import Flat, entry_axes, entry_of
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import current_mesh
@@ -34,16 +34,20 @@ def vmap(
     *,
     spmd_axis_name: str | None = None,
     randomness: str = "error",
+    axis_name: str | None = None,
 ) -> Callable[Q, R]:
     """Map ``f`` over a dim of its arguments. ``in_dims`` and ``out_dims`` are pytree prefixes of ints and None.
 
     None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
-    `Sharded` are those of its global tensor; the mapped dim must be whole. With ``spmd_axis_name`` the mapped dim is
-    sharded over that mesh axis: each rank maps over its own block, and results are sharded alike. A collective in ``f``
-    is done once, for all that is mapped. ``randomness`` is that of `torch.vmap`.
+    `Sharded` are those of its global tensor. With ``spmd_axis_name`` the mapped dim is sharded over that mesh axis:
+    each rank maps over its own block, and results are sharded alike. So it is where the mapped dim of a `Sharded` is
+    sharded already; nothing moves. A collective in ``f`` is done once, for all that is mapped. ``randomness`` is that
+    of `torch.vmap`. A mapped dim has no name for collectives: ``axis_name`` is refused.
 
     Raises:
-        ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or one that is sharded.
+        ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
+            axes, or in uneven blocks.
+        ArgumentError: ``axis_name`` is given.
         TreeError: ``in_dims`` or ``out_dims`` of another structure.
         AxisError: ``spmd_axis_name`` is no axis of the mesh, or there is no mesh.
 
@@ -57,6 +61,12 @@ def vmap(
     check_function(f, "vmap")
     if spmd_axis_name is not None and not isinstance(spmd_axis_name, str):
         raise AxisError(f"vmap got {described(spmd_axis_name)} as spmd_axis_name; give the name of one mesh axis")
+    if axis_name is not None:
+        raise ArgumentError(
+            f"vmap got axis_name={axis_name!r}, but collectives here are over mesh axes, not over mapped dims; reduce "
+            f"over the mapped dim outside: vmap(f)(x).sum(0), or map over a mesh axis: vmap(f, spmd_axis_name="
+            f"{axis_name!r}) within set_mesh(mesh), or shard_map"
+        )
     if randomness not in ("error", "different", "same"):
         raise ArgumentError(f"vmap got randomness={randomness!r}; expected one of 'error', 'different', 'same'")
 
@@ -67,7 +77,16 @@ def vmap(
         leaves, treedef = flatten_values(args)
         dims = _dims_of(in_dims, args, leaves, parameter_names(f, len(args)))
         if spmd_axis_name is not None:
-            return _over_axis(f, leaves, dims, treedef, out_dims, spmd_axis_name, randomness)
+            return _over_axes(f, leaves, dims, treedef, out_dims, (spmd_axis_name,), randomness)
+        if axes := _axes_mapped(leaves, dims):
+            try:
+                return _over_axes(f, leaves, dims, treedef, out_dims, axes, randomness)
+            except AxisError as error:
+                error.add_note(
+                    f"vmap maps each rank's own part of what is sharded over {quoted(axes)}, as in a body over them; "
+                    "to map a function that uses them itself gather the mapped dim first: device_put(x, P())"
+                )
+                raise
         results, tree, wanted = _batched(f, leaves, dims, treedef, out_dims, randomness)
         return tree.unflatten(map(_placed, results, wanted))
 
@@ -223,9 +242,29 @@ def _with(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
     return TensorSpec(spec.mesh, P(*entries, unreduced=p.unreduced, reduced=p.reduced), shape, spec.dtype)
 
 
-def _over_axis(
-    f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, axis: str, randomness: str
+def _axes_mapped(leaves: list[Any], dims: list[int | None]) -> tuple[str, ...]:
+    """The axes over which all mapped dims that are sharded are, in even blocks; else none."""
+    found = {
+        leaf.spec.partition[dim]
+        for leaf, dim in zip(leaves, dims, strict=True)
+        if isinstance(leaf, Sharded) and dim is not None and leaf.spec.partition[dim] is not None
+    }
+    uneven = any(isinstance(leaf, Sharded) and not leaf.spec.even for leaf in leaves)
+    if len(found) != 1 or uneven or isinstance(entry := found.pop(), Flat) or state.body is not None:
+        return ()
+    return entry_axes(entry)
+
+
+def _over_axes(
+    f: Any,
+    leaves: list[Any],
+    dims: list[int | None],
+    treedef: Any,
+    out_dims: Dims,
+    axes: tuple[str, ...],
+    randomness: str,
 ) -> Any:
+    axis, entry = axes[0], entry_of(axes)
     mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
     mesh = mesh or (current_mesh() if state.body is None else state.body.mesh)
     if mesh is None or axis not in mesh.shape:
@@ -238,11 +277,11 @@ def _over_axis(
             )
         )
     in_specs = tuple(
-        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, axis)
+        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, entry)
         for leaf, dim in zip(leaves, dims, strict=True)
     )
     for leaf, dim in zip(leaves, dims, strict=True):
-        if isinstance(leaf, Sharded) and dim is not None and entry_axes(leaf.spec.partition[dim]) not in ((), (axis,)):
+        if isinstance(leaf, Sharded) and dim is not None and entry_axes(leaf.spec.partition[dim]) not in ((), axes):
             raise ShapeError(
                 f"vmap over dim {dim} of {leaf!r}, which is not sharded over {axis!r} alone; lay it out so first: "
                 f"device_put(x, {P(*(None,) * dim, axis)!r})"
@@ -255,6 +294,6 @@ def _over_axis(
         results, tree, wanted[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
         return tree.unflatten(results)
 
-    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(axis), out_dims, none_is_leaf=True)
-    out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis})(*leaves)
+    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(entry), out_dims, none_is_leaf=True)
+    out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axes})(*leaves)
     return tree.unflatten(map(_placed, optree.tree_leaves(out, is_leaf=is_sharded), wanted))

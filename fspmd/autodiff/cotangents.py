@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import optree
+import torch
 from torch import Tensor
 
-from fspmd.autodiff.leaves import flatten, local_of, show_leaf
+from fspmd.autodiff.leaves import differentiable, flatten, gradient_like, local_of, show_leaf
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
@@ -21,6 +23,7 @@ from fspmd.variance import Variance, get_variance
 
 def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -> list[Tensor]:
     """The blocks of the cotangents of all leaves of a result; every one that does not fit is in one message."""
+    cotangent = _filled(cotangent, out)
     given, tree = flatten(cotangent)
     _, out_tree = flatten(out)
     if tree != out_tree:
@@ -40,6 +43,21 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
         _block(c, o.spec.dual) if isinstance(o, Sharded) else _cast(c, get_variance(o).dual)
         for c, o in zip(given, outputs, strict=True)
     ]
+
+
+def _filled(cotangent: Any, out: Any) -> Any:
+    """With zeros in place of None, as the cotangents of results that have no derivative."""
+    given, tree = optree.tree_flatten(cotangent, is_leaf=is_sharded, none_is_leaf=True)
+    outs, out_tree = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
+    if tree != out_tree or not any(c is None and o is not None for c, o in zip(given, outs, strict=True)):
+        return cotangent
+    filled = [
+        gradient_like(o, torch.zeros_like(local_of(o).detach()))
+        if c is None and isinstance(local_of(o), Tensor) and not differentiable(o)
+        else c
+        for c, o in zip(given, outs, strict=True)
+    ]
+    return tree.unflatten(filled)
 
 
 def _cast(cotangent: Tensor, to: Variance) -> Tensor:

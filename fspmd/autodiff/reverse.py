@@ -49,7 +49,8 @@ Aux = TypeVar("Aux")
 def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     """``f(*primals)`` and the function that maps a cotangent of the result to cotangents of the primals.
 
-    Cotangents are trees like the result; a `Sharded` result takes a `Sharded` or a plain global tensor. Returns
+    Cotangents are trees like the result; a `Sharded` result takes a `Sharded`, which is moved to where the result lies,
+    or a plain global tensor, and a result of integers takes None. Returns
     ``(out, vjp_fn)``, or ``(out, vjp_fn, aux)``. ``vjp_fn`` may be called again.
 
     Raises:

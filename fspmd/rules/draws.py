@@ -136,7 +136,17 @@ def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
 
 
 def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None = None, inplace: bool = False) -> Value:
-    return _below(x, settle(x.detach()), generator) if p is None else _new("bernoulli", x, p, generator=generator)
+    found = _below(x, x, generator) if p is None else _new("bernoulli", x, p, generator=generator)
+    return _followed(found, x)
+
+
+def _followed(found: Value, *operands: Any) -> Value:
+    """What was drawn, followed by autograd if an operand is, as torch's is: its derivative is zero."""
+    for x in operands:
+        if isinstance(x, (Sharded, Tensor)) and x.requires_grad and torch.is_grad_enabled():
+            always = torch.ones((), dtype=torch.bool, device=x.device)
+            found = above.dispatch(torch.where, (), (always, found, settle(x) if isinstance(x, Sharded) else x))
+    return found
 
 
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Value:
@@ -149,7 +159,8 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None =
     partition = P(*lead.spec.partition) if lead is not None else P()
     spec = TensorSpec(sharded[0].spec.mesh, partition, tuple(shape), operands[0].dtype)
     with torch.no_grad():
-        return drawn(spec, normal, sharded[0].device, generator=generator) * std + mean
+        found = drawn(spec, normal, sharded[0].device, generator=generator) * std + mean
+    return _followed(found, mean, std)
 
 
 def _multinomial(
@@ -191,7 +202,8 @@ def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
     local = unwrapped(rates.local)
     each = iter(shards_of(local, held) if simulated else [local])
     seed = draw_seed(generator)
-    return fill(rates.spec, lambda block: counts(block, next(each).double(), seed).to(x.dtype), x.device)
+    found = fill(rates.spec, lambda block: counts(block, next(each).double(), seed).to(x.dtype), x.device)
+    return _followed(found, x)
 
 
 DRAWS: Final[dict[str, Handler]] = {

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute
@@ -45,6 +46,23 @@ def drawn_like(
     return drawn(settled(x.spec, dtype), law, x.device, then, generator)
 
 
+def _device(x: Sharded, options: dict[str, Any]) -> torch.device:
+    """Where new values are wanted: where x is, or nowhere, as values without data.
+
+    Raises:
+        ArgumentError: elsewhere, where the mesh moves nothing.
+    """
+    if options.get("device") is None:
+        return x.device
+    asked = torch.device(options["device"])
+    if asked.type == "meta" or (asked.type == x.device.type and asked.index in (None, x.device.index)):
+        return asked
+    raise ArgumentError(
+        f"a new value like {x!r} was asked for on {str(asked)!r}, but it lies on {str(x.device)!r}, as all of its "
+        f"mesh; leave device= out, or make a plain tensor: torch.empty(x.shape, device={str(asked)!r})"
+    )
+
+
 def _filled(function: Callable[..., Tensor], spec: TensorSpec, device: torch.device, *args: Any) -> Sharded:
     return fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
 
@@ -53,7 +71,10 @@ def _like(function: Callable[..., Tensor], x: Sharded, *args: Any, **options: An
     """``function`` makes blocks of blocks: of those of ``x``, or where they are pending sums of ones of their shape."""
     spec = settled(x.spec, options.get("dtype"))
     like = x if spec.partition is x.spec.partition else _filled(torch.empty, spec, x.device)
+    device = _device(x, options)
     options = {key: value for key, value in options.items() if key in ("fill_value", "requires_grad")}
+    if device.type != x.device.type:
+        options["device"] = device
     if "fill_value" in options:
         args = (options.pop("fill_value"),)
     numbers = (value.item() if isinstance(value, Sharded) else value for value in args)
@@ -68,7 +89,7 @@ def _new(function: Callable[..., Tensor], x: Sharded, *size: Any, **options: Any
     partition = P(*x.spec.partition) if found == x.shape else P()
     spec = TensorSpec(x.spec.mesh, partition, found, options.get("dtype") or x.dtype)
     value = [options["fill_value"]] if "fill_value" in options else args
-    made = _filled(function, spec, x.device, *value)
+    made = _filled(function, spec, _device(x, options), *value)
     return made.requires_grad_() if options.get("requires_grad") else made
 
 
@@ -77,20 +98,22 @@ def _new_strided(x: Sharded, size: Sequence[int], _: Sequence[int], **options: A
     return _new(torch.empty, x, size, **options)
 
 
-def _new_by_type(x: Sharded, *args: Any, device: Any = None) -> Sharded:
+def _new_by_type(x: Sharded, *args: Any, **options: Any) -> Sharded:
     """``x.new(2, 3)``, ``x.new(size)``, which torch.distributions write; of other data a new tensor."""
     by_size = all(type(one) is int for one in args) or isinstance(args[0], torch.Size)
-    return _new(torch.empty, x, *(args or (0,))) if by_size else _new_tensor(x, *args)
+    return _new(torch.empty, x, *(args or (0,)), **options) if by_size else _new_tensor(x, *args, **options)
 
 
 def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
     with torch._C.DisableTorchFunction():
-        made = torch.tensor(data, dtype=dtype or x.dtype, device=x.device)
+        made = torch.tensor(data, dtype=dtype or x.dtype, device=_device(x, options))
     found = Sharded(made, TensorSpec(x.spec.mesh, P(), tuple(made.shape), made.dtype))
     return found.requires_grad_() if options.get("requires_grad") else found
 
 
 def _random_like(law: Law, x: Sharded, *, generator: torch.Generator | None = None, **options: Any) -> Value:
+    if _device(x, options).type != x.device.type:
+        return _like(torch.empty_like, x, **options)  # nothing is drawn for values without data
     made = drawn_like(x, law, None, options.get("dtype"), generator)
     return made.requires_grad_() if options.get("requires_grad") else made
 

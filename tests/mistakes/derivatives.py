@@ -423,9 +423,17 @@ def spmd_axis_unknown(m: Setting) -> None:
 
 
 @mistake(ShapeError)
-def mapped_over_a_sharded_dim(m: Setting) -> None:
-    """vmap over dim 0 of f32[4@x, 2] on mesh(x=4), which is sharded over 'x'; pass spmd_axis_name='x' to map each \
+def mapped_over_uneven_blocks(m: Setting) -> None:
+    """vmap over dim 0 of f32[5@x, 2] on mesh(x=4), which is sharded over 'x'; pass spmd_axis_name='x' to map each \
     rank's own part, or gather it first: device_put(x, P())
+    """
+    vmap(total)(device_put(torch.ones(5, 2), P("x"), mesh=m.line))
+
+
+@mistake(AxisError)
+def mapped_over_a_sharded_dim(m: Setting) -> None:
+    """shard_map(<lambda>): all axes of mesh(x=4) are bound by the enclosing body; call the function without \
+    shard_map
     """
     vmap(m.map(lambda x: psum(x, "x"), P(), P()))(device_put(torch.ones(4, 2), P("x"), mesh=m.line))
 
