@@ -213,7 +213,7 @@ def indexed(whole: Whole) -> Factors:
                     cut.add(at)
             at += 1
     one = frozenset(taken)
-    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=one, whole=cut | one, near=one)
+    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=one, whole=frozenset(cut) | one, near=one)
 
 
 def sliced(whole: Whole) -> Factors:
