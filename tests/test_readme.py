@@ -13,10 +13,21 @@ from fspmd import FspmdError
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
+PENDING = (Path(__file__).parent.parent / "docs" / "pending.md").read_text()
+
+
 def test_programs_print_what_the_readme_shows() -> None:
+    check(README, 5)
+
+
+def test_programs_print_what_is_said_of_other_reductions() -> None:
+    check(PENDING, 5)
+
+
+def check(text: str, count: int) -> None:
     scope: dict[str, Any] = {}
-    pairs = re.findall(r"```python\n(.*?)```\s+```\n(.*?)```", README, re.DOTALL)
-    assert len(pairs) == 5
+    pairs = re.findall(r"```python\n(.*?)```\s+```\n(.*?)```", text, re.DOTALL)
+    assert len(pairs) == count
     assert all(len(program.strip().splitlines()) <= 15 for program, _ in pairs)
     for program, shown in pairs:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
