@@ -14,7 +14,7 @@ class FakeMode(fake_tensor.FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # which torch's kernels take, but not this one
-            given = [*args[:3], *(kwargs or {}).values()]
+            given: list[torch.Tensor] = [*args[:3], *(kwargs or {}).values()]
             a, b = given[:2]
             groups = () if a.dim() != b.dim() else a.shape[:1] if a.dim() == 3 else given[2].shape
             with self:
