@@ -391,3 +391,12 @@ def test_a_trace_of_torchs_profiler_names_collectives_and_the_users_line() -> No
     replayed(w)
     assert _ranges(lambda: replayed(w)) == expected
     assert not _ranges(lambda: x * 2)
+
+
+def test_what_depends_on_values_says_so() -> None:
+    x = device_put(torch.arange(8.0), P("x"), mesh=LINE)
+    with communication_log() as log:
+        torch.where(x > 3)
+        torch.relu(device_put(torch.ones(4), P(unreduced={"x"}), mesh=LINE))
+    assert [one.cause.why for one in log] == ["what it gives, or its shape, depends on values", ""]
+    assert "where() (implicit: what it gives, or its shape, depends on values)" in str(log)

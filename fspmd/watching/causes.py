@@ -23,6 +23,8 @@ LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__,
 _DISPATCH: Final = f"{_HERE}/global_view/dispatch.py"
 #: our function that arranges values as a style at some path says
 _STYLES: Final = f"{_HERE}/modules/plans.py", "_arranged"
+#: our function that runs what depends on values on global tensors
+_GATHERED: Final = f"{_HERE}/global_view/unruled.py", "gathered"
 _OPS: Final = {_DISPATCH: "dispatch", f"{_HERE}/local_view/tracking.py": "__torch_function__"}
 #: what a user calls something by, where the outermost of our functions has another name
 _NAMES: Final = {
@@ -38,13 +40,15 @@ _NAMES: Final = {
 class Cause:
     """The torch function or the function of fspmd that the user called, and where.
 
-    ``written``: the user asked for the communication itself, rather than for something that implies it.
+    ``written``: the user asked for the communication itself, rather than for something that implies it. ``why``: what
+    stands in the way of a plan that moves less, if something does.
     """
 
     what: str
     written: bool
     file: str = ""
     line: int = 0
+    why: str = ""
 
     @property
     def where(self) -> str:
@@ -86,7 +90,7 @@ def trace() -> Trace:
     dispatches: list[FrameType] = []
     op: FrameType | None = None
     outermost: FrameType | None = None
-    style = edges = ""  # what arranges values; whether a body's entries or exits are at work
+    style = edges = why = ""  # what arranges values; whether a body's entries or exits are at work
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
         if file.is_ours:
@@ -97,13 +101,15 @@ def trace() -> Trace:
                     dispatches.append(frame)
             elif (code.co_filename, code.co_name) == _STYLES:
                 style = f"{frame.f_locals['self'].path or 'the module'}: {type(frame.f_locals['style']).__name__}"
+            elif (code.co_filename, code.co_name) == _GATHERED:
+                why = "what it gives, or its shape, depends on values"
             elif file.name in ("entry.py", "exit.py"):
                 edges = file.name
         frame = frame.f_back
     what = shown(op.f_locals["func"]) if op is not None else style or _name(outermost, edges)
     written = op is None and what != _NAMES["hooks.py"]
-    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ()
-    return Trace(tuple(dispatches), frame, Cause(what, written, *place))
+    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+    return Trace(tuple(dispatches), frame, Cause(what, written, *place, why))
 
 
 def _name(outermost: FrameType | None, edges: str) -> str:

@@ -54,7 +54,8 @@ def _cells(one: Communication) -> tuple[str, ...]:
     axes = ", ".join(map(repr, one.axes or one.mesh.axis_names))
     block = f"{short_dtype(one.dtype)}[{', '.join(map(str, one.shape))}]"
     cost = (f"{one.price.moved:,.0f} B", micros(one.price.time))
-    by = one.cause.what if one.cause.written else f"{one.cause.what} (implicit)"
+    why = f": {one.cause.why}" if one.cause.why else ""
+    by = one.cause.what if one.cause.written else f"{one.cause.what} (implicit{why})"
     way = "backward" if one.backward else "forward"
     return (way, f"{one.kind} over {axes}", block, *cost, by, one.cause.where, one.cause.text)
 
