@@ -53,6 +53,7 @@ def init_sharded(
             put there itself; it asks for the values of random tensors.
         TreeError, SpecError: a pattern that matches nothing, a spec that does not fit.
 
+    >>> import torch
     >>> from fspmd import functional_call, make_mesh
     >>> module, params, buffers = init_sharded(lambda: nn.Linear(6, 8), P("x"), mesh=make_mesh((4,), ("x",)))
     >>> params

@@ -51,6 +51,7 @@ def parallelize(
         AxisError, SpecError, ArgumentError: a style without an axis, or one that does not fit a leaf.
         ShapeError: with ``src_data_rank``, on all ranks alike: a rank passes another tree than that one does.
 
+    >>> import torch
     >>> from fspmd import ColwiseParallel, make_mesh
     >>> params = {"up": {"weight": torch.ones(8, 6), "bias": torch.ones(8)}, "scale": torch.ones(6)}
     >>> params, plan = parallelize(params, {"up": ColwiseParallel()}, make_mesh((4,), ("x",)))

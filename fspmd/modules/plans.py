@@ -108,7 +108,7 @@ class Placed:
 
     >>> import torch
     >>> from torch.nn import functional as F
-    >>> from fspmd import ColwiseParallel, RowwiseParallel, make_mesh
+    >>> from fspmd import ColwiseParallel, RowwiseParallel, make_mesh, parallelize
     >>> params = {"up": torch.ones(8, 6), "down": torch.ones(6, 8)}
     >>> styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     >>> params, plan = parallelize(params, styles, make_mesh((4,), ("x",)))
