@@ -313,3 +313,55 @@ def test_on_processes_as_simulated(count: int, names: tuple[str, ...]) -> None:
         for name in names:
             for shape in ((12, 12), (5, 7)):
                 pool.run(_on_processes, name, shape, 7 if FULL else 101, seconds=120)
+
+
+# --- dtypes on the way, and handles -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("sizes", [(4,), (2, 3)])
+def test_values_move_in_one_dtype_and_gradients_in_another(sizes: tuple[int, ...], wait: bool) -> None:
+    """Beside casts of whole tensors: values forward, gradients by what their sum in a dtype gives."""
+    mesh, half = make_mesh(sizes, ("x", "y")[: len(sizes)]), torch.bfloat16
+    whole, weight = torch.randn(5, 6), torch.randn(5, 6)
+    for source, target in ((P("x"), P()), (P(None, "x"), P("x")), (P(), P("x")), (P("x"), P("x"))):
+        for forward, backward in ((half, None), (half, torch.float32), (None, half), (half, half)):
+            x = device_put(whole, source, mesh=mesh).requires_grad_()
+            with communication_log() as log:
+                y = reshard(x, target, forward_dtype=forward, backward_dtype=backward, wait=wait)
+                y = y if wait else y.wait()
+                (y.to(torch.float32) * device_put(weight, target, mesh=mesh)).sum().backward()
+            assert (y.dtype, x.grad.dtype) == (forward or torch.float32, torch.float32)
+            torch.testing.assert_close(device_get(y), whole.to(y.dtype))
+            bound = weight.to(y.dtype).to(backward or torch.float32).to(torch.float32)
+            torch.testing.assert_close(device_get(x.grad), bound, rtol=0.02, atol=0.02)
+            moved = [one for one in log if one.cause.what.startswith("reshard")]
+            assert all(one.dtype == y.dtype for one in moved if not one.backward)
+            assert all(one.dtype == (backward or torch.float32) for one in moved if one.backward)
+
+
+def test_gradients_of_gradients_go_both_ways() -> None:
+    mesh = make_mesh((4,), ("x",))
+    whole = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    x = device_put(whole.detach(), P("x"), mesh=mesh).requires_grad_()
+
+    def second(x: Any, y: Any) -> Any:
+        (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), x)[0]
+
+    y = reshard(x, P(), backward_dtype=torch.float32)
+    expected = second(whole, whole * 1)
+    torch.testing.assert_close(device_get(second(x, y)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_dtype_and_no_wait_is_refused() -> None:
+    x = device_put(torch.ones(4), P("x"), mesh=make_mesh((4,), ("x",)))
+    with pytest.raises(ArgumentError, match=r"reshard got .* for forward_dtype; expected one such as torch\.bfloat16"):
+        reshard(x, P(), forward_dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="for backward_dtype"):
+        reshard(x, P(), backward_dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="for wait; expected True, or False for a handle"):
+        reshard(x, P(), wait=1)  # type: ignore[arg-type]
+    other = make_mesh((2, 2), ("a", "b"))
+    with pytest.raises(ArgumentError, match="and another mesh; move the value first"):
+        reshard(x, P("a"), other, forward_dtype=torch.bfloat16)

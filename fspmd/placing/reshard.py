@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, MeshError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
@@ -20,14 +21,22 @@ from fspmd.outside import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.redistribute import redistribute, to_blocks
+from fspmd.redistribution.redistribute import begun, redistribute, to_blocks
 from fspmd.redistribution.routes import Route
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import broadcast_prefix, leaf_paths
 
 
-def reshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
+def reshard(
+    tree: Any,
+    specs: Any,
+    mesh: Mesh | None = None,
+    *,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    wait: bool = True,
+) -> Any:
     """Move a pytree of `Sharded` to other layouts: any spec to any spec, on their own mesh or on another.
 
     ``specs`` is a pytree prefix of ``tree``; where it is None a leaf stays as it is. The cheapest sequence of
@@ -39,8 +48,16 @@ def reshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     Communication: forward that of the plan, backward its transpose step by step: gather ↔ slice, all-reduce ↔
     nothing, reduce-scatter ↔ gather, all-to-all ↔ all-to-all.
 
+    Args:
+        forward_dtype: What floating values are cast to before they move; the result has that dtype.
+        backward_dtype: What gradients are cast to before they go back, by default the operand's; they arrive in the
+            operand's. So float32 weights are gathered in bfloat16 and their gradients added up in float32, or the
+            other way round. As in ``DTensor.redistribute``.
+        wait: False gives a handle while the last collective is under way: ``handle.wait()`` is the result.
+
     Raises:
-        SpecError, TreeError, ArgumentError, MeshError: naming every leaf that fails; or inside a body.
+        SpecError, TreeError, ArgumentError, MeshError: naming every leaf that fails; or inside a body; a
+            ``backward_dtype`` from one mesh to another.
 
     >>> from fspmd import device_put, make_mesh
     >>> line, grid = make_mesh((4,), ("x",)), make_mesh((2, 2), ("a", "b"))
@@ -48,7 +65,31 @@ def reshard(tree: Any, specs: Any, mesh: Mesh | None = None) -> Any:
     >>> reshard(x, P()), reshard(x, P(("a", "b")), grid)
     (Sharded f32[8] on mesh(x=4), Sharded f32[8@(a,b)] on mesh(a=2, b=2))
     """
-    return _laid_out(tree, specs, mesh, "reshard")
+    if wait is True and forward_dtype is None and backward_dtype is None:
+        return _laid_out(tree, specs, mesh, "reshard")
+    treedef, waiting = _each(tree, specs, mesh, "reshard", _how(forward_dtype, backward_dtype, wait))
+
+    def finish() -> Any:
+        return treedef.unflatten(landed() for landed in waiting)
+
+    return finish() if wait else Handle(finish)
+
+
+class _How(NamedTuple):
+    """How values move: dtypes on the way forward and back, None for their own, and whether that is waited for."""
+
+    forward: torch.dtype | None
+    backward: torch.dtype | None
+    wait: bool
+
+
+def _how(forward: Any, backward: Any, wait: Any) -> _How:
+    for name, dtype in (("forward_dtype", forward), ("backward_dtype", backward)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(f"reshard got {described(dtype)} for {name}; expected one such as torch.bfloat16")
+    if wait is not True and wait is not False:
+        raise ArgumentError(f"reshard got {described(wait)} for wait; expected True, or False for a handle")
+    return _How(forward, backward, wait)
 
 
 def with_spec(tree: Any, specs: Any) -> Any:
@@ -76,13 +117,46 @@ def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
         target = _target(tree.spec, specs)
         if target is not None and target.mesh.coordinate() is not None:
             return Sharded(redistribute(tree.local, tree.spec, target), target)
+    treedef, waiting = _each(tree, specs, mesh, what, None)
+    return treedef.unflatten(landed() for landed in waiting)
+
+
+def _each(
+    tree: Any, specs: Any, mesh: Mesh | None, what: str, how: _How | None
+) -> tuple[optree.PyTreeSpec, list[Callable[[], Any]]]:
+    """For each leaf what gives it as it is to lie; all have begun to move."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
     partitions, meshes = _checked(tree, leaves, specs, mesh, what)
-    moved = [
-        leaf if leaf is None or partition is None or on is None else _moved(leaf, partition, on)
+    waiting = [
+        functools.partial(_same, leaf)
+        if leaf is None or partition is None or on is None
+        else _begun(leaf, partition, on, how)
         for leaf, partition, on in zip(leaves, partitions, meshes, strict=True)
     ]
-    return treedef.unflatten(moved)
+    return treedef, waiting
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _begun(leaf: Tensor | Sharded, partition: P, mesh: Mesh, how: _How | None) -> Callable[[], Sharded]:
+    """A leaf on its way, as ``how`` says: None, or of what is no floating `Sharded`, at once."""
+    if how is not None and type(leaf) is not Sharded and how.forward is not None and leaf.is_floating_point():
+        leaf = leaf.to(how.forward)
+    if how is None or _told is not None or type(leaf) is not Sharded or not leaf.spec.dtype.is_floating_point:
+        return functools.partial(_same, _moved(leaf, partition, mesh))
+    source = leaf.spec
+    forward = how.forward or source.dtype
+    backward = how.backward or source.dtype
+    if source.mesh != mesh and backward != forward:
+        raise ArgumentError(
+            "reshard got another dtype for the way forward than for the way back, and another mesh; move the value "
+            "first, and reshard it there"
+        )
+    target = TensorSpec(mesh, partition, source.shape, forward)
+    landed = begun(leaf.local, source, target, forward, backward, how.wait)
+    return lambda: Sharded(landed(), target)
 
 
 _told: Callable[[Sharded, TensorSpec], Sharded] | None = None

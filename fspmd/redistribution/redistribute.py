@@ -5,13 +5,16 @@ Every move is a row of the pair table, so backward communicates what the table s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.foreign import refuse_foreign
 from fspmd.meshes.mesh import Mesh
-from fspmd.pairs import apply, call
+from fspmd.pairs import Call, apply, call, depart, land
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
@@ -32,6 +35,53 @@ def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
     for one in moves(source, target, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls:
         x = apply(x, one)
     return x
+
+
+def begun(
+    x: Tensor, source: TensorSpec, target: TensorSpec, forward: torch.dtype, backward: torch.dtype, wait: bool
+) -> Callable[[], Tensor]:
+    """`redistribute` in one dtype, and its gradient in another; what waits for it. Not ``wait``: the last collective is
+    under way meanwhile.
+
+    The gradient has the dtype of ``x`` in the end.
+    """
+    same = forward == backward
+    y = x.to(forward) if same else x.detach().to(forward)
+    before, after = (TensorSpec(spec.mesh, spec.partition, spec.shape, forward) for spec in (source, target))
+    if source.mesh != target.mesh:
+        moved = redistribute(y, before, after)
+        return lambda: moved
+    calls = moves(before, after, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls
+    ahead = calls if wait else calls[:-1]
+    for one in ahead:
+        y = apply(y, one)
+    flight = depart(y, calls[-1]) if len(ahead) < len(calls) else None
+
+    def landed() -> Tensor:
+        found = y if flight is None else land(flight)
+        return found if same else _Back.apply(x, found, calls, backward)
+
+    return landed
+
+
+class _Back(torch.autograd.Function):
+    """``y``, which calls have made of ``x``; its gradient goes back along them in a dtype of its own."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, calls: tuple[Call, ...], dtype: torch.dtype) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, _, ctx.calls, ctx.dtype = inputs
+        ctx.given = x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        g = g.to(ctx.dtype)
+        for one in reversed(ctx.calls):
+            g = apply(g, one.transposed)
+        return g.to(ctx.given), None, None, None
 
 
 def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
