@@ -1,16 +1,23 @@
 # `make demo` and `make test` make their own virtual environment; nothing else is needed but Python 3.11 or later.
 PYTHON ?= python3
 VENV ?= .venv
+LOWEST ?= .venv-lowest
+TESTS ?= tests
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-full opinfo lint pyright doctest bench gpu clean
+.PHONY: demo test test-lowest test-full opinfo lint pyright doctest bench gpu clean
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/train_lm.py
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --doctest-modules fspmd tests
+
+# the lowest versions that pyproject.toml admits, in an environment of their own: a few gigabytes, since torch 2.11 from
+# the package index brings what it needs for GPUs
+test-lowest: $(LOWEST)/test.stamp
+	$(LOWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
 # every generated case, not a sample
 test-full: $(VENV)/dev.stamp
@@ -55,5 +62,10 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/examples.stamp
 
+$(LOWEST)/test.stamp: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt --editable '.[test,auto]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LOWEST) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

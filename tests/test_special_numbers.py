@@ -171,3 +171,18 @@ def test_a_pending_sum_is_not_scaled_in_place_by_what_is_not_finite() -> None:
         x.div_(0)
     assert device_get(x).item() == 4
     assert device_get(reshard(x, P()).div_(0)).item() == INF
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 1), (1,), (1, 5), (5, 1, 3)])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_norms_of_one_element(shape: tuple[int, ...], keepdim: bool) -> None:
+    """Torch 2.11 and 2.12 give these other shapes where there is no data."""
+    mesh = make_mesh((2,), ("x",))
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for spec, dim, p in itertools.product((P("x"), P()), (-1, 0, tuple(range(len(shape))), None), (1, 2, torch.inf)):
+        sharded = device_put(x, spec, mesh=mesh)
+        for norm in (torch.linalg.vector_norm, lambda x, p, dim, keepdim: x.norm(p, dim, keepdim)):
+            found, expected = norm(sharded, p, dim, keepdim), norm(x, p, dim, keepdim)
+            assert found.shape == expected.shape
+            assert not found.spec.even or found.local.shape == found.spec.block_shape
+            assert torch.allclose(device_get(found), expected)

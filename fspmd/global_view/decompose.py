@@ -275,10 +275,16 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         raise NotTraceable(str(error)) from error
     _without_writes(module.graph)
     _without_copies(module.graph)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(_does_something)
     fixed = floats if symbols is None else symbols.looked_at()
     graph = _graph(module, structure[0], frozenset(places[number] for number in fixed))
     return None if any(node.target is func for node in graph.nodes) else graph
+
+
+def _does_something(node: fx.Node) -> bool:
+    """Whether a node is there for more than its result: it has none, or torch says so."""
+    schema = getattr(node.target, "_schema", None)
+    return node.is_impure() or (schema is not None and not schema.returns)
 
 
 def _symbols() -> Any:

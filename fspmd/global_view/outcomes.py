@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.fake_mode import FakeMode
+from fspmd.op_kinds import name_of
 from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.spec import TensorSpec
@@ -134,6 +135,8 @@ def on_meta(
 ) -> Outcome | None:
     """What the call gives for global tensors without data; None where it is no tensors, or depends on values."""
     mesh = operands[0][1].mesh
+    if name_of(func) in ("vector_norm", "linalg_vector_norm") and _keeps_dims_of_one():
+        func = _norm_without_data
     try:
         try:
             if not torch._C._is_any_autocast_enabled():  # of which the meta device knows nothing
@@ -148,6 +151,19 @@ def on_meta(
         DynamicOutputShapeException,
     ):  # the shape of the result depends on values
         return None
+
+
+@functools.lru_cache(maxsize=1)
+def _keeps_dims_of_one() -> bool:
+    """Whether norms without data keep a dim of size 1 that is counted from the end, as in torch 2.11 and 2.12."""
+    return torch.linalg.vector_norm(torch.empty(2, 1, device="meta"), dim=-1).dim() > 1
+
+
+def _norm_without_data(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Of the shape and dtype of a norm."""
+    return x.abs().sum(dim, keepdim, dtype=dtype and torch.empty((), dtype=dtype).abs().dtype)
 
 
 def differentiated(
