@@ -13,7 +13,8 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.placing.placement import device_get
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.placing.reshard import reshard
+from fspmd.sharded import Sharded
 
 
 def global_norm(tree: Any, order: float = 2.0) -> Tensor:
@@ -31,7 +32,7 @@ def global_norm(tree: Any, order: float = 2.0) -> Tensor:
     >>> global_norm(tree)
     tensor(8.)
     """
-    leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
+    leaves = optree.tree_leaves(tree)
     for x in leaves:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"global_norm got a leaf that is {described(x)}; expected tensors")
@@ -73,4 +74,10 @@ def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple
         raise ArgumentError(f"clip_by_global_norm got {described(max_norm)} for max_norm; expected a number")
     norm = global_norm(tree, order)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return optree.tree_map(lambda x: x * scale.to(x.dtype), tree, is_leaf=is_sharded), norm
+    return optree.tree_map(lambda x: _scaled(x, scale.to(x.dtype)), tree), norm
+
+
+def _scaled(x: Any, scale: Tensor) -> Any:
+    """It lies as before: a pending sum that the norm has settled stays pending here."""
+    out: Any = x * scale
+    return reshard(out, x.spec.partition) if isinstance(x, Sharded) and out.spec is not x.spec else out
