@@ -156,7 +156,8 @@ def on_meta(
 @functools.lru_cache(maxsize=1)
 def _keeps_dims_of_one() -> bool:
     """Whether norms without data keep a dim of size 1 that is counted from the end, as in torch 2.11 and 2.12."""
-    return torch.linalg.vector_norm(torch.empty(2, 1, device="meta"), dim=-1).dim() > 1
+    norm: Tensor = torch.linalg.vector_norm(torch.empty(2, 1, device="meta"), dim=-1)
+    return norm.dim() > 1
 
 
 def _norm_without_data(
