@@ -24,6 +24,7 @@ from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Body, BodyLayout, Site
 from fspmd.spec import TensorSpec
 from fspmd.transport import Options
+from fspmd.transport.carriers import as_words
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.rows import Route, Routes, RowMap
@@ -149,7 +150,9 @@ def _rearranged(
         return found.where(own >= 0, len(held(at)))
 
     has_zeros = site.once((key, "zeros"), lambda: any(bool((wanted(at) < 0).any()) for at in places))
-    return (longer(x, d) if has_zeros else x).index_select(d, per_rank(site, (key, "rows"), axes, rows))
+    bits = as_words(x)  # which torch takes by places
+    out = (longer(bits, d) if has_zeros else bits).index_select(d, per_rank(site, (key, "rows"), axes, rows))
+    return out if bits is x else out.view(x.dtype)
 
 
 def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int) -> Route:
