@@ -15,6 +15,7 @@ from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import moves_of, origin_of, recall, recall_cast, remember, remember_cast
 from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_tensor import blocks_of
 
 _ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
 
@@ -58,7 +59,7 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
 
 def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
     """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
-    origin, grown = origin_of(x), 0 in x.stride()
+    origin, grown = origin_of(x), 0 in blocks_of(x)[0].stride()
     if not (origin or grown) or not _is_followed(x) or is_transformed() or not _only_slices(leg):
         return None
     y = recall_cast(x, leg.reached)
