@@ -1119,3 +1119,27 @@ def test_passes_by_name_with_options_or_none() -> None:
 def test_options_that_are_none(make: Function, said: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=f"=...\\) got .*; expected {said}"):
         make(value)
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_a_loop_over_slices_sums_their_gradients_at_once(rows: int) -> None:
+    """As a state space model does: eagerly each step's gradient is summed by itself."""
+
+    def scan(decay: Any, drive: Any, readout: Any) -> Any:
+        state, outs = 0, []
+        for t in range(len(readout)):
+            state = decay[:, t] * state + drive[:, t]
+            outs.append(state @ readout[t])
+        return torch.stack(outs).sin().sum()
+
+    torch.manual_seed(0)
+    plain = [torch.randn(shape, dtype=F64) for shape in ((rows, 6, 3), (rows, 6, 3), (6, 3))]
+    expected = torch.func.grad(scan, argnums=(0, 1, 2))(*plain)
+    mesh = make_mesh((4,), ("x",))
+    given = [device_put(x, spec, mesh=mesh) for x, spec in zip(plain, (P("x"), P("x"), P()), strict=True)]
+    counts = []
+    for passes in (None, ["equal_steps", "rewrites", "coalesce", "dead_code"]):
+        step = jit(value_and_grad(scan, argnums=(0, 1, 2)), passes=passes)
+        torch.testing.assert_close(device_get(step(*given)[1]), expected)
+        counts.append(len(step.lower(*given).collectives()))
+    assert counts == ([6, 1] if rows == 8 else [6, 6])  # of uneven blocks ranks may not choose what to pack
