@@ -112,6 +112,34 @@ def test_a_write_ends_what_is_remembered() -> None:
     torch.testing.assert_close(device_get(out), (2 * value).sin() + (2 * value).cos())
 
 
+#: what remembers -> how it is made of a leaf, and used
+DETACHED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "a sum": (lambda w, ids: w @ w.T, lambda h, x: h.exp()),
+    "a cast": (lambda w, ids: w * 1.0, lambda h, x: (h * x).exp()),
+    "an origin": (lambda w, ids: F.embedding(ids, w), lambda h, x: (h * x).exp()),
+}
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("kind", DETACHED)
+def test_what_is_detached_in_place_forgets_its_graph(kind: str, followed: bool) -> None:
+    """A use before `detach_` leads to what the value was made of; one after it ends there."""
+    torch.manual_seed(0)
+    w, x, ids = torch.randn(2, 8, dtype=F64), torch.randn(8, 2, 8, dtype=F64), torch.randint(0, 2, (8, 2))
+    make, use = DETACHED[kind]
+
+    def gradients(lay: Callable[[Tensor, P], Any]) -> list[Any]:
+        leaf = lay(w.clone(), P(None, "x" if kind == "a sum" else None)).requires_grad_()
+        h, rows = make(leaf, lay(ids, P())), lay(x, P("x"))
+        before = use(h, rows).sum()
+        h.detach_().requires_grad_(followed)
+        (before + use(h, rows).sum() * 3).backward()
+        return [one.grad if one.grad is None else device_get(one.grad) for one in (leaf, h)]
+
+    mine = gradients(lambda one, spec: device_put(one, spec, mesh=LINE))
+    torch.testing.assert_close(mine, gradients(lambda one, spec: one))
+
+
 def test_without_and_with_gradients() -> None:
     """What was settled under no_grad has no gradient; what was settled with one serves both."""
     p, value = _pending()

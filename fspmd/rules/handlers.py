@@ -14,6 +14,7 @@ import torch
 
 from fspmd.errors import ArgumentError
 from fspmd.op_kinds import name_of
+from fspmd.remembered import forget
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.foreach import of_lists, unscale
@@ -35,6 +36,13 @@ def _refuse_dual(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
+def _detached(x: Any) -> Any:
+    """``x.detach_()``: what was remembered of the block would lead to the graph that it leaves."""
+    x.of_local("detach_")
+    forget(x.local)
+    return x
+
+
 HANDLERS: Final[dict[str, Handler]] = {
     **LIKES,
     **DRAWS,
@@ -43,6 +51,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     **{name: operator.methodcaller(name) for name in ("is_complex", "is_floating_point")},
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_linalg_check_errors": _check_errors,
+    "detach_": _detached,
     "_make_dual": _refuse_dual,
 }
 #: set on `above` later than this
