@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from report import report
 
-GROUPS = ("ops", "networks", "reshards", "misses", "draws")
+GROUPS = ("ops", "networks", "reshards", "misses", "draws", "shells")
 
 if __name__ == "__main__":
     report(__doc__, GROUPS)
