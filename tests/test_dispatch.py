@@ -338,13 +338,6 @@ def test_an_activation_in_place(name: str) -> None:
     check_case(name, (in_order, ((5, 6),)), LINE, 4)
 
 
-def test_out_is_refused() -> None:
-    x = device_put(torch.ones(5, 6), P("x"), mesh=LINE)
-    for call in (lambda: torch.add(x, 1, out=x), lambda: torch.add(torch.ones(5, 6), 1, out=x)):
-        with pytest.raises(ArgumentError, match="got out= and a Sharded"):
-            call()
-
-
 def test_spectral_norms_write_into_their_buffers() -> None:
     torch.manual_seed(0)
     module = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4).double())

@@ -49,7 +49,6 @@ ONE: dict[str, Callable[[Any], Any]] = {
     "adaptive average pool": lambda x: F.adaptive_avg_pool2d(x[None], (3, 1)),
     "nearest": lambda x: F.interpolate(x[None], scale_factor=2.0),
     "bilinear": lambda x: F.interpolate(x[None, None], size=(5, 9), mode="bilinear"),
-    "fft": lambda x: torch.view_as_real(torch.fft.fft(x)),
     "rfft, back": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=0), 6, dim=0),
     "complex": lambda x: torch.complex(x, 2 * x).conj().imag,
     "diff": lambda x: x.diff(dim=0),

@@ -306,7 +306,7 @@ def _own(func: Function) -> dict[Any, Function]:
     """
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or packet in _OWN_GRADIENTS:
         return {}
     overloads = [getattr(packet, name) for name in packet.overloads()]
     found = {one: decomposition_table[one] for one in overloads if one in decomposition_table}
@@ -318,3 +318,5 @@ def _own(func: Function) -> dict[Any, Function]:
 
 
 _EXPLICIT: Final = "CompositeExplicitAutograd"
+#: options of theirs bear on the gradient alone (``scale_grad_by_freq``), and decompositions leave them out
+_OWN_GRADIENTS: Final = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag)

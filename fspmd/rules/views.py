@@ -300,10 +300,9 @@ def unfolded(whole: Whole) -> Factors:
     every: Dims = tuple(range(whole.ndim))
     if not every:
         return Factors(((),), ((None,),))
-    dim = whole.argument(1, "dimension")
-    if not isinstance(dim, int):
+    if len(whole.results[0]) != whole.ndim + 1:
         return NO_RULE  # of another function of that name
-    dim %= whole.ndim
+    dim = whole.argument(1, "dimension") % whole.ndim
     size, step = whole.results[0][-1], whole.argument(3, "step")
     one = frozenset({dim})
     near = one if size <= step and whole.results[0][dim] * step == whole.shapes[0][dim] else frozenset[int]()
