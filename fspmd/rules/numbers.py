@@ -16,7 +16,7 @@ NONE: Final[Kinds] = frozenset()
 class Free(NamedTuple):
     """The numbers of a function that do not count: of these ``kinds``, ints at these ``places`` (or by these names).
 
-    Floats that are ``apart`` each have a plan of their own; others have one.
+    Numbers that are ``apart`` each have a plan of their own; others have one.
     """
 
     kinds: Kinds = FLOATS
@@ -27,6 +27,7 @@ class Free(NamedTuple):
 #: ints that are values, of functions of which others are dims or sizes
 _VALUES: Final[dict[str, frozenset[int | str]]] = {
     **dict.fromkeys(("index_fill", "index_fill_", "scatter", "scatter_", "pad"), frozenset((3, "value"))),
+    "constant_pad_nd": frozenset((2, "value")),
     "layer_norm": frozenset((4, "eps")),
     "rms_norm": frozenset((3, "eps")),
     "__setitem__": frozenset((2,)),
