@@ -107,6 +107,7 @@ def in_a_body(in_dims: Any, out_dims: Any, checked: bool) -> Callable[..., Any]:
 WAYS: dict[str, Callable[[Any, Any], tuple[Callable[..., Any], Any]]] = {
     "plain": lambda i, o: (fspmd.vmap(sharded, i, o), None),
     "sharded": lambda i, o: (fspmd.vmap(sharded, i, o), specs(mapped_dims(i))),
+    "as it lies": lambda i, o: (fspmd.vmap(sharded, i, o), specs(mapped_dims(i), "y")),
     "inside": lambda i, o: (in_a_body(i, o, True), None),
     "inside, unchecked": lambda i, o: (in_a_body(i, o, False), None),
     "over an axis": lambda i, o: (fspmd.vmap(sharded, i, o, spmd_axis_name="y"), specs(mapped_dims(i), "y")),
@@ -133,3 +134,18 @@ def test_vmap_is_a_loop(in_dims: Any, out_dims: Any, way: str) -> None:
     gradient = fspmd.grad(lambda args: total(f(*args)))(given)
     same_layout(gradient, given)
     close(gradient, func.grad(lambda args: total(looped(args, dims, out_dims)))(args))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 6, 7])
+@pytest.mark.parametrize("layout", [P(), P("x"), P(None, "y")])
+@pytest.mark.parametrize("named", [None, ("y", "x")])
+def test_vmap_over_two_axes(batch: int, layout: P, named: tuple[str, ...] | None) -> None:
+    """Blocks of the mapped dim, and of what all share, may be uneven or empty."""
+    x, w = (torch.linspace(-1, 2, n * 5, dtype=F64).cos().view(n, 5) for n in (batch, 3))
+    given = device_put(x, P(("y", "x")), mesh=GRID), device_put(w, layout, mesh=GRID)
+    mapped = fspmd.vmap(lambda x, w: (w @ x).sin(), (0, None), spmd_axis_name=named)
+    result = mapped(*given)
+    assert result.spec.partition[0] == ("y", "x")
+    close(result, (x @ w.T).sin())
+    gradient = fspmd.grad(lambda x, w: mapped(x, w).square().sum(), argnums=(0, 1))(*given)
+    close(gradient, func.grad(lambda x, w: (x @ w.T).sin().square().sum(), argnums=(0, 1))(x, w))

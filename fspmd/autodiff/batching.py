@@ -32,24 +32,25 @@ def vmap(
     in_dims: Dims = 0,
     out_dims: Dims = 0,
     *,
-    spmd_axis_name: str | None = None,
+    spmd_axis_name: str | tuple[str, ...] | None = None,
     randomness: str = "error",
     axis_name: str | None = None,
 ) -> Callable[Q, R]:
     """Map ``f`` over a dim of its arguments. ``in_dims`` and ``out_dims`` are pytree prefixes of ints and None.
 
     None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
-    `Sharded` are those of its global tensor. With ``spmd_axis_name`` the mapped dim is sharded over that mesh axis:
-    each rank maps over its own block, and results are sharded alike. So it is where the mapped dim of a `Sharded` is
-    sharded already; nothing moves. A collective in ``f`` is done once, for all that is mapped. ``randomness`` is that
-    of `torch.vmap`. A mapped dim has no name for collectives: ``axis_name`` is refused.
+    `Sharded` are those of its global tensor. With ``spmd_axis_name`` the mapped dim is sharded over that mesh axis, or
+    over a tuple of axes: each rank maps over its own block, and results are sharded alike. The same happens, without
+    ``spmd_axis_name``, where the mapped dim of a `Sharded` is sharded already; nothing moves. Blocks may be uneven. A
+    collective in ``f`` is done once, for all that is mapped. ``randomness`` is that of `torch.vmap`. A mapped dim has
+    no name for collectives: ``axis_name`` is refused.
 
     Raises:
         ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
-            axes, or in uneven blocks.
+            axes.
         ArgumentError: ``axis_name`` is given.
         TreeError: ``in_dims`` or ``out_dims`` of another structure.
-        AxisError: ``spmd_axis_name`` is no axis of the mesh, or there is no mesh.
+        AxisError: ``spmd_axis_name`` names no axis of the mesh, or there is no mesh.
 
     >>> from fspmd import P, device_get, make_mesh, psum
     >>> f = shard_map(lambda x: psum(x, "x"), mesh=make_mesh((2,), ("x",)), in_specs=P("x"), out_specs=P())
@@ -59,8 +60,11 @@ def vmap(
     """
 
     check_function(f, "vmap")
-    if spmd_axis_name is not None and not isinstance(spmd_axis_name, str):
-        raise AxisError(f"vmap got {described(spmd_axis_name)} as spmd_axis_name; give the name of one mesh axis")
+    over = (spmd_axis_name,) if isinstance(spmd_axis_name, str) else spmd_axis_name
+    if over is not None and not (isinstance(over, tuple) and over and all(isinstance(axis, str) for axis in over)):
+        raise AxisError(
+            f"vmap got {described(spmd_axis_name)} as spmd_axis_name; give the name of a mesh axis, or a tuple of them"
+        )
     if axis_name is not None:
         raise ArgumentError(
             f"vmap got axis_name={axis_name!r}, but collectives here are over mesh axes, not over mapped dims; reduce "
@@ -76,8 +80,8 @@ def vmap(
             raise ArgumentError(f"vmap maps positional arguments only; pass {quoted(kwargs)} by position")
         leaves, treedef = flatten_values(args)
         dims = _dims_of(in_dims, args, leaves, parameter_names(f, len(args)))
-        if spmd_axis_name is not None:
-            return _over_axes(f, leaves, dims, treedef, out_dims, (spmd_axis_name,), randomness)
+        if over is not None:
+            return _over_axes(f, leaves, dims, treedef, out_dims, over, randomness)
         if axes := _axes_mapped(leaves, dims):
             try:
                 return _over_axes(f, leaves, dims, treedef, out_dims, axes, randomness)
@@ -243,14 +247,13 @@ def _with(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
 
 
 def _axes_mapped(leaves: list[Any], dims: list[int | None]) -> tuple[str, ...]:
-    """The axes over which all mapped dims that are sharded are, in even blocks; else none."""
+    """The axes over which all mapped dims that are sharded are; else none."""
     found = {
         leaf.spec.partition[dim]
         for leaf, dim in zip(leaves, dims, strict=True)
         if isinstance(leaf, Sharded) and dim is not None and leaf.spec.partition[dim] is not None
     }
-    uneven = any(isinstance(leaf, Sharded) and not leaf.spec.even for leaf in leaves)
-    if len(found) != 1 or uneven or isinstance(entry := found.pop(), Flat) or state.body is not None:
+    if len(found) != 1 or isinstance(entry := found.pop(), Flat) or state.body is not None:
         return ()
     return entry_axes(entry)
 
@@ -264,12 +267,12 @@ def _over_axes(
     axes: tuple[str, ...],
     randomness: str,
 ) -> Any:
-    axis, entry = axes[0], entry_of(axes)
+    entry = entry_of(axes)
     mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
     mesh = mesh or (current_mesh() if state.body is None else state.body.mesh)
-    if mesh is None or axis not in mesh.shape:
+    if mesh is None or not mesh.shape.keys() >= {*axes}:
         raise AxisError(
-            f"vmap got spmd_axis_name={axis!r}, but "
+            f"vmap got spmd_axis_name={entry!r}, but "
             + (
                 "there is no mesh; set one with set_mesh(mesh), or give a Sharded argument"
                 if mesh is None
@@ -283,8 +286,8 @@ def _over_axes(
     for leaf, dim in zip(leaves, dims, strict=True):
         if isinstance(leaf, Sharded) and dim is not None and entry_axes(leaf.spec.partition[dim]) not in ((), axes):
             raise ShapeError(
-                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {axis!r} alone; lay it out so first: "
-                f"device_put(x, {P(*(None,) * dim, axis)!r})"
+                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {entry!r} alone; lay it out so first: "
+                f"device_put(x, {P(*(None,) * dim, entry)!r})"
             )
     tree: Any = None
     wanted: list[int | None] = []

@@ -423,11 +423,18 @@ def spmd_axis_unknown(m: Setting) -> None:
 
 
 @mistake(ShapeError)
-def mapped_over_uneven_blocks(m: Setting) -> None:
-    """vmap over dim 0 of f32[5@x, 2] on mesh(x=4), which is sharded over 'x'; pass spmd_axis_name='x' to map each \
+def mapped_over_two_axes(m: Setting) -> None:
+    """vmap over dim 0 of f32[4@x] on mesh(x=2, y=2), which is sharded over 'x'; pass spmd_axis_name='x' to map each \
     rank's own part, or gather it first: device_put(x, P())
     """
-    vmap(total)(device_put(torch.ones(5, 2), P("x"), mesh=m.line))
+    x, y = (device_put(torch.ones(4), P(axis), mesh=m.grid) for axis in "xy")
+    vmap(torch.add)(x, y)
+
+
+@mistake(AxisError, checked=(True,))
+def spmd_axis_name_is_no_name(m: Setting) -> None:
+    """vmap got the int 0 as spmd_axis_name; give the name of a mesh axis, or a tuple of them"""
+    vmap(total, spmd_axis_name=0)(torch.ones(4, 2))  # type: ignore[arg-type]
 
 
 @mistake(AxisError)
