@@ -118,6 +118,10 @@ def _drifted(rank: int) -> Sharded:
     return x
 
 
+def _ones(spec: P) -> Sharded:
+    return fspmd.device_put(torch.ones(4), spec, mesh=make_mesh((2, 2), ("a", "b"), device="cpu"))
+
+
 #: by name: what one rank's mistake does to a call, the error on all ranks, and words in it
 MISTAKES: dict[str, tuple[Any, type[FspmdError], str]] = {
     "another barrier": (lambda r: barrier("b" if r == 1 else "a"), ArgumentError, "rank 1 at .* waits at 'b'"),
@@ -126,6 +130,11 @@ MISTAKES: dict[str, tuple[Any, type[FspmdError], str]] = {
     "a tree": (lambda r: assert_equal([1] * (1 + (r == 2))), VarianceError, r"rank 2 .* has the tree \[\*, \*\]"),
     "a copy of a block": (lambda r: assert_equal(_drifted(r)), VarianceError, "rank 3 at process=3 has tree: Sharded"),
     "shapes": (lambda r: process_allgather(torch.ones(1 + (r == 1))), ShapeError, "rank 1 .* has tree of shape"),
+    "more leaves": (lambda r: process_allgather([1] * (1 + r)), TreeError, r"rank 1 .* has the tree \[\*, \*\]"),
+    "another call": (lambda r: barrier() if r == 2 else process_allgather(1), ArgumentError, "rank 2 .* calls barrier"),
+    "two layouts": (lambda r: assert_equal(_ones(P("a") if r == 1 else P())), VarianceError, r"rank 1 .* f32\[4@a\]"),
+    "a layout": (lambda r: process_allgather(_ones(P()) if r == 1 else torch.ones(())), ShapeError, "the Sharded f32"),
+    "a number too large": (lambda r: process_allgather(1 << 70 if r == 1 else 1), ArgumentError, "no tensor holds"),
     "a string": (lambda r: process_allgather("a" if r == 1 else 1), ArgumentError, "tree is the string 'a'"),
     "a block": (lambda r: _lay(torch.ones(3 if r == 1 else 2), P("dp")), ShapeError, "rank 1 .* block of shape"),
     "a dtype": (lambda r: _lay(torch.ones(2).to([torch.float32, torch.int32][r == 3]), P("dp")), ShapeError, "rank 3"),

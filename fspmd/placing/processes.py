@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ def barrier(name: str = "barrier", *, mesh: Mesh | None = None) -> None:
     >>> barrier("checkpoint written")
     """
     mesh = _processes(mesh, "barrier")
-    names = hear_all(lambda: str(name), mesh)
+    names = _hear("barrier", lambda: str(name), mesh)
     for at, other in zip(_places(mesh), names, strict=True):
         if other != names[0]:
             raise ArgumentError(
@@ -62,13 +63,14 @@ def assert_equal(tree: Any, message: str = "", *, mesh: Mesh | None = None) -> N
     >>> assert_equal({"step": 3, "w": torch.ones(2)}, "after loading")
     """
     mesh = _processes(mesh, "assert_equal")
-    heard = hear_all(lambda: _facts(tree), mesh)
+    heard = _hear("assert_equal", lambda: _facts(tree), mesh)
     for at, (text, rows) in zip(_places(mesh), heard, strict=True):
         differs = f"has the tree {text}" if text != heard[0][0] else ""
         for i, row in enumerate(() if differs else rows):
+            first = heard[0][1][i]
             same = next(others[i] for _, others in heard if others[i].place == row.place)
-            if (row.what, row.digest) != (same.what, same.digest):
-                differs = f"has {row.label}: {row.what}{', with other values' if row.what == same.what else ''}"
+            if row.what != first.what or row.digest != same.digest:
+                differs = f"has {row.label}: {row.what}{', with other values' if row.what == first.what else ''}"
                 break
         if differs:
             raise VarianceError(
@@ -101,11 +103,11 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
 
     def facts() -> Any:
         tensors = [_tensor(*pair, tiled) for pair in zip(leaves, labels, strict=True)]
-        return tree_text(treedef), [(x.dtype, tuple(x.shape)) for x in tensors]
+        kept = [leaf.spec if isinstance(leaf, Sharded) else None for leaf in leaves]
+        return tree_text(treedef), [(x.dtype, tuple(x.shape), repr(k)) for x, k in zip(tensors, kept, strict=True)]
 
-    heard = hear_all(facts, mesh)
-    for at, (text, layouts) in zip(_places(mesh), heard, strict=True):
-        _check_gathered(where_is(mesh, at), text, heard[0][0], labels, layouts, heard[0][1], tiled)
+    heard = _hear("process_allgather", facts, mesh)
+    _check_gathered(heard, labels, mesh, tiled)
 
     def gathered(i: int, leaf: Any) -> Any:
         if isinstance(leaf, Sharded):
@@ -169,7 +171,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
                 rows.append(_Row(label, repr(partition), place, _digest(x) if compared else (), (x.dtype, (*x.shape,))))
         return tree_text(treedef), rows
 
-    heard = hear_all(facts, mesh) if check else [facts()] * mesh.size
+    heard = _hear(what, facts, mesh) if check else [facts()] * mesh.size
     if check:
         _check_parts(heard, mesh)
     found = []
@@ -184,6 +186,18 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
 
 
 # --- what processes tell each other of a tree -----------------------------------------------------------------------
+
+
+def _hear(what: str, facts: Callable[[], Any], mesh: Mesh) -> list[Any]:
+    """The facts of every process, which all must be at the same call."""
+    heard = hear_all(lambda: (what, facts()), mesh)
+    for at, (other, _) in zip(_places(mesh), heard, strict=True):
+        if other != heard[0][0]:
+            raise ArgumentError(
+                f"{what}: {where_is(mesh, at)} calls {other}, but the first rank {heard[0][0]}; all ranks must make "
+                "the same calls in the same order"
+            )
+    return [found for _, found in heard]
 
 
 class _Row(NamedTuple):
@@ -239,20 +253,27 @@ def _check_parts(heard: list[tuple[str, list[_Row | None]]], mesh: Mesh) -> None
                 )
 
 
-def _check_gathered(
-    here: str, text: str, first: str, labels: list[str], layouts: list[Any], wanted: list[Any], tiled: bool
-) -> None:
-    if text != first:
-        raise TreeError(
-            f"process_allgather: {here} has the tree {text}, but the first rank {first}; pass trees of one structure"
-        )
-    for label, (dtype, shape), (kind, other) in zip(labels, layouts, wanted, strict=True):
-        rest, others = (shape[1:], other[1:]) if tiled else (shape, other)
-        if dtype is not kind or rest != others:
-            raise ShapeError(
-                f"process_allgather: {here} has {label} of shape {shape} and {dtype}, but the first rank {other} and "
-                f"{kind}; {'only dim 0 may differ' if tiled else 'give them one shape, or tiled=True to join dim 0'}"
+def _check_gathered(heard: list[tuple[str, list[Any]]], labels: list[str], mesh: Mesh, tiled: bool) -> None:
+    """The same tree on all ranks; then the same dtypes and shapes."""
+    text, wanted = heard[0]
+    for at, (other, _) in zip(_places(mesh), heard, strict=True):
+        if other != text:
+            raise TreeError(
+                f"process_allgather: {where_is(mesh, at)} has the tree {other}, but the first rank {text}; pass trees "
+                "of one structure"
             )
+    for at, (_, layouts) in zip(_places(mesh), heard, strict=True):
+        for label, (dtype, shape, spec), (kind, first, like) in zip(labels, layouts, wanted, strict=True):
+            here = f"process_allgather: {where_is(mesh, at)} has {label}"
+            if spec != like:
+                lies, should = ("a tensor of its own" if x == "None" else f"the Sharded {x}" for x in (spec, like))
+                raise ShapeError(f"{here}, {lies}, but the first rank {should}; give them one layout")
+            rest, others = (shape[1:], first[1:]) if tiled else (shape, first)
+            if dtype is not kind or rest != others:
+                raise ShapeError(
+                    f"{here} of shape {shape} and {dtype}, but the first rank {first} and {kind}; "
+                    f"{'only dim 0 may differ' if tiled else 'give them one shape, or tiled=True to join dim 0'}"
+                )
 
 
 def _tensor(leaf: Any, label: str, tiled: bool) -> Tensor:
@@ -261,7 +282,11 @@ def _tensor(leaf: Any, label: str, tiled: bool) -> Tensor:
         return torch.empty((0,) if tiled else (), dtype=leaf.dtype)
     if not isinstance(leaf, (Tensor, bool, int, float, complex)) and type(leaf).__name__ != "ndarray":
         raise ArgumentError(f"process_allgather: {label} is {described(leaf)}; it takes tensors and numbers")
-    x = torch.as_tensor(_of_array(leaf, label))
+    array = _of_array(leaf, label)
+    try:
+        x = torch.as_tensor(array)
+    except (OverflowError, ValueError) as error:
+        raise ArgumentError(f"process_allgather: {label} is {described(leaf)}, which no tensor holds") from error
     if tiled and not x.dim():
         raise ShapeError(f"process_allgather: {label} has no dim 0 to be joined along; leave out tiled=True")
     return x
