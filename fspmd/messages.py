@@ -66,6 +66,8 @@ def described(x: Any) -> str:
         return f"a {name if name == 'Sharded' else foreign_name(x) or 'tensor'} of shape {tuple(x.shape)}"
     if name == "ndarray":
         return f"a numpy array of shape {x.shape}"
+    if isinstance(x, torch.dtype):
+        return f"the dtype {x}"
     if isinstance(x, type):
         return f"the class {x.__name__}"
     if isinstance(x, (types.FunctionType, types.BuiltinFunctionType)):

@@ -321,7 +321,7 @@ def test_what_was_attached_is_not_kept() -> None:
 
 def test_messages() -> None:
     module = nn.Linear(2, 3)
-    for name, f in {"attach": attach, "attached": lambda *given: attached(*given).__enter__()}.items():
+    for name, f in {"attach": attach, "attached": lambda *given, **more: attached(*given, **more).__enter__()}.items():
         call: Any = f
         with pytest.raises(
             ArgumentError, match=rf"^{name} got the dict {{}} for module; .*: {name}\(module, params\)$"
@@ -329,6 +329,8 @@ def test_messages() -> None:
             call({}, module)
         with pytest.raises(fspmd.TreeError, match=f"^{name} of Linear: params does not fit the module\n.*'w'"):
             call(module, {"w": torch.ones(1)})
+        with pytest.raises(ArgumentError, match=rf"^{name} got the dict {{}} for styles; .* plan = parallelize"):
+            call(module, {}, styles={})
     assert isinstance(module.weight, nn.Parameter)
 
 

@@ -1402,6 +1402,8 @@ def test_what_each_rank_knows_is_a_constant() -> None:
 def test_functions_only() -> None:
     with pytest.raises(ArgumentError, match=r"jit takes a function, but got .*; write jit\(f\), not jit\(f\(x\)\)"):
         jit(torch.ones(3))  # type: ignore[call-overload]
+    with pytest.raises(ArgumentError, match=r"Jitted got the function <lambda>; jit makes it of a function: jit\(f\)"):
+        fspmd.Jitted(lambda x: x)  # type: ignore[arg-type]
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------

@@ -237,6 +237,23 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[FspmdError], str]] = {
     "spec": (lambda: random.normal(KEY, (3,), spec=P("z"), mesh=MESHES[0]), SpecError, "names the axis 'z'"),
     "number": (lambda: random.split(KEY, -1), ArgumentError, "split got the int -1 for num"),
     "data": (lambda: random.fold_in(KEY, 0.5), ArgumentError, "fold_in got the float 0.5"),  # type: ignore[arg-type]
+    "bound": (
+        lambda: random.uniform(KEY, (3,), maxval=torch.ones(4)),
+        ArgumentError,
+        "tensor of shape .4,. for maxval",
+    ),
+    "bound's kind": (
+        lambda: random.uniform(KEY, (3,), minval="a"),
+        ArgumentError,
+        "uniform got the string 'a' for minval",
+    ),  # type: ignore[arg-type]
+    "axis": (lambda: random.categorical(KEY, torch.ones(2, 3), 2), ArgumentError, "categorical got the int 2 for axis"),
+    "classes": (lambda: random.categorical(KEY, torch.ones(2, 0)), ArgumentError, "give it a dim that has classes"),
+    "spec of rows": (
+        lambda: random.permutation(KEY, torch.ones(3), spec=P("x"), mesh=MESHES[0]),
+        ArgumentError,
+        r"got spec= beside a tensor, .* permutation\(key, device_put\(x, P\('x'\)\)\)",
+    ),
     "option": (lambda: random.normal(KEY, (3,), device_mesh=1), ArgumentError, "normal got device_mesh="),  # type: ignore[call-arg]
 }
 

@@ -11,8 +11,8 @@ from weakref import ref
 
 from torch import nn
 
-from fspmd.errors import TreeError
-from fspmd.messages import Failure, refuse
+from fspmd.errors import ArgumentError, TreeError
+from fspmd.messages import Failure, described, refuse
 from fspmd.modules.on_blocks import run_on_blocks
 from fspmd.modules.paths import matches, near
 from fspmd.modules.plans import ParallelPlan, Placed
@@ -22,6 +22,10 @@ Stands = list[tuple[ref[nn.Module], Placed]]
 
 def stands(module: nn.Module, plan: ParallelPlan, what: str) -> Stands:
     """The modules at which styles act. A pattern with no module, or a name that forward has not, is refused."""
+    if not isinstance(plan, ParallelPlan):
+        raise ArgumentError(
+            f"{what} got {described(plan)} for styles; give it the plan of params, plan = parallelize(params, styles)"
+        )
     owners = list(module.named_modules(remove_duplicate=False))
     found = [(path, owner, placed) for path, owner in owners if (placed := plan.at(path)) is not None]
     failures = [failure for _, owner, placed in found for failure in _unknown_names(owner, placed)]

@@ -264,6 +264,8 @@ class Jitted(Generic[Q, R]):
     __wrapped__: Callable[Q, R]
 
     def __init__(self, recordable: Recordable) -> None:
+        if not isinstance(recordable, Recordable):
+            raise ArgumentError(f"Jitted got {described(recordable)}; jit makes it of a function: jit(f)")
         self._function: Callable[..., Any] = recordable.function
         self._has_static = bool(recordable.static)
         self._recordable = recordable

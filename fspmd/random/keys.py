@@ -120,10 +120,10 @@ def uniform(
     maxval: float | Tensor = 1.0,
     **lies: Unpack[Lies],
 ) -> Any:
-    """On [minval, maxval).
+    """On [minval, maxval): numbers, or tensors that broadcast to the shape.
 
     Raises:
-        ArgumentError: no key, no shape, or another dtype than a floating-point one.
+        ArgumentError: no key, no shape, bounds of another kind, or another dtype than a floating-point one.
         SpecError: a ``spec`` that does not fit.
 
     >>> bool((uniform(key(0), (100,), minval=2.0, maxval=3.0) >= 2).all())
@@ -133,6 +133,11 @@ def uniform(
     if isinstance(minval, (int, float)) and isinstance(maxval, (int, float)):
         scaled = None if (minval, maxval) == (0, 1) else lambda x: x.mul_(maxval - minval).add_(minval)
         return _numbers("uniform", key, shape, kind, distributions.uniform, lies, scaled)
+    for name, bound in (("minval", minval), ("maxval", maxval)):
+        if not isinstance(bound, (int, float, Tensor)) or not _broadcasts(bound, _sizes("uniform", shape)):
+            raise ArgumentError(
+                f"uniform got {described(bound)} for {name}; give it a number, or a tensor that broadcasts to {shape!r}"
+            )
     return _numbers("uniform", key, shape, kind, distributions.uniform, lies) * (maxval - minval) + minval
 
 
@@ -188,13 +193,17 @@ def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
     The result lies as ``logits`` do along the other dims; one that is cut along ``axis`` is reduced as by argmax.
 
     Raises:
-        ArgumentError: no key, or logits that are no tensor of floats.
+        ArgumentError: no key, logits that are no tensor of floats, or no classes along ``axis``.
 
     >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
     tensor([0, 1])
     """
     if not isinstance(logits, (Tensor, Sharded)) or not logits.dtype.is_floating_point:
         raise ArgumentError(f"categorical got {described(logits)} for logits; give it a tensor of floats")
+    if type(axis) is not int or not -logits.dim() <= axis < logits.dim() or not logits.shape[axis]:
+        raise ArgumentError(
+            f"categorical got {described(axis)} for axis, and {described(logits)}; give it a dim that has classes"
+        )
     lies = _like(logits, {})
     waits = _numbers("categorical", key, tuple(logits.shape), logits.dtype, distributions.exponential, lies)
     return (logits - waits.log()).argmax(axis)  # of exponential clocks at rates exp(logits) the first to ring
@@ -206,7 +215,7 @@ def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> An
     Every rank draws and sorts as many keys as there are rows.
 
     Raises:
-        ArgumentError: no key, neither a number nor a tensor, or one without dims.
+        ArgumentError: no key, neither a number nor a tensor, one without dims, or ``spec=`` beside a tensor.
         SpecError: a ``spec`` that does not fit.
 
     >>> permutation(key(0), 5).sort().values
@@ -217,6 +226,11 @@ def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> An
     if isinstance(x, (Tensor, Sharded)):
         if not x.dim():
             raise ArgumentError("permutation got a tensor without dims; give it rows, or how many integers there are")
+        if lies:
+            raise ArgumentError(
+                f"permutation got {next(iter(lies))}= beside a tensor, whose rows stay laid out as they are; lay the "
+                "tensor out first: permutation(key, device_put(x, P('x')))"
+            )
         rows = permutation(key, x.shape[0], device=x.device if state.body is None else None)
         return torch.index_select(x, 0, rows)
     if type(x) is not int or x < 0:
@@ -278,6 +292,13 @@ def _mapped(make: Callable[[Tensor], Any], key: Tensor) -> Any:
     if not isinstance(parts[0], Sharded):
         return functorch._add_batch_dim(torch.stack(parts), 0, level)
     return Sharded(functorch._add_batch_dim(torch.stack([x.local for x in parts]), 0, level), parts[0].spec)
+
+
+def _broadcasts(x: Any, sizes: tuple[int, ...]) -> bool:
+    """Whether a number or a tensor fits a shape without making it larger."""
+    shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+    ends = zip(reversed(shape), reversed(sizes), strict=False)
+    return len(shape) <= len(sizes) and all(n in (1, size) for n, size in ends)
 
 
 def _sizes(what: str, shape: Any) -> tuple[int, ...]:
