@@ -19,10 +19,13 @@ from torch import Tensor
 _MOVES: Final = "_fspmd_moves"
 _CASTS: Final = "_fspmd_casts"
 _ORIGIN: Final = "_fspmd_origin"
+_MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
+_ASKED: Final = "_fspmd_asked"
+_BYPASSED: Final = "_fspmd_bypassed"
 _grad_enabled = torch.is_grad_enabled
 
 
-class _Memory(dict[Any, tuple[Any, int, int]]):
+class _Memory(dict[Any, tuple[Any, Any, Any]]):
     """Values with two versions, of the tensor and of them, by what was done in which scope; a copy has none."""
 
     def __reduce__(self) -> Any:
@@ -90,7 +93,7 @@ def recall(x: Tensor, what: Hashable) -> Tensor | None:
     if memory is None or (found := memory.get((_here.moves, what))) is None:
         return None
     value: Tensor = found[0]
-    if found[1] != x._version or found[2] != value._version:
+    if found[1] != version_of(x) or found[2] != version_of(value):
         return None
     is_cut_off = x.requires_grad and _grad_enabled() and not value.requires_grad  # it was made under no_grad
     return None if is_cut_off else value
@@ -99,7 +102,7 @@ def recall(x: Tensor, what: Hashable) -> Tensor | None:
 def remember(x: Tensor, what: Hashable, value: Tensor) -> None:
     """What became of a tensor, as long as that lives."""
     if not (x.is_inference() or value.is_inference()):  # of which torch does not tell what is written into
-        _memory(x, _MOVES, _here.moves)[_here.moves, what] = value, x._version, value._version
+        _memory(x, _MOVES, _here.moves)[_here.moves, what] = value, version_of(x), version_of(value)
 
 
 def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
@@ -118,9 +121,15 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
 
 
 def forget(x: Tensor) -> None:
-    """A tensor is in other memory now."""
-    for name in (_MOVES, _CASTS, _ORIGIN):
+    """A tensor is in other memory now, or has left its graph."""
+    for name in (_MOVES, _CASTS, _ORIGIN, _BYPASSED):
         x.__dict__.pop(name, None)
+    setattr(x, _MEMORY, x.__dict__.get(_MEMORY, 0) + 1)
+
+
+def version_of(x: Tensor) -> tuple[int, int]:
+    """Another one whenever a tensor was written into, or `forget` was told of it."""
+    return x._version, x.__dict__.get(_MEMORY, 0)
 
 
 def remember_origin(x: Tensor, origin: Callable[[Tensor, Any], Tensor | None]) -> None:
@@ -131,6 +140,26 @@ def remember_origin(x: Tensor, origin: Callable[[Tensor, Any], Tensor | None]) -
 def origin_of(x: Tensor) -> Callable[[Tensor, Any], Tensor | None] | None:
     """What was noted of how a tensor was made."""
     return x.__dict__.get(_ORIGIN)
+
+
+def ask_gradient(x: Tensor) -> None:
+    """The gradient of a tensor will be asked for, so all that it is used for must lead to it."""
+    setattr(x, _ASKED, True)
+
+
+def is_asked(x: Tensor) -> bool:
+    """Whether somebody sees the gradient of a tensor itself: a derivative, a leaf, a hook."""
+    return x.is_leaf or x.retains_grad or bool(x._backward_hooks) or _ASKED in x.__dict__
+
+
+def bypass(x: Tensor) -> None:
+    """Something made of a tensor has a gradient that does not come by it."""
+    setattr(x, _BYPASSED, True)
+
+
+def is_bypassed(x: Tensor) -> bool:
+    """Whether the gradient of a tensor is not all that it would be."""
+    return _BYPASSED in x.__dict__
 
 
 def _memory(x: Tensor, name: str, scope: Any) -> _Memory:

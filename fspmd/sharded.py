@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.remembered import forget
+from fspmd.remembered import forget, is_bypassed
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.transport.frame import frame
@@ -139,11 +139,11 @@ class Sharded(Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self.local.requires_grad_(value)
+        self.of_local("requires_grad_", value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
         """Make the local tensor a leaf that autograd follows."""
-        self.local.requires_grad_(requires_grad)
+        self.of_local("requires_grad_", requires_grad)
         return self
 
     @property  # type: ignore[override]
@@ -207,6 +207,7 @@ class Sharded(Tensor):
 
     def retain_grad(self) -> None:
         """Keep in `grad` the gradient of a value that is no leaf, too."""
+        refuse_bypassed(self, "retain_grad()")
         self.of_local("retain_grad")
 
     def of_local(self, name: str, *args: Any) -> Any:
@@ -389,6 +390,15 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     return apply(x, call("held_once", mesh, absent)) if absent else x
 
 
+def refuse_bypassed(x: Any, what: str) -> None:
+    """Raise `ArgumentError` where a gradient is asked for that is not all there, since parts were made anew."""
+    if is_bypassed(x.local if type(x) is Sharded else x):
+        raise ArgumentError(
+            f"{what} asks for the gradient of {described(x)}, which was used in another layout and made anew there, of "
+            "what it was made of; write x.retain_grad() or x.register_hook(...) before x is used, or x = x.clone()"
+        )
+
+
 def _marked(x: Sharded, like: Sharded) -> Sharded:
     """With the attributes that users, and ``torch.nn.Parameter``, have set."""
     x.__dict__.update((name, value) for name, value in like.__dict__.items() if name != _GRAD)
@@ -402,7 +412,8 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 
 def _take_memory(x: Sharded, y: Sharded) -> None:
     """The block of x has the memory of y, of another dtype, too, as does its gradient; what graphs know of it stays."""
-    block, gradient = x.local, x.local.grad
+    block = x.local
+    gradient = block.grad if block.is_leaf or block.retains_grad else None
     block.data = y.local
     forget(forget_marks(block))
     if gradient is not None and gradient.dtype is not block.dtype:

@@ -10,7 +10,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fspmd import Link, Mesh, P, Topology, communication_log, device_get, device_put, jit, make_mesh, set_topology
+from fspmd import (
+    ArgumentError,
+    Link,
+    Mesh,
+    P,
+    Sharded,
+    Topology,
+    communication_log,
+    device_get,
+    device_put,
+    grad,
+    jit,
+    make_mesh,
+    set_topology,
+)
 from fspmd.redistribution.cost import topology
 
 F64 = torch.float64
@@ -83,3 +97,72 @@ def test_writes_and_copies_end_it() -> None:
         e = copy.copy(e) if what == "copy" else e
         torch.testing.assert_close(device_get(x + e), torch.full((2, 3, D), 4.0 if what == "value" else 2.0, dtype=F64))
     assert copy.deepcopy(e.detach().local).__dict__.get("_fspmd_origin") is None
+
+
+#: what is asked of the gradient of the value itself, before it is used and after
+ASKED: dict[str, Callable[[Any, Any], Any]] = {
+    "a hook": lambda h, loss: h.register_hook(lambda g: g * 3),
+    "retain_grad": lambda h, loss: h.retain_grad(),
+    "autograd.grad": lambda h, loss: torch.autograd.grad(loss, h) if loss is not None else None,
+    "inputs": lambda h, loss: loss.backward(inputs=[h]) if loss is not None else None,
+}
+LARGER: dict[str, Callable[[Any, Any], Any]] = {
+    "a table": lambda w, ids: F.embedding(ids, w),
+    "expanded": lambda w, ids: w[:1, None].expand(B, S, D),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("made", LARGER)
+@pytest.mark.parametrize("name", ASKED)
+def test_who_asks_for_its_own_gradient_gets_it_or_an_error(name: str, made: str, late: bool) -> None:
+    """Asked before the value is used, its gradient comes by it; after, where it does not, an error says so."""
+    x, w, ids = torch.randn(B, S, D, dtype=F64), torch.randn(2, D, dtype=F64), torch.randint(0, 2, (B, S))
+    found = []
+    for lay in (lambda one, spec: one, lambda one, spec: device_put(one, spec, mesh=MESHES[0])):
+        leaf = lay(w.clone(), P()).requires_grad_()
+        h = LARGER[made](leaf, lay(ids, P()))
+        if not late:
+            ASKED[name](h, None)
+        loss = (lay(x, P("dp")) * h).sin().sum()
+        if late and isinstance(h, Sharded):
+            with pytest.raises(ArgumentError, match="before x is used"):
+                ASKED[name](h, loss)
+            return
+        loss.backward()
+        found.append(
+            [device_get(one) for one in (leaf.grad, h.grad if name == "retain_grad" else None) if one is not None]
+        )
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_derivatives_with_respect_to_what_is_expanded(connected: bool) -> None:
+    x, w = torch.randn(B, S, D, dtype=F64), torch.randn(D, dtype=F64)
+    lay = device_put(w, P(), mesh=MESHES[0]).requires_grad_(connected)
+    laid_x = device_put(x, P("dp"), mesh=MESHES[0])
+    found = grad(lambda h: (laid_x * h).sin().sum())(lay.expand(B, S, D))
+    torch.testing.assert_close(device_get(found.detach()), (x * w).cos() * x)
+
+
+@pytest.mark.parametrize("what", ["table", "places", "detached"])
+def test_what_it_was_made_of_is_in_other_memory(what: str) -> None:
+    """Or in no graph: the value was made before that, and is what it was."""
+    x, w, ids = torch.randn(B, S, D, dtype=F64), torch.randn(2, D, dtype=F64), torch.randint(0, 2, (B, S))
+    found = []
+    for lay in (lambda one, spec: one, lambda one, spec: device_put(one, spec, mesh=MESHES[0])):
+        leaf = lay(w.clone(), P()).requires_grad_()
+        table, places = leaf * 1.0, lay(ids.clone(), P())
+        h = F.embedding(places, table)
+        if what == "table":
+            table.data = table.detach() * 2
+        elif what == "places":
+            places.data = 1 - places
+        else:
+            table.detach_()
+        out = lay(x, P("dp")) * h
+        out.sum().backward()
+        found.append([device_get(one) for one in (out.detach(), leaf.grad)])
+    (out, gradient), (mine, of_mine) = found
+    torch.testing.assert_close(mine, out)
+    torch.testing.assert_close(of_mine, gradient)

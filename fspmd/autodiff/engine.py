@@ -12,7 +12,7 @@ from fspmd.autodiff.cotangents import cotangent_of, scalar_of
 from fspmd.autodiff.leaves import local_of, show_leaf
 from fspmd.errors import ArgumentError
 from fspmd.messages import counted, described
-from fspmd.sharded import Sharded, above, held_as
+from fspmd.sharded import Sharded, above, held_as, refuse_bypassed
 
 Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
 
@@ -43,6 +43,8 @@ def backward(
             if not local_of(x).requires_grad:
                 _refuse_constant(x, what)
     if inputs is not None:
+        for x in _listed(inputs):
+            refuse_bypassed(x, f"inputs= of {what}")
         inputs = [local_of(x) for x in _listed(inputs)]
     torch.autograd.backward(values, cotangents, retain_graph, create_graph, None, inputs)
 
@@ -69,6 +71,8 @@ def gradients(
                 f"{what} of {show_leaf(x)}, which does not require grad or was computed from nothing that does; write "
                 "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
             )
+    for x in ins:
+        refuse_bypassed(x, what)
     found = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
     return tuple(_laid_out(g, x) for g, x in zip(found, ins, strict=True))
 
@@ -103,6 +107,7 @@ def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
         raise ArgumentError(
             f"register_hook of {x!r}, which does not require grad and so gets none; write x.requires_grad_() first"
         )
+    refuse_bypassed(x, "register_hook")
     like = Sharded(x.local.detach(), x.spec)
 
     def on_block(gradient: Tensor) -> Tensor | None:

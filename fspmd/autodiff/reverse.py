@@ -34,6 +34,7 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
+from fspmd.remembered import ask_gradient
 from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.trees import leaf_paths, parameter_names
@@ -137,6 +138,7 @@ def _fresh(blocks: list[Tensor], connected: bool) -> list[Tensor]:
         for x in blocks:
             if connected and x.requires_grad:
                 y = x.view_as(x)
+                ask_gradient(y)
             else:
                 y = x.detach().requires_grad_()
                 setattr(y, INNER, inner)

@@ -24,7 +24,7 @@ from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
-from fspmd.remembered import remember_origin
+from fspmd.remembered import remember_origin, version_of
 from fspmd.spec import TensorSpec
 
 
@@ -121,9 +121,9 @@ class _Origin:
         self.again, self.blocks = again, blocks
         self.versions = [] if out is None else self._versions(out)
 
-    def _versions(self, out: Tensor) -> list[int]:
+    def _versions(self, out: Tensor) -> list[tuple[int, int]]:
         assert self.again is not None
-        return [x._version for x in (out, *(at(self.blocks, place) for place, _ in self.again.question.operands))]
+        return [version_of(x) for x in (out, *(at(self.blocks, place) for place, _ in self.again.question.operands))]
 
     def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
         """What it was made of made into another layout of it."""

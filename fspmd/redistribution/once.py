@@ -13,7 +13,16 @@ from fspmd.pairs import Call, apply, call, given, is_transformed, lend
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.remembered import moves_of, origin_of, recall, recall_cast, remember, remember_cast
+from fspmd.remembered import (
+    bypass,
+    is_asked,
+    moves_of,
+    origin_of,
+    recall,
+    recall_cast,
+    remember,
+    remember_cast,
+)
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import blocks_of
 
@@ -60,7 +69,7 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
 def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
     """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
     origin, grown = origin_of(x), 0 in blocks_of(x)[0].stride()
-    if not (origin or grown) or not _is_followed(x) or is_transformed() or not _only_slices(leg):
+    if not (origin or grown) or not _is_followed(x) or is_transformed() or not _only_slices(leg) or is_asked(x):
         return None
     y = recall_cast(x, leg.reached)
     if y is None:
@@ -69,6 +78,7 @@ def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
         if y is None:
             return None
         remember_cast(x, leg.reached, y)
+        bypass(x)
     kept.append(y)
     return y
 
