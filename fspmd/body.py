@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -73,6 +73,7 @@ class _State(threading.local):
     body: Body | None = None
     tracker: Any = None
     rank_mapped = False  # in a function that rank_map runs
+    seeks_mesh: Callable[[Mesh], None] | None = None  # told of the mesh of the first shard_map, where one is sought
 
 
 state = _State()

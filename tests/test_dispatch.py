@@ -719,3 +719,60 @@ def test_views_of_what_a_function_has_made_may_be_written_into(f: Callable[..., 
     given = values(((8, 3, 4), (8, 4), (8,)))
     x, w, b = (device_put(one, P("x"), mesh=LINE) for one in given)
     torch.testing.assert_close(device_get(f(x, w, b).mul_(2)), f(*given) * 2)
+
+
+#: calls that are made of new values alone, or of what torch follows no further
+FOLLOWED: dict[str, Callable[..., Any]] = {
+    "fill": lambda x, y: torch.fill(x, 1.0),
+    "fill with a tensor": lambda x, y: torch.fill(x, y[0, 0]),
+    "matrix_power": lambda x, y: torch.matrix_power(x, 0),
+    "linspace": lambda x, y: torch.linspace(x[0, 0], y[0, 0], 4),
+    "eq_": lambda x, y: (x * 1).eq_(y),
+    "write": lambda x, y: operator.setitem(z := x * 1, 0, 2.0) or z,
+}
+
+
+@pytest.mark.parametrize("mesh", [LINE, WIDE], ids=str)
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_results_are_followed_where_those_of_torch_are(name: str, mesh: Mesh) -> None:
+    """``requires_grad`` of results, and gradients, of all choices of operands that are followed."""
+    whole = values(((3, 3), (3, 3)))
+    for followed in ((True, True), (True, False), (False, True), (False, False)):
+        plain = [x.detach().clone().requires_grad_(own) for x, own in zip(whole, followed, strict=True)]
+        want = FOLLOWED[name](*plain)
+        for spec in (P("x"), P(None, "x"), P()):
+            given = [device_put(x.detach().clone(), spec, mesh=mesh).requires_grad_(x.requires_grad) for x in plain]
+            out = FOLLOWED[name](*given)
+            assert (out.requires_grad, out.is_leaf) == (want.requires_grad, want.is_leaf)
+            torch.testing.assert_close(device_get(out).detach(), want.detach())
+            if all(followed) and want.requires_grad:
+                wanted = torch.autograd.grad(want.sum(), plain, retain_graph=True, allow_unused=True)
+                for one, other in zip(torch.autograd.grad(out.sum(), given, allow_unused=True), wanted, strict=True):
+                    found = torch.zeros_like(whole[0]) if one is None else device_get(one)
+                    torch.testing.assert_close(found, torch.zeros_like(found) if other is None else other)
+
+
+@pytest.mark.parametrize("truth", [True, False])
+def test_a_mask_without_dims_adds_a_dim_of_size_one_or_none(truth: bool) -> None:
+    (whole,) = values(((4, 3),))
+    mask = torch.tensor(truth)
+    reads: tuple[Callable[..., Any], ...] = (
+        lambda x, m: x[m],
+        lambda x, m: x[m, 0],
+        lambda x, m: x[m, :, 1:],
+        lambda x, m: x[..., m],
+        lambda x, m: x[m, m],
+        lambda x, m: _with_row(x * 1, m, x.sum(0)),
+        lambda x, m: operator.setitem(z := x * 1, m, 2.0) or z,
+    )
+    for read in reads:
+        plain = whole.detach().clone().requires_grad_()
+        want = read(plain, mask)
+        (wanted,) = torch.autograd.grad(want.square().sum(), plain)
+        for mesh in (LINE, WIDE):
+            for m in (mask, device_put(mask, P(), mesh=mesh)):
+                x = device_put(whole.detach().clone(), P("x"), mesh=mesh).requires_grad_()
+                out = read(x, m)
+                (gradient,) = torch.autograd.grad(out.square().sum(), x)
+                torch.testing.assert_close(device_get(out), want)
+                torch.testing.assert_close(device_get(gradient), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from fspmd import P, communication_log, device_get, device_put, functional_call, jit, make_mesh, rank_map, shard_map
+from fspmd import (
+    FspmdError,
+    P,
+    communication_log,
+    device_get,
+    device_put,
+    functional_call,
+    jit,
+    make_mesh,
+    rank_map,
+    shard_map,
+)
 
 F64 = torch.float64
 LAYERS: tuple[Any, ...] = (nn.LSTM, nn.GRU, nn.RNN)
@@ -84,3 +96,20 @@ def test_flex_attention_says_what_to_write_and_that_works() -> None:
         flex_attention(q, q, q)
     body = shard_map(lambda *qkv: rank_map(flex_attention, *qkv), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     torch.testing.assert_close(device_get(body(q, q, q)), F.scaled_dot_product_attention(*[device_get(q)] * 3))
+
+
+def test_operators_that_run_functions_say_what_to_write() -> None:
+    """As they are; torch.cond and its kin have Dynamo raise its own error, with the same advice."""
+    x = device_put(torch.randn(4, 3), P("x"), mesh=make_mesh((2,), ("x",), transport="simulation"))
+    ops: Any = torch.ops.higher_order
+    calls: dict[str, Callable[[], Any]] = {
+        "while_loop": lambda: ops.while_loop(lambda a: a.sum() < 5, lambda a: (a + 1,), (x,), ()),
+        "cond": lambda: ops.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+        "scan": lambda: ops.scan(lambda c, a: (c + a, c + a), [x[0]], [x], []),
+        "associative_scan": lambda: ops.associative_scan(lambda a, b: a + b, [x], []),
+        "map_impl": lambda: ops.map_impl(lambda a: (a + 1,), [x], []),
+        "flex_attention": lambda: ops.flex_attention(x, x, x, None, (), 1.0, {}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(FspmdError, match=rf"^{name}\(\) runs functions .* write Python's own while, if and for"):
+            call()

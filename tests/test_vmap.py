@@ -149,3 +149,24 @@ def test_vmap_over_two_axes(batch: int, layout: P, named: tuple[str, ...] | None
     close(result, (x @ w.T).sin())
     gradient = fspmd.grad(lambda x, w: mapped(x, w).square().sum(), argnums=(0, 1))(*given)
     close(gradient, func.grad(lambda x, w: (x @ w.T).sin().square().sum(), argnums=(0, 1))(x, w))
+
+
+@pytest.mark.parametrize("within", ["eager", "jit", "vmap"])
+def test_the_mesh_of_a_mapped_axis_is_that_of_a_shard_map_within(within: str) -> None:
+    """Which runs up to there once more, so that what it draws is drawn once."""
+    mesh = fspmd.make_mesh((2, 2), ("x", "y"), transport="simulation")
+    inner = shard_map(lambda a: psum(a, "y"), mesh=mesh, in_specs=P("y"), out_specs=P())
+    noise = within == "eager"
+    f = fspmd.vmap(lambda a: inner(a + torch.rand(6) if noise else a), spmd_axis_name="x", randomness="same")
+    x = torch.randn(3, 4, 6) if within == "vmap" else torch.randn(4, 6)
+    torch.manual_seed(0)
+    out = {"eager": f, "jit": fspmd.jit(f), "vmap": fspmd.vmap(f)}[within](x)
+    assert out.spec.partition == (P(None, "x", None) if within == "vmap" else P("x", None))
+    torch.manual_seed(0)
+    want = (x + torch.rand(6) if noise else x).unflatten(-1, (2, 3)).sum(-2)
+    torch.testing.assert_close(device_get(out), want)
+    if within != "vmap":
+        gradient = fspmd.grad(lambda x: device_get(f(x)).sum())(x)
+        torch.testing.assert_close(gradient, torch.ones_like(x))
+    with pytest.raises(fspmd.AxisError, match=r"there is no mesh; .* or use shard_map in f"):
+        fspmd.vmap(torch.sin, spmd_axis_name="x")(x)

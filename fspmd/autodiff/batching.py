@@ -14,10 +14,11 @@ from fspmd.body import state
 from fspmd.entries import Flat, entry_axes, entry_of
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.local_view.shard_map import shard_map
-from fspmd.meshes.mesh import current_mesh
+from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport.randomness import kept
 from fspmd.trees import DIMS, flatten_values, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
@@ -40,10 +41,11 @@ def vmap(
 
     None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
     `Sharded` are those of its global tensor. With ``spmd_axis_name`` the mapped dim is sharded over that mesh axis, or
-    over a tuple of axes: each rank maps over its own block, and results are sharded alike. The same happens, without
-    ``spmd_axis_name``, where the mapped dim of a `Sharded` is sharded already; nothing moves. Blocks may be uneven. A
-    collective in ``f`` is done once, for all that is mapped. ``randomness`` is that of `torch.vmap`. A mapped dim has
-    no name for collectives: ``axis_name`` is refused.
+    over a tuple of axes: each rank maps over its own block, and results are sharded alike. The mesh is that of a
+    `Sharded` argument, of `set_mesh`, or of the first `shard_map` in ``f``, which then runs up to there once more. The
+    mapped dim of a `Sharded` that is sharded already is mapped so without ``spmd_axis_name``; nothing moves. Blocks
+    may be uneven. A collective in ``f`` is done once, for all that is mapped. ``randomness`` is that of `torch.vmap`.
+    A mapped dim has no name for collectives: ``axis_name`` is refused.
 
     Raises:
         ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
@@ -270,11 +272,12 @@ def _over_axes(
     entry = entry_of(axes)
     mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
     mesh = mesh or (current_mesh() if state.body is None else state.body.mesh)
+    mesh = mesh or _mesh_within(f, leaves, dims, treedef, out_dims, randomness)
     if mesh is None or not mesh.shape.keys() >= {*axes}:
         raise AxisError(
             f"vmap got spmd_axis_name={entry!r}, but "
             + (
-                "there is no mesh; set one with set_mesh(mesh), or give a Sharded argument"
+                "there is no mesh; set one with set_mesh(mesh), give a Sharded argument, or use shard_map in f"
                 if mesh is None
                 else f"{mesh!r} has only {quoted(mesh.axis_names)}"
             )
@@ -300,3 +303,27 @@ def _over_axes(
     out_specs = optree.tree_map(lambda dim: P() if dim is None else P(entry), out_dims, none_is_leaf=True)
     out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axes})(*leaves)
     return tree.unflatten(map(_placed, optree.tree_leaves(out, is_leaf=is_sharded), wanted))
+
+
+class _Found(BaseException):
+    """The mesh of a `shard_map`; no code of ``f`` takes it for an error of its own."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+
+def _mesh_within(f: Any, *mapping: Any) -> Mesh | None:
+    """The mesh of the first `shard_map` that ``f`` calls, up to which it runs; nothing is drawn or communicated."""
+
+    def found(mesh: Mesh) -> None:
+        raise _Found(mesh)
+
+    before, state.seeks_mesh = state.seeks_mesh, found
+    try:
+        with torch.no_grad(), kept():
+            _batched(f, *mapping)
+    except _Found as one:
+        return one.mesh
+    finally:
+        state.seeks_mesh = before
+    return None

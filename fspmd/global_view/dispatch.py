@@ -20,7 +20,7 @@ from fspmd.global_view.decompose import sharded_values
 from fspmd.global_view.operands import cast_operands, keep, move_operands
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
-from fspmd.global_view.refusals import shown
+from fspmd.global_view.refusals import INSTEAD_OF_COMPILED, shown
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.redistribution.cost import replan_with
@@ -266,8 +266,6 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 leave_to_python(
     dispatch,
     "torch functions on Sharded values run as they are, between what is compiled. What torch compiles as a whole takes "
-    "none: for while_loop, cond, scan and map write Python's own while, if and for; for "
-    "flex_attention write F.scaled_dot_product_attention(q, k, v, attn_mask=...), or run it rank by rank: "
-    "fspmd.shard_map(lambda q, k, v: fspmd.rank_map(flex_attention, q, k, v), ...)",
+    f"none. {INSTEAD_OF_COMPILED}",
 )
 above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import optree
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
@@ -22,7 +23,7 @@ from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.outcomes import Place
 from fspmd.global_view.outs import written_into
 from fspmd.global_view.propagate import OpPlan, as_whole
-from fspmd.global_view.refusals import refuse_global, shown
+from fspmd.global_view.refusals import refuse_global, refuse_higher_order, shown
 from fspmd.global_view.signatures import parameters, schemas
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
@@ -36,6 +37,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
 
 _NUMBERS: Final = ("alpha", "beta")
+_INDEXING: Final = (Tensor.__getitem__, Tensor.__setitem__)
 #: NumPy's names of parameters, which torch's functions in C take too
 _NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
@@ -47,11 +49,15 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         ArgumentError: there is no way to run it, or it fails on the global tensors too.
         MeshError: the values lie on several meshes.
     """
+    if isinstance(func, HigherOrderOperator):
+        refuse_higher_order(func, [x.spec for x in sharded_values(args, kwargs)])
     if kwargs:
         if any(isinstance(kwargs.get(name), Tensor) for name in _numbers_of(func)):
             return as_whole(functools.partial(_with_numbers, func))
         if not isinstance(func, FunctionType) and _by_own_names(func, args, kwargs) != (args, kwargs):
             return as_whole(lambda args, kwargs: above.dispatch(func, (), *_by_own_names(func, args, kwargs)))
+    if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
+        return as_whole(functools.partial(_with_truths, func))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
@@ -233,6 +239,22 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     args, kwargs = (args[0], *rest[0]), {**rest[1], **numbers}
     left = any(map(is_sharded, tensors_of(args, kwargs)))
     return above.dispatch(func, (), args, kwargs) if left else func(*args, **kwargs)
+
+
+def _with_truths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask]`` with bools for 0-d masks: a new dim of size 1 or 0, as their values tell."""
+    found = tuple(x.item() if _is_truth(x) else x for x in _indices(args[1]))
+    args = (args[0], found if isinstance(args[1], tuple) else found[0], *args[2:])
+    left = any(map(is_sharded, tensors_of(args, kwargs)))
+    return above.dispatch(func, (), args, kwargs) if left else func(*args, **kwargs)
+
+
+def _indices(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_truth(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.ndim and x.dtype is torch.bool
 
 
 def _numbers_of(func: Any) -> tuple[str, ...]:

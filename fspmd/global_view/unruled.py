@@ -21,6 +21,7 @@ from fspmd.global_view.decompose import (
     sharded_values,
     written,
 )
+from fspmd.global_view.followed import Followed
 from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
@@ -104,23 +105,25 @@ def _by_graph(
         refuse_global(func, specs, error)
     if graph is None:
         refuse_rule(func, specs)
-    return functools.partial(_write if writes(func) else _composed, func, graph), graph.fixed
+    return functools.partial(_write if writes(func) else _composed, func, graph, Followed(func)), graph.fixed
 
 
-def _composed(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _composed(func: Any, graph: Graph, followed: Followed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function without a rule, by what it is made of."""
     try:
-        return graph.run(above.dispatch, operands_of(args, kwargs))
+        return followed.results(graph.run(above.dispatch, operands_of(args, kwargs)), args, kwargs)
     except NoRuleError as error:
         refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
 
 
-def _write(func: Any, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded | Tensor:
+def _write(
+    func: Any, graph: Graph, followed: Followed, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sharded | Tensor:
     """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
     x: Sharded | Tensor = args[0]
     if isinstance(x, Sharded):
         refuse_copy(x.local, shown(func))
-    new = _composed(func, graph, args, kwargs)
+    new = _composed(func, graph, followed, args, kwargs)
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
     if isinstance(x, Sharded):

@@ -122,6 +122,8 @@ def shard_map(
             args, names = _bind(function, args, kwargs)
         leaves, structure = flatten_args(args)
         outer = state.body
+        if state.seeks_mesh is not None and (sought := _ambient(mesh)) is not None:
+            state.seeks_mesh(sought)
         key = structure
         if mesh is None or outer is not None or names:
             key = structure, names, outer, _ambient(mesh)
