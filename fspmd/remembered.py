@@ -35,6 +35,13 @@ class _Memory(dict[Any, tuple[Any, Any, Any]]):
         return _Memory()
 
 
+class _Nothing(_Memory):
+    """Of a tensor that shares memory with another unseen: a write into that would not be noticed."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
 class _Scope:
     """One that ends: the tensors on which something is remembered in it."""
 
@@ -125,6 +132,11 @@ def forget(x: Tensor) -> None:
     for name in (_MOVES, _CASTS, _ORIGIN, _BYPASSED):
         x.__dict__.pop(name, None)
     setattr(x, _MEMORY, x.__dict__.get(_MEMORY, 0) + 1)
+
+
+def remember_no_moves(x: Tensor) -> None:
+    """From here on, and what was remembered is forgotten."""
+    setattr(x, _MOVES, _Nothing())
 
 
 def version_of(x: Tensor) -> tuple[int, int]:

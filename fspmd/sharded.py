@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.remembered import forget, is_bypassed
+from fspmd.remembered import forget, is_bypassed, remember_no_moves
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.transport.frame import frame
@@ -416,6 +416,8 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
     gradient = block.grad if block.is_leaf or block.retains_grad else None
     block.data = y.local
     forget(forget_marks(block))
+    for one in (block, y.local):  # the two do not tell each other of writes
+        remember_no_moves(one)
     if gradient is not None and gradient.dtype is not block.dtype:
         block.grad = None
         block.grad = gradient.to(block.dtype)

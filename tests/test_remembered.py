@@ -112,6 +112,19 @@ def test_a_write_ends_what_is_remembered() -> None:
     torch.testing.assert_close(device_get(out), (2 * value).sin() + (2 * value).cos())
 
 
+def test_what_shares_memory_unseen_remembers_nothing() -> None:
+    """After ``x.data = y`` neither tells the other of writes, as in torch."""
+    p, value = _pending()
+    with torch.no_grad():
+        p, q = p * 1, p * 2
+        p.data = q
+        assert all((device_get(torch.sin(one)) - (2 * value).sin()).abs().max() < 1e-12 for one in (p, q))
+        q.mul_(2)
+        torch.testing.assert_close(device_get(torch.sin(p)), (4 * value).sin())
+        p.mul_(2)
+        torch.testing.assert_close(device_get(torch.sin(q)), (8 * value).sin())
+
+
 #: what remembers -> how it is made of a leaf, and used
 DETACHED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "a sum": (lambda w, ids: w @ w.T, lambda h, x: h.exp()),
