@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -170,3 +171,14 @@ def test_the_mesh_of_a_mapped_axis_is_that_of_a_shard_map_within(within: str) ->
         torch.testing.assert_close(gradient, torch.ones_like(x))
     with pytest.raises(fspmd.AxisError, match=r"there is no mesh; .* or use shard_map in f"):
         fspmd.vmap(torch.sin, spmd_axis_name="x")(x)
+
+
+def test_the_search_for_a_mesh_writes_and_draws_nothing() -> None:
+    body = shard_map(lambda x: psum(x, "x"), mesh=GRID, in_specs=P(), out_specs=P())
+    mapped = fspmd.vmap(lambda x: body(x.add_(1) + torch.rand(())), spmd_axis_name="y", randomness="same")
+    found = []
+    for mesh in (None, GRID):
+        torch.manual_seed(0)
+        with fspmd.set_mesh(mesh) if mesh is not None else nullcontext():
+            found.append(device_get(mapped(torch.zeros(3))))
+    assert torch.equal(*found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -50,6 +51,7 @@ def vmap(
     Raises:
         ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
             axes.
+        ShapeError: with ``randomness="same"``, a rank without an element of the mapped dim.
         ArgumentError: ``axis_name`` is given.
         TreeError: ``in_dims`` or ``out_dims`` of another structure.
         AxisError: ``spmd_axis_name`` names no axis of the mesh, or there is no mesh.
@@ -282,6 +284,13 @@ def _over_axes(
                 else f"{mesh!r} has only {quoted(mesh.axis_names)}"
             )
         )
+    size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    if randomness == "same" and -(-size // ranks) * (ranks - 1) >= size:  # torch draws for the first element
+        raise ShapeError(
+            f"vmap got randomness='same' and a mapped dim of size {size}, of which some of the {ranks} ranks along "
+            f"{quoted(axes)} have nothing; gather it first: device_put(x, P())"
+        )
     in_specs = tuple(
         None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, entry)
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -312,8 +321,8 @@ class _Found(BaseException):
         self.mesh = mesh
 
 
-def _mesh_within(f: Any, *mapping: Any) -> Mesh | None:
-    """The mesh of the first `shard_map` that ``f`` calls, up to which it runs; nothing is drawn or communicated."""
+def _mesh_within(f: Any, leaves: list[Any], *mapping: Any) -> Mesh | None:
+    """The mesh of the first `shard_map` that ``f`` calls, up to which it runs, on copies; nothing is drawn or sent."""
 
     def found(mesh: Mesh) -> None:
         raise _Found(mesh)
@@ -321,7 +330,7 @@ def _mesh_within(f: Any, *mapping: Any) -> Mesh | None:
     before, state.seeks_mesh = state.seeks_mesh, found
     try:
         with torch.no_grad(), kept():
-            _batched(f, *mapping)
+            _batched(f, [x.clone() if isinstance(x, Tensor) else x for x in leaves], *mapping)
     except _Found as one:
         return one.mesh
     finally:

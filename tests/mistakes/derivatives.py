@@ -412,7 +412,9 @@ def vmapped_string(m: Setting) -> None:
 
 @mistake(AxisError, checked=(True,))
 def spmd_axis_without_a_mesh(m: Setting) -> None:
-    """vmap got spmd_axis_name='x', but there is no mesh; set one with set_mesh(mesh), or give a Sharded argument"""
+    """vmap got spmd_axis_name='x', but there is no mesh; set one with set_mesh(mesh), give a Sharded argument, or use \
+    shard_map in f
+    """
     vmap(total, spmd_axis_name="x")(torch.ones(4, 2))
 
 
@@ -429,6 +431,14 @@ def mapped_over_two_axes(m: Setting) -> None:
     """
     x, y = (device_put(torch.ones(4), P(axis), mesh=m.grid) for axis in "xy")
     vmap(torch.add)(x, y)
+
+
+@mistake(ShapeError)
+def same_numbers_on_empty_blocks(m: Setting) -> None:
+    """vmap got randomness='same' and a mapped dim of size 5, of which some of the 4 ranks along 'x' have nothing; \
+    gather it first: device_put(x, P())
+    """
+    vmap(torch.rand_like, randomness="same")(device_put(torch.ones(5), P("x"), mesh=m.line))
 
 
 @mistake(AxisError, checked=(True,))
