@@ -230,11 +230,11 @@ def cotangent_of_a_wrong_global_shape(m: Setting) -> None:
 
 
 @mistake(TreeError)
-def cotangent_of_a_wrong_layout(m: Setting) -> None:
+def cotangent_of_a_wrong_size(m: Setting) -> None:
     """vjp: cotangents that do not fit
-    * cotangent is Sharded f32[8] on mesh(x=4); result takes Sharded f32[8@x] on mesh(x=4), or a global tensor f32[8]
+    * cotangent is Sharded f32[4] on mesh(x=4); result takes Sharded f32[8@x] on mesh(x=4), or a global tensor f32[8]
     """
-    wrong = device_put(torch.ones(8), P(), mesh=m.line)
+    wrong = device_put(torch.ones(4), P(), mesh=m.line)
     vjp(m.map(lambda x: x * 2, P("x"), P("x")), torch.ones(8))[1](wrong)
 
 
@@ -282,13 +282,13 @@ def tangent_of_a_wrong_shape(m: Setting) -> None:
 
 
 @mistake(TreeError)
-def tangent_of_a_wrong_layout(m: Setting) -> None:
+def tangent_of_a_wrong_size(m: Setting) -> None:
     """jvp: tangents that do not fit
-      * tangents[0] is Sharded f32[8] on mesh(x=4); primals[0] takes Sharded f32[8@x] on mesh(x=4), or a global tensor \
+      * tangents[0] is Sharded f32[4] on mesh(x=4); primals[0] takes Sharded f32[8@x] on mesh(x=4), or a global tensor \
     f32[8]
     """
     f = m.map(lambda x: x * 2, P("x"), P("x"))
-    jvp(f, (device_put(torch.ones(8), P("x"), mesh=m.line),), (device_put(torch.ones(8), P(), mesh=m.line),))
+    jvp(f, (device_put(torch.ones(8), P("x"), mesh=m.line),), (device_put(torch.ones(4), P(), mesh=m.line),))
 
 
 @mistake(VarianceError, checked=(True,))
@@ -318,13 +318,13 @@ def backward_of_no_leaf(m: Setting) -> None:
 
 
 @mistake(TreeError)
-def backward_with_a_wrong_layout(m: Setting) -> None:
+def backward_with_a_wrong_size(m: Setting) -> None:
     """backward(): a gradient that does not fit
-      * the gradient is Sharded f32[8] on mesh(x=4); the tensor takes Sharded f32[8@x] on mesh(x=4), or a global \
+      * the gradient is Sharded f32[4] on mesh(x=4); the tensor takes Sharded f32[8@x] on mesh(x=4), or a global \
     tensor f32[8]
     """
     x = device_put(torch.ones(8), P("x"), mesh=m.line).requires_grad_()
-    m.map(lambda x: x * 2, P("x"), P("x"))(x).backward(device_put(torch.ones(8), P(), mesh=m.line))
+    m.map(lambda x: x * 2, P("x"), P("x"))(x).backward(device_put(torch.ones(4), P(), mesh=m.line))
 
 
 # --- vmap, checkpoint, stop_gradient --------------------------------------------------------------------------------
