@@ -317,6 +317,11 @@ class Sharded(Tensor):
             raise ArgumentError(
                 f"the format {spec!r} was asked of {self!r}; it takes a scalar: reduce it, or format its repr"
             )
+        if spec and self.spec.mesh.transport == "process_group" and self.spec.partition.mentioned:
+            raise ArgumentError(
+                f"the format {spec!r} was asked of {self!r}, whose number is known after a collective; all ranks must "
+                "take part, and often one alone prints: write number = x.item() on all of them, and format that"
+            )
         return format(self.item(), spec) if spec or above.is_number(self) else str(self)
 
     def __float__(self) -> float:

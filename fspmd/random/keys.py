@@ -47,13 +47,13 @@ def key(seed: int) -> Key:
     """The key of a seed.
 
     Raises:
-        ArgumentError: no int.
+        ArgumentError: no int, or one of more than 64 bits.
 
     >>> key(0)
     tensor(0)
     """
-    if type(seed) is not int:
-        raise ArgumentError(f"key got {described(seed)} for seed; give it an int")
+    if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
+        raise ArgumentError(f"key got {described(seed)} for seed; give it an int of at most 64 bits")
     seed &= (1 << 64) - 1
     return torch.tensor(seed - (1 << 64) if seed >> 63 else seed)
 

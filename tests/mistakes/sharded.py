@@ -44,3 +44,11 @@ def block_of_another_body(m: Setting) -> None:
 def format_of_a_vector(m: Setting) -> None:
     """the format '.2f' was asked of Sharded f32[8@x] on mesh(x=4); it takes a scalar: reduce it, or format its repr"""
     f"{rows(m):.2f}"
+
+
+@mistake(ArgumentError, checked=(True,), transports=("gloo",))
+def format_of_a_pending_sum(m: Setting) -> None:
+    """the format '.2f' was asked of Sharded f32[]{U:x} on mesh(x=4), whose number is known after a collective; all \
+    ranks must take part, and often one alone prints: write number = x.item() on all of them, and format that
+    """
+    f"{rows(m).sum():.2f}"
