@@ -363,5 +363,5 @@ def test_what_is_no_dtype_and_no_wait_is_refused() -> None:
     with pytest.raises(ArgumentError, match="for wait; expected True, or False for a handle"):
         reshard(x, P(), wait=1)  # type: ignore[arg-type]
     other = make_mesh((2, 2), ("a", "b"))
-    with pytest.raises(ArgumentError, match="and another mesh; move the value first"):
+    with pytest.raises(ArgumentError, match="between meshes both are one: give the same backward_dtype"):
         reshard(x, P("a"), other, forward_dtype=torch.bfloat16)

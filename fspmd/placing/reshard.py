@@ -56,8 +56,8 @@ def reshard(
         wait: False gives a handle while the last collective is under way: ``handle.wait()`` is the result.
 
     Raises:
-        SpecError, TreeError, ArgumentError, MeshError: naming every leaf that fails; or inside a body; a
-            ``backward_dtype`` from one mesh to another.
+        SpecError, TreeError, ArgumentError, MeshError: naming every leaf that fails; or inside a body;
+            two dtypes for the two ways from one mesh to another.
 
     >>> from fspmd import device_put, make_mesh
     >>> line, grid = make_mesh((4,), ("x",)), make_mesh((2, 2), ("a", "b"))
@@ -151,8 +151,8 @@ def _begun(leaf: Tensor | Sharded, partition: P, mesh: Mesh, how: _How | None) -
     backward = how.backward or source.dtype
     if source.mesh != mesh and backward != forward:
         raise ArgumentError(
-            "reshard got another dtype for the way forward than for the way back, and another mesh; move the value "
-            "first, and reshard it there"
+            f"reshard got another mesh, {forward} for the way forward and {backward} for the way back; between meshes "
+            "both are one: give the same backward_dtype, or move the value first, and reshard it there"
         )
     target = TensorSpec(mesh, partition, source.shape, forward)
     landed = begun(leaf.local, source, target, forward, backward, how.wait)

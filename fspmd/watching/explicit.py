@@ -81,9 +81,9 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
     for its gradient, which is settled where it was made so.
 
     ``mode``: "warn" warns instead, once for each function and line, and gives the context's value, a list of what was
-    found. What moves nothing forward, and sums gradients in backward, is a `GradientSumWarning`, to be filtered by
-    itself, and ``of_gradients`` in the list. "off" lifts an enclosing context, or the default. It holds for
-    the thread that enters it.
+    found. A call that moves nothing forward, and sums gradients in backward, gives a `GradientSumWarning`, which can be
+    filtered by itself; its entry in the list has ``of_gradients`` True. "off" lifts an enclosing context, or the
+    default. It holds for the thread that enters it.
 
     Communication: none.
 
