@@ -352,6 +352,7 @@ def test_spectral_norms_write_into_their_buffers() -> None:
 
 
 def test_distributions_check_their_arguments() -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)  # which torch.compile unsets for good
     logits = device_put(values(((5, 6),))[0], P("x"), mesh=LINE)
     index = torch.arange(5)
     found = torch.distributions.Categorical(logits=logits).log_prob(index)

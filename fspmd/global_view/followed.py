@@ -11,6 +11,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, is_sharded
@@ -46,7 +47,9 @@ class Followed:
 def _told(func: Any, leaves: list[Any], treedef: Any, flags: tuple[bool, ...]) -> list[bool] | None:
     """Of each result whether it has a gradient; None where the meta device cannot tell."""
     try:
-        with outside_transforms(), torch._C.DisableTorchFunction():
+        # what it saves is nothing of the user's: a checkpoint that is under way would count it
+        nothing_seen = saved_tensors_hooks(lambda x: x, lambda x: x)
+        with outside_transforms(), torch._C.DisableTorchFunction(), nothing_seen:
             made = [
                 torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=flag) if isinstance(x, Tensor) else x
                 for x, flag in zip(leaves, flags, strict=True)
