@@ -504,6 +504,6 @@ def typeof(x: Tensor | Sharded) -> ValueType | TensorSpec:
     >>> typeof(y)
     f32[32@x, 4] on mesh(x=4)
     """
-    if not isinstance(x, (Tensor, Sharded)):
+    if not isinstance(x, Tensor):
         raise ArgumentError(f"typeof takes a tensor or a Sharded, but got {described(x)}")
     return x.spec if isinstance(x, Sharded) else ValueType(x)

@@ -22,7 +22,7 @@ from fspmd.pairs import apply
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import RecomputeContext, recomputed_in
 from fspmd.wrapping import wraps
@@ -68,7 +68,7 @@ def applied(
     def run(*args: Any, **kwargs: Any) -> Any:
         with _guided(calls, steps):
             out = f(*args, **kwargs)
-        leaves, treedef = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
+        leaves, treedef = optree.tree_flatten(out, none_is_leaf=True)
         ends = iter(results)
         return treedef.unflatten([_ended(x, next(ends, None)) if isinstance(x, Sharded) else x for x in leaves])
 

@@ -33,7 +33,7 @@ from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placing.reshard import telling
 from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
@@ -274,7 +274,7 @@ class Recorder(DispatchMode):
                 f"auto_spec cannot record {shown(func)}: what it gives, or its shape, depends on values; leave it out "
                 "of the function"
             ) from error
-        values = [x for x in optree.tree_leaves(out, is_leaf=is_sharded) if isinstance(x, Sharded)]
+        values = [x for x in optree.tree_leaves(out) if isinstance(x, Sharded)]
         for x in values:
             self._numbers[_memory(x.local)] = len(self.program.values)
             self._kept.append(x.local)
@@ -315,7 +315,7 @@ def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef:
         ) from error
     finally:
         watch_with(None)
-    paths, found, _ = optree.tree_flatten_with_path(out, is_leaf=is_sharded)
+    paths, found, _ = optree.tree_flatten_with_path(out)
     by.program.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
     named = zip(paths, found, strict=True)
     by.program.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
@@ -325,7 +325,7 @@ def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef:
 
 def is_value(x: Any) -> bool:
     """Whether an argument is a tensor, or stands for one."""
-    return isinstance(x, (Tensor, Sharded, TensorSpec))
+    return isinstance(x, (Tensor, TensorSpec))
 
 
 def _is_followed(x: Any) -> bool:
@@ -344,7 +344,7 @@ def _without_data(args: Any, kwargs: Any) -> Any:
     def moved(x: Any) -> Any:
         return x.to("meta") if is_plain(x) else x
 
-    return optree.tree_map(moved, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    return optree.tree_map(moved, (args, kwargs), none_is_leaf=True)
 
 
 def _memory(x: Tensor) -> int:

@@ -20,7 +20,7 @@ from fspmd.global_view.calls import operands_of, replaced
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec
 
 
@@ -95,7 +95,7 @@ class Counting:
 
     def repeated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that was counted."""
-        given = optree.tree_map(_local, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+        given = optree.tree_map(_local, (args, kwargs), none_is_leaf=True)
         out = func(*given[0], **given[1])
         return optree.tree_map(lambda y: Sharded(y, TensorSpec(self._mesh, P(), tuple(y.shape), y.dtype)), out)
 

@@ -163,7 +163,7 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
             for x, spec, leaf in zip(xs, specs, leaves, strict=True)
         ]
         out = f(*treedef.unflatten(args))
-        outs[:], tree = optree.tree_flatten(out, is_leaf=is_sharded)
+        outs[:], tree = optree.tree_flatten(out)
         labels = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
         values[:] = [_result(*row) for row in zip(outs, labels, strict=True)]
         wanted[:] = _out_dims(out_dims, tree, values, labels)
@@ -311,7 +311,7 @@ def _over_axes(
 
     out_specs = optree.tree_map(lambda dim: P() if dim is None else P(entry), out_dims, none_is_leaf=True)
     out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axes})(*leaves)
-    return tree.unflatten(map(_placed, optree.tree_leaves(out, is_leaf=is_sharded), wanted))
+    return tree.unflatten(map(_placed, optree.tree_leaves(out), wanted))
 
 
 class _Found(BaseException):

@@ -47,8 +47,8 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
 
 def _filled(cotangent: Any, out: Any) -> Any:
     """With zeros in place of None, as the cotangents of results that have no derivative."""
-    given, tree = optree.tree_flatten(cotangent, is_leaf=is_sharded, none_is_leaf=True)
-    outs, out_tree = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
+    given, tree = optree.tree_flatten(cotangent, none_is_leaf=True)
+    outs, out_tree = optree.tree_flatten(out, none_is_leaf=True)
     if tree != out_tree or not any(c is None and o is not None for c, o in zip(given, outs, strict=True)):
         return cotangent
     filled = [

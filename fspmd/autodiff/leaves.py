@@ -104,7 +104,7 @@ def check_function(f: Any, what: str) -> None:
 def check_options(f: Any, argnums: Any, what: str) -> None:
     """What can be told before the call: ``f`` can be called, ``argnums`` are ints."""
     check_function(f, what)
-    if isinstance(argnums, (Tensor, Sharded, dict)):
+    if isinstance(argnums, (Tensor, dict)):
         raise ArgumentError(f"{what} got {described(argnums)} for argnums; write {what}(f)(x), not {what}(f, x)")
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(numbers, (tuple, list)) or not numbers or not all(type(i) is int for i in numbers):
@@ -153,7 +153,7 @@ def detached(tree: Any) -> Any:
     """The same tree of values that autograd does not follow."""
     if isinstance(tree, Tensor):  # quickly
         return _detached_leaf(tree)
-    return optree.tree_map(_detached_leaf, tree, is_leaf=is_sharded, none_is_leaf=True)
+    return optree.tree_map(_detached_leaf, tree, none_is_leaf=True)
 
 
 def _detached_leaf(leaf: Any) -> Any:

@@ -118,7 +118,7 @@ def _trace(
     if has_aux:
         out, aux = _with_aux(out)
     if not create and followed:
-        one = not has_aux and isinstance(out, (Sharded, Tensor))
+        one = not has_aux and isinstance(out, Tensor)
         create = depends_on_others(map(local_of, [out] if one else flatten((out, aux))[0]), inputs)
     return inputs, out, aux if create or not has_aux else detached(aux), create, kept
 

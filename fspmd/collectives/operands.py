@@ -29,7 +29,7 @@ def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     if is_plain(tree):
         refuse_foreign(tree, f"{what} got")
         return [tree], _LEAF
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded)
+    leaves, treedef = optree.tree_flatten(tree)
     failures = []
     for i, leaf in enumerate(leaves):
         refuse_foreign(leaf, f"{what} got")

@@ -19,7 +19,7 @@ from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.likes import LIKES
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, above
 from fspmd.spec import P
 
 #: functions that draw or make values of the shape of an operand, as which they lie
@@ -44,7 +44,7 @@ class Calls:
 
     def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
         """What becomes of a call."""
-        leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+        leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         whole = [whole_of(x) if isinstance(x, Sharded) else x for x in leaves]
         key = (func, treedef, tuple(map(hashable, whole)))
         if key not in self._known:

@@ -30,7 +30,7 @@ from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import kept
@@ -41,7 +41,7 @@ def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     found = plan_call(func, args, kwargs)
     if found.in_parts and found.whole is not None:
         tree: Any = (args, kwargs)
-        if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)):
+        if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree) if isinstance(x, Sharded)):
             return as_whole(_Either(func, found.whole))
     return found
 
@@ -65,7 +65,7 @@ class _Either:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tree: Any = (args, kwargs)
-        leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+        leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
         followed = tuple([isinstance(x, Tensor) and _is_followed(x) for x in leaves])
         if followed not in self.gathers:
             self.gathers[followed] = _writes_if_gathered(self.parts, leaves, treedef, followed)
@@ -94,7 +94,7 @@ class _Either:
                 x.local = as_copies(x.local, memory, shown(self.func), True)
             return x
 
-        return optree.tree_map(handed_on, out, is_leaf=is_sharded, none_is_leaf=True)
+        return optree.tree_map(handed_on, out, none_is_leaf=True)
 
 
 def _is_followed(x: Sharded | Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fspmd.fake_mode import FakeMode
 from fspmd.rules import handler_of, row_of
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.tracing import outside_transforms
 
 Function = Callable[..., Any]
@@ -173,14 +173,14 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         else:
             leaves.append(arg)
     if not _LEAVES.issuperset(map(type, leaves)):
-        leaves = optree.tree_leaves((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+        leaves = optree.tree_leaves((args, kwargs), none_is_leaf=True)
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
     """All `Sharded` values of a call, however deep."""
     tree: Any = (args, kwargs)
-    return [x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded)]
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -196,7 +196,7 @@ def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int,
 
 def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves: list[Any]
-    leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     return leaves, treedef
 
 

@@ -242,7 +242,7 @@ def _has_float(part: Any) -> bool:
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call with NumPy arrays as tensors: global values, as plain tensors are."""
     tree: Any = (args, kwargs)
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     try:
         found = [torch.as_tensor(x) if type(x).__name__ == "ndarray" else x for x in leaves]
     except TypeError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.rules import writes
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.tracing import hidden, outside_transforms
 
 
@@ -29,14 +29,14 @@ class Followed:
         """``out``, what the parts of a call give; nothing is communicated."""
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return out
-        leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+        leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         flags = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
         if True not in flags:
             return out
         if flags not in self._known:
             self._known[flags] = _told(self.func, leaves, treedef, flags)
         wanted = self._known[flags]
-        found, structure = optree.tree_flatten(out, is_leaf=is_sharded, none_is_leaf=True)
+        found, structure = optree.tree_flatten(out, none_is_leaf=True)
         if wanted is None or len(wanted) != len(found):
             return out
         operands = [x for x, flag in zip(leaves, flags, strict=True) if flag]

@@ -32,12 +32,12 @@ def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "differentiation; take the result instead, or write within torch.no_grad()"
         )
     found = above.dispatch(func, (), args, named) if sharded_values(args, named) else func(*args, **named)
-    pairs = [(wanted, found)] if isinstance(wanted, (Tensor, Sharded)) else list(zip(wanted, found, strict=True))
+    pairs = [(wanted, found)] if isinstance(wanted, Tensor) else list(zip(wanted, found, strict=True))
     for out, result in pairs:
         _check(func, out, result)
     for out, result in pairs:
         _write(out, result)
-    return wanted if isinstance(wanted, (Tensor, Sharded)) else type(found)([out for out, _ in pairs])
+    return wanted if isinstance(wanted, Tensor) else type(found)([out for out, _ in pairs])
 
 
 def _check(func: Any, out: Any, result: Any) -> None:

@@ -148,7 +148,7 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if func in ENGINE and isinstance(error, RuntimeError):  # of the graph, which what has no data has not
             raise
         tree: Any = (args, kwargs)
-        whole: Any = optree.tree_map(_without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
+        whole: Any = optree.tree_map(_without_data, tree, none_is_leaf=True)
         try:
             func(*whole[0], **whole[1])
         except Exception as complaint:
@@ -185,7 +185,7 @@ def _by_place(composite: Any, own: inspect.Signature, args: tuple[Any, ...], kwa
 
 def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a tensor leaves an operator to its other operand: ``x == "a"`` is False, ``x + "a"`` fails."""
-    if len(args) != 2 or isinstance(args[1], (Sharded, Tensor, int, float, complex)):
+    if len(args) != 2 or isinstance(args[1], (Tensor, int, float, complex)):
         return False
     name = name_of(func)
     operator = name.startswith("__") and name.strip("_") in (*BINARY, *REFLECTED)
@@ -233,7 +233,7 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def number(x: Any) -> Any:
         return x.item() if _is_index(x) else x
 
-    rest: Any = optree.tree_map(number, (args[1:], kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    rest: Any = optree.tree_map(number, (args[1:], kwargs), none_is_leaf=True)
     named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), Tensor))
     numbers = {name: kwargs[name].item() for name in named}
     args, kwargs = (args[0], *rest[0]), {**rest[1], **numbers}

@@ -16,7 +16,7 @@ from fspmd.global_view.dispatch import forget_plans
 from fspmd.global_view.refusals import shown
 from fspmd.messages import counted, described
 from fspmd.rules import FLOATS, NONE, Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, above
 
 _LINEAR: Final = ("", "sum", "product", "first")
 
@@ -72,7 +72,7 @@ def rule(
     @functools.wraps(func)
     def with_rule(*args: Any, **kwargs: Any) -> Any:
         tree: Any = (args, kwargs)
-        if any(type(x) is Sharded for x in optree.tree_leaves(tree, is_leaf=is_sharded)):
+        if any(type(x) is Sharded for x in optree.tree_leaves(tree)):
             return above.dispatch(func, (), args, kwargs)
         return func(*args, **kwargs)
 

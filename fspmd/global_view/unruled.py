@@ -26,7 +26,7 @@ from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, 
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
-from fspmd.sharded import Sharded, above, is_plain, is_sharded
+from fspmd.sharded import Sharded, above, is_plain
 from fspmd.spec import P, TensorSpec
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -145,7 +145,7 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def wrapped(x: Any) -> Any:
         return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if is_plain(x) else x
 
-    whole: Any = optree.tree_map(at_home, (args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
+    whole: Any = optree.tree_map(at_home, (args, kwargs), none_is_leaf=True)
     try:
         out = func(*whole[0], **whole[1])
     except Exception as error:

@@ -63,7 +63,7 @@ class Plan:
             text = f"result is None, but its spec is {self.out_specs!r}; return a tensor, or write out_specs=None"
             refuse(header, [Failure(text, ArgumentError)])
         paths = leaf_paths(out, "result", is_sharded)
-        leaves = optree.tree_leaves(out, is_leaf=is_sharded, none_is_leaf=True)
+        leaves = optree.tree_leaves(out, none_is_leaf=True)
         for x, spec, path in zip(leaves, specs, paths, strict=True):
             failure = static_failure(x, path) if spec is None else result_failure(x, spec, path, body, self.outer_axes)
             if failure is not None:
@@ -104,7 +104,7 @@ def make_plan(
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)
     labels, made = (_labels(args, roots, in_order) for in_order in (False, True))
-    leaves = optree.tree_leaves(args, is_leaf=is_sharded, none_is_leaf=True)
+    leaves = optree.tree_leaves(args, none_is_leaf=True)
     rows = list(zip(leaves, specs, labels, strict=True))
     _check_meshes(rows, mesh, name)
     found = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]
@@ -121,7 +121,7 @@ def make_plan(
     ]
     return Plan(
         body=body,
-        treedef=optree.tree_structure(args, is_leaf=is_sharded, none_is_leaf=True),
+        treedef=optree.tree_structure(args, none_is_leaf=True),
         entries=entries,
         labels=labels,
         partitions=specs,
@@ -230,7 +230,7 @@ def _specs_of(
 ) -> list[Any]:
     """The spec of each leaf of the arguments."""
     if isinstance(in_specs, P) or in_specs is None:
-        return [in_specs] * optree.tree_structure(args, is_leaf=is_sharded, none_is_leaf=True).num_leaves
+        return [in_specs] * optree.tree_structure(args, none_is_leaf=True).num_leaves
     if not isinstance(in_specs, (tuple, list)):
         example = f"({', '.join(['P()'] * len(args))}{',' if len(args) == 1 else ''})"
         raise TreeError(

@@ -70,7 +70,7 @@ def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple
     >>> norm, device_get(clipped)
     (tensor(4.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
     """
-    if not isinstance(max_norm, (Real, Tensor, Sharded)):
+    if not isinstance(max_norm, (Real, Tensor)):
         raise ArgumentError(f"clip_by_global_norm got {described(max_norm)} for max_norm; expected a number")
     norm = global_norm(tree, order)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

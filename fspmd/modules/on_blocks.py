@@ -18,7 +18,7 @@ from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh
 from fspmd.modules.styles import Layout, laid_out
 from fspmd.placing.reshard import with_spec
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P
 
 
@@ -35,8 +35,8 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
     before = vars(module).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = optree.tree_flatten((args, kwargs), is_leaf=is_sharded, none_is_leaf=True)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, (Tensor, Sharded))]
+        leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         if not places:
             raise ArgumentError(
                 f"OnBlocks: forward of {type(module).__name__} got no tensor, so nothing says how its result lies; "

@@ -83,7 +83,7 @@ def parallelize(
 def _check_named(named: Mapping[str, Any], mesh: Mesh | None) -> None:
     failures = []
     for name, leaf in named.items():
-        if not isinstance(leaf, (Tensor, Sharded, TensorSpec)):
+        if not isinstance(leaf, (Tensor, TensorSpec)):
             failures.append(Failure(f"{name!r} is {described(leaf)}, not a tensor", TreeError))
         elif lacks_values(leaf, mesh):
             failures.append(Failure(f"{name!r} is on the meta device, which has no values", ArgumentError, PLANNED))

@@ -282,7 +282,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _is_value(x: Any) -> bool:
-    return isinstance(x, (Tensor, Sharded))
+    return isinstance(x, Tensor)
 
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from fspmd.foreign import foreign_name
 from fspmd.meshes.mesh import Mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.outside import check_outside
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def from_dtensor(tree: Any, *, mesh: Mesh | None = None) -> Any:
     check_outside("from_dtensor")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"from_dtensor got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
-    return optree.tree_map(lambda x: _taken(x, mesh), tree, is_leaf=is_sharded, none_is_leaf=True)
+    return optree.tree_map(lambda x: _taken(x, mesh), tree, none_is_leaf=True)
 
 
 def to_dtensor(tree: Any) -> Any:
@@ -77,9 +77,7 @@ def to_dtensor(tree: Any) -> Any:
     fspmd.errors.MeshError: to_dtensor got Sharded f32[4@x] on mesh(x=2), whose ranks are simulated in this process; ...
     """
     check_outside("to_dtensor")
-    return optree.tree_map(
-        lambda x: _given(x) if isinstance(x, Sharded) else x, tree, is_leaf=is_sharded, none_is_leaf=True
-    )
+    return optree.tree_map(lambda x: _given(x) if isinstance(x, Sharded) else x, tree, none_is_leaf=True)
 
 
 def _taken(x: Any, mesh: Mesh | None) -> Any:

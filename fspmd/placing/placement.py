@@ -85,7 +85,7 @@ def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
 def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = flatten_values(tree)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
-    labels, taken = leaf_paths(tree, "tree", is_sharded), (Tensor, Sharded, TensorSpec)
+    labels, taken = leaf_paths(tree, "tree", is_sharded), (Tensor, TensorSpec)
     check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what, taken)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
@@ -122,9 +122,7 @@ def device_get(tree: Any) -> Any:
     """
     check_outside("device_get")
     adopt()
-    return optree.tree_map(
-        lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, is_leaf=is_sharded, none_is_leaf=True
-    )
+    return optree.tree_map(lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, none_is_leaf=True)
 
 
 def _get(local: Tensor, spec: TensorSpec) -> Tensor:

@@ -18,7 +18,7 @@ from fspmd.programs.facts import state_of
 from fspmd.programs.program import Program
 from fspmd.programs.reach import reached
 from fspmd.programs.recorder import Recorder
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states
 from fspmd.trees import filling, flatten, flatten_in_order
@@ -73,11 +73,11 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     recorder = Recorder(reached(function, *leaves), imagines)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
-    for one in optree.tree_leaves((given, named), is_sharded, none_is_leaf=True):
+    for one in optree.tree_leaves((given, named), none_is_leaf=True):
         recorder.lies(one)
     with recorder.recording():
         out = _run(recorder, function, given, named)
-        for one in optree.tree_leaves(out, is_sharded, none_is_leaf=True):
+        for one in optree.tree_leaves(out, none_is_leaf=True):
             recorder.lies(one)
         _check_arguments(leaves, filled(tensors), (given, named))
         results = _tensors(out)

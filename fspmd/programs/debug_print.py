@@ -17,7 +17,7 @@ from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.placing.placement import device_get
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.frame import frame, union
 from fspmd.transport.local_tensor import column, common_frame
@@ -52,7 +52,7 @@ def debug_print(fmt: str, *values: Any, **named: Any) -> None:
         raise ArgumentError(
             f"debug_print got {described(fmt)} for its format; write debug_print('{{}}', x), as with str.format"
         )
-    leaves, treedef = optree.tree_flatten((values, named), is_sharded, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten((values, named), none_is_leaf=True)
     body = state.body
     meshes = [x.spec.mesh for x in leaves if isinstance(x, Sharded)]
     if body is None and meshes:

@@ -176,7 +176,7 @@ def bernoulli(key: Key, p: float | Tensor = 0.5, shape: Shape | None = None, **l
     >>> float(bernoulli(key(0), 0.25, (10_000,)).float().mean())  # doctest: +ELLIPSIS
     0.2...
     """
-    if isinstance(p, (Tensor, Sharded)):
+    if isinstance(p, Tensor):
         if shape is not None and _sizes("bernoulli", shape) != tuple(p.shape):
             raise ArgumentError(
                 f"bernoulli got a p of shape {tuple(p.shape)} and the shape {shape!r}; leave out the shape, or expand p"
@@ -198,7 +198,7 @@ def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
     >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
     tensor([0, 1])
     """
-    if not isinstance(logits, (Tensor, Sharded)) or not logits.dtype.is_floating_point:
+    if not isinstance(logits, Tensor) or not logits.dtype.is_floating_point:
         raise ArgumentError(f"categorical got {described(logits)} for logits; give it a tensor of floats")
     if type(axis) is not int or not -logits.dim() <= axis < logits.dim() or not logits.shape[axis]:
         raise ArgumentError(
@@ -223,7 +223,7 @@ def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> An
     >>> permutation(key(0), torch.tensor([7, 7]))
     tensor([7, 7])
     """
-    if isinstance(x, (Tensor, Sharded)):
+    if isinstance(x, Tensor):
         if not x.dim():
             raise ArgumentError("permutation got a tensor without dims; give it rows, or how many integers there are")
         if lies:
@@ -245,7 +245,7 @@ def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> An
 
 
 def _check_key(key: Any, what: str) -> None:
-    if not isinstance(key, (Tensor, Sharded)) or key.dtype is not torch.int64:
+    if not isinstance(key, Tensor) or key.dtype is not torch.int64:
         raise ArgumentError(f"{what} got {described(key)} for key; make one: random.key(0)")
     if key.dim():
         raise ArgumentError(

@@ -143,7 +143,7 @@ def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None 
 def _followed(found: Value, *operands: Any) -> Value:
     """What was drawn, followed by autograd if an operand is, as torch's is: its derivative is zero."""
     for x in operands:
-        if isinstance(x, (Sharded, Tensor)) and x.requires_grad and torch.is_grad_enabled():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             always = torch.ones((), dtype=torch.bool, device=x.device)
             found = above.dispatch(torch.where, (), (always, found, settle(x) if isinstance(x, Sharded) else x))
     return found

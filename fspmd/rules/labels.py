@@ -18,7 +18,7 @@ from fspmd.rules.factors import Factors
 from fspmd.rules.softmaxes import peak
 from fspmd.rules.tables import filled, in_block, own
 from fspmd.rules.whole import Whole
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import above
 
 
 def of_labels(x: Any, target: Any, ignore_index: int) -> Any:
@@ -61,7 +61,7 @@ labelled_on_blocks = Bodied(_on_blocks, _time, 0.0)
 
 def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:
     """Whether targets are one label a row."""
-    if not isinstance(input, (Tensor, Sharded)) or not isinstance(target, (Tensor, Sharded)) or not input.ndim:
+    if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not input.ndim:
         return False
     rows = [size for dim, size in enumerate(input.shape) if dim != class_dim(input.ndim)]
     return target.dtype is torch.int64 and input.dtype.is_floating_point and [*target.shape] == rows

@@ -22,7 +22,7 @@ from fspmd.global_view.signatures import required
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.rules import composite_of, handler_of, is_registered
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.watching.trials import takes_tensors_alone, trials
 
@@ -137,7 +137,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return Sharded(block, TensorSpec(mesh, P(), tuple(x.shape), x.dtype))
 
     tree: Any = (args, kwargs)
-    given, named = optree.tree_map(without_data, tree, is_leaf=is_sharded, none_is_leaf=True)
+    given, named = optree.tree_map(without_data, tree, none_is_leaf=True)
     with (
         suppress(FspmdError, RuntimeError, TypeError, ValueError),  # of what gives no tensors
         torch.random.fork_rng([]),

@@ -176,7 +176,7 @@ def _names(user: FrameType | None) -> dict[object, str]:
     for name, value in known.items():
         if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
             with suppress(RecursionError, TypeError, ValueError):  # or something else, which holds itself perhaps
-                leaves = optree.tree_leaves(value, is_leaf=is_sharded, none_is_leaf=True)
+                leaves = optree.tree_leaves(value, none_is_leaf=True)
                 paths = leaf_paths(value, name, is_sharded)
                 found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
     return found | {id(value): name for name, value in known.items() if isinstance(value, Tensor)}
@@ -196,7 +196,7 @@ def _operands(
 ) -> dict[Place, _Operand]:
     """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
     tree: Any = (args, kwargs)
-    first = next(x for x in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(x, Sharded))
+    first = next(x for x in optree.tree_leaves(tree) if isinstance(x, Sharded))
     mesh = first.spec.mesh
     held = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
     on = "" if current_mesh() == mesh else f", mesh={names.get(mesh, held)}"

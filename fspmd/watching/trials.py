@@ -15,7 +15,7 @@ from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.watching.communication_log import communication_log
 
@@ -32,7 +32,7 @@ def trials(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh)
         ArgumentError: it takes none; what it says of whole operands.
     """
     tree: Any = (args, kwargs)
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     operands = [_with_values(leaves[i]) for i in places]
     lines: list[str] = []
@@ -49,7 +49,7 @@ def trials(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh)
         except Exception as error:  # whatever it says of such a layout, or of zeros
             failed = error
             continue
-        found = [one for one in optree.tree_leaves(out, is_leaf=is_sharded) if isinstance(one, Sharded)]
+        found = [one for one in optree.tree_leaves(out) if isinstance(one, Sharded)]
         results = ", ".join(repr(one.spec.partition.shortened) for one in found) or "the same on all ranks"
         moved = f" [{', '.join(dict.fromkeys(one.kind for one in log))}]" if log else ""
         lines.append(f"  {what:18} {', '.join(map(repr, layouts))} -> {results}{moved}")
