@@ -32,27 +32,34 @@ def of_lists(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """
     fused = name.startswith("_fused_")
     if fused or not torch.is_grad_enabled():
-        specs = _specs_of(args[0])
-        if specs and name.removeprefix("_foreach_").rstrip("_") not in _OF_ALL_ELEMENTS:
-            given = [_blocks_of(value, specs) for value in args]
-            named = {key: _blocks_of(value, specs) for key, value in kwargs.items()}
-            if _UNLIKE not in given and _UNLIKE not in named.values():
-                if name.endswith("_"):
-                    for x in given[0]:
-                        refuse_copy(x, f"{name}()")
-                out = func(*given, **named)
-                return out if out is None else type(out)([_paired(x, spec) for x, spec in zip(out, specs, strict=True)])
+        found = _at_once(func, name, args, kwargs)
+        if found is not _UNLIKE:
+            return found
     if fused:
         raise ArgumentError(_FUSED.format(name, _first_unlike(args)))
     return each_of(name, *args, **kwargs)
+
+
+def _at_once(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function on the lists of blocks; `_UNLIKE` where that is not the function on the global tensors."""
+    specs = _specs_of(args[0])
+    if not specs or name.removeprefix("_foreach_").rstrip("_") in _OF_ALL_ELEMENTS:
+        return _UNLIKE
+    given = [_blocks_of(value, specs) for value in args]
+    named = {key: _blocks_of(value, specs) for key, value in kwargs.items()}
+    if any(value is _UNLIKE for value in (*given, *named.values())):
+        return _UNLIKE
+    if name.endswith("_"):
+        for x in given[0]:
+            refuse_copy(x, f"{name}()")
+    out = func(*given, **named)
+    return out if out is None else type(out)([_paired(x, spec) for x, spec in zip(out, specs, strict=True)])
 
 
 _FUSED: Final = (
     "{}(), which an optimizer with fused=True calls, takes parameters, gradients and states that lie alike, none of "
     "them a pending sum or reduced, but {}; write foreach=True"
 )
-
-
 Specs = list[TensorSpec | None]
 
 

@@ -67,6 +67,13 @@ def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> boo
     return target.dtype is torch.int64 and input.dtype.is_floating_point and [*target.shape] == rows
 
 
+def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
+    """The name of a reduction, which older options, if given, stand for."""
+    if size_average is None and reduce is None:
+        return reduction
+    return str(F._Reduction.legacy_get_string(size_average, reduce))  # type: ignore[attr-defined]
+
+
 def cross_entropy(
     x: Any,
     target: Any,
@@ -78,8 +85,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Of labels: of a sharded batch one all-reduce of two numbers, the sum and how many it is of."""
-    if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     found = above.dispatch(of_labels, (), (x, target, ignore_index))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fspmd.errors import ShapeError
 from fspmd.rules.batches import gathered
 from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.labels import reduction_of
 from fspmd.rules.reductions import along
 from fspmd.rules.values import check_values
 from fspmd.rules.whole import Whole
@@ -26,8 +27,7 @@ ELEMENTWISE: Final = (
 
 def _reduce(x: Any, reduction: str, size_average: bool | None = None, reduce: bool | None = None) -> Any:
     """By a mean or a sum, or not at all, as torch's losses are told."""
-    if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    reduction = reduction_of(size_average, reduce, reduction)
     if reduction == "batchmean":
         return x.sum() / x.size(0)
     if reduction not in ("none", "mean", "sum"):
@@ -116,8 +116,7 @@ def _triplet_margin(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    reduction = reduction_of(size_average, reduce, reduction)
 
     def distance(x: Any, y: Any) -> Any:
         return F.pairwise_distance(x, y, p, eps)
@@ -206,8 +205,7 @@ def smoothed(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Cross entropy of labels that give some of their weight to all classes alike."""
-    if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)  # type: ignore[attr-defined]
+    reduction = reduction_of(size_average, reduce, reduction)
     if not 0 <= label_smoothing <= 1:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     dim = min(1, x.dim() - 1)
