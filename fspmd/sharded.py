@@ -280,7 +280,7 @@ class Sharded(Tensor):
         return above.dispatch(Tensor.flip, (), (self, 0)) if self.spec.shape else self
 
     def __getitem__(self, index: Any) -> Any:
-        return above.dispatch(Tensor.__getitem__, (), (self, index))
+        return above.dispatch(_GETITEM, (), (self, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         above.dispatch(Tensor.__setitem__, (), (self, index, value))
@@ -361,6 +361,7 @@ class ShardedTypeError(ArgumentError, TypeError):
 
 _GRAD: Final = "_fspmd_grad"
 _DATA: Final[Any] = Tensor.data
+_GETITEM: Final[Any] = Tensor.__getitem__
 #: the shell that torch knows of a Sharded: shape and dtype, no data
 shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
 

@@ -89,16 +89,19 @@ def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[An
         key.append(len(arg))
         held, sharded = [], False
         for one in arg:
-            if type(one) in _PLAIN:
-                key.append(one)
-                held.append(one)
-            elif type(one) is Sharded:
+            what = type(one)
+            if what is Sharded:
                 key.append(one.spec)
                 held.append(one.local)
                 sharded = True
+                continue
+            held.append(one)
+            if what in _PLAIN:
+                key.append(one)
+            elif what is slice and {type(one.start), type(one.stop), type(one.step)} <= _PLAIN:
+                key += (slice, one.start, one.stop, one.step)
             else:
                 key.append(keyed(func, one))
-                held.append(one)
         blocks.append(held if sharded else arg)
     else:
         free = kind is float and float in (_kinds.get(func) or _kinds_of(func))

@@ -121,6 +121,8 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         cached, blocks = (func, x.spec, y.spec), (x.local, y.local)  # as below, at half the cost
     elif not kwargs and count == 1 and type(x := args[0]) is Sharded:
         cached, blocks = (func, x.spec), (x.local,)
+    elif not kwargs and count == 3 and type(x := args[0]) is type(y := args[1]) is type(z := args[2]) is Sharded:
+        cached, blocks = (func, x.spec, y.spec, z.spec), (x.local, y.local, z.local)
     elif kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
         x, func, kwargs = args[0], IN_C[func], None
         cached, blocks, args = (func, x.spec, dim), (x.local, dim), (x, dim)
@@ -162,7 +164,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     blocks.append(arg)
                 else:
                     add_argument(func, arg, kind, key, blocks, name)
-        cached = tuple(key)
+        cached, blocks = tuple(key), tuple(blocks)  # of which functions are called quicker than of lists
     try:
         plan = _plans[cached]
         _cache.hits += 1
@@ -185,9 +187,10 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             casts = move_operands(plan, blocks) if plan.moves else []
             if plan.casts:
                 casts += cast_operands(plan, blocks)
+        blocks = tuple(blocks)
     try:
         if plan.in_order:
-            out = plan.local(*tuple(blocks))  # quicker than of a list
+            out = plan.local(*blocks)
         elif plan.by_name:
             out = plan.local(*blocks[: len(args)], **dict(zip(kwargs, blocks[len(args) :], strict=True)))
         else:
