@@ -1,32 +1,43 @@
 """What became of a tensor when it was moved or cast, remembered on the tensor itself, for its later uses.
 
 A memory lasts as long as the tensor that has it, so which moves are found never depends on garbage collection, and all
-ranks find the same. Writing into either of the two ends it. Memories are kept apart in *scopes*: each thread, each
-recording and each run of a checkpointed function has one of its own.
+ranks find the same. Writing into either of the two ends it. Ranks must agree on that, too, so what counts is what fspmd
+has written, which it does on all ranks (`wrote`). A block that was written into by hand is refused where it is found:
+if one rank alone moved it again, it would wait for the others forever. Of writes through ``x.local.data`` torch tells
+nobody. Memories are kept apart in *scopes*: each thread, each recording and each run of a checkpointed function has one
+of its own, which is forgotten when that ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.spec import describe
+from fspmd.transport.local_tensor import blocks_of
+from fspmd.variance import unwrapped
 
 _MOVES: Final = "_fspmd_moves"
 _CASTS: Final = "_fspmd_casts"
 _ORIGIN: Final = "_fspmd_origin"
 _MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
+_WRITES: Final = "_fspmd_writes"  # on memory: how often fspmd wrote into it, and the version after that
 _ASKED: Final = "_fspmd_asked"
 _BYPASSED: Final = "_fspmd_bypassed"
 _grad_enabled = torch.is_grad_enabled
+Stamp = tuple[int, int, int]
 
 
 class _Memory(dict[Any, tuple[Any, Any, Any]]):
-    """Values with two versions, of the tensor and of them, by what was done in which scope; a copy has none."""
+    """Values with two stamps, of the tensor and of them, by what was done in which scope; a copy has none."""
 
     def __reduce__(self) -> Any:
         return _Memory, ()
@@ -43,20 +54,42 @@ class _Nothing(_Memory):
 
 
 class _Scope:
-    """One that ends: the tensors on which something is remembered in it."""
+    """One that ends: the living tensors on which something is remembered in it, under its number."""
 
-    __slots__ = ("tensors",)
+    __slots__ = ("number", "tensors")
 
     def __init__(self) -> None:
-        self.tensors: list[weakref.ref[Tensor]] = []
+        self.number = next(_numbers)
+        self.tensors: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, x: Tensor) -> None:
+        """Something is remembered on it."""
+        key, tensors = id(x), self.tensors
+        tensors[key] = weakref.ref(x, lambda _: tensors.pop(key, None))
+
+    def end(self) -> None:
+        """Nothing is remembered in it any more."""
+        for ref in list(self.tensors.values()):
+            x = ref()
+            for name in () if x is None else (_MOVES, _CASTS):
+                memory = getattr(x, name, {})
+                for key in list(memory):  # other threads may add some
+                    if type(key) is tuple and key[0] == self.number:
+                        memory.pop(key, None)
+        self.tensors.clear()
+
+    __del__ = end  # that of a thread
+
+
+_numbers: Final = itertools.count(1)
 
 
 class _Here(threading.local):
     """The scopes of a thread, of moves and of casts; the main thread begins without."""
 
     def __init__(self) -> None:
-        self.moves: Any = None if threading.current_thread() is threading.main_thread() else object()
-        self.casts: Any = self.moves
+        self.moves: _Scope | None = None if threading.current_thread() is threading.main_thread() else _Scope()
+        self.casts: _Scope | None = self.moves
 
 
 _here: Final = _Here()
@@ -75,12 +108,7 @@ def forgetting(casts: bool = True) -> Iterator[None]:
     finally:
         if _here.moves is scope:  # else a generator ends late
             _here.moves, _here.casts = before
-        for ref in scope.tensors:
-            x = ref()
-            for name in () if x is None else (_MOVES, _CASTS):
-                memory = getattr(x, name, {})
-                for key in [key for key in memory if type(key) is tuple and key[0] is scope]:
-                    memory.pop(key, None)
+        scope.end()
 
 
 def has_moves(x: Tensor) -> bool:
@@ -91,16 +119,17 @@ def has_moves(x: Tensor) -> bool:
 def moves_of(x: Tensor) -> list[Any]:
     """What was done with a tensor of which something may be remembered, in order."""
     memory: _Memory | None = x.__dict__.get(_MOVES)
-    return [] if memory is None else [what for scope, what in memory if scope is _here.moves]
+    here = _number(_here.moves)
+    return [] if memory is None else [what for number, what in list(memory) if number == here]
 
 
 def recall(x: Tensor, what: Hashable) -> Tensor | None:
     """What became of a tensor, if it is still that: neither of the two was written into since."""
     memory: _Memory | None = x.__dict__.get(_MOVES)
-    if memory is None or (found := memory.get((_here.moves, what))) is None:
+    if memory is None or (found := memory.get((_number(_here.moves), what))) is None:
         return None
     value: Tensor = found[0]
-    if found[1] != version_of(x) or found[2] != version_of(value):
+    if not (is_unwritten(x, found[1]) and is_unwritten(value, found[2])):
         return None
     is_cut_off = x.requires_grad and _grad_enabled() and not value.requires_grad  # it was made under no_grad
     return None if is_cut_off else value
@@ -109,22 +138,33 @@ def recall(x: Tensor, what: Hashable) -> Tensor | None:
 def remember(x: Tensor, what: Hashable, value: Tensor) -> None:
     """What became of a tensor, as long as that lives."""
     if not (x.is_inference() or value.is_inference()):  # of which torch does not tell what is written into
-        _memory(x, _MOVES, _here.moves)[_here.moves, what] = value, version_of(x), version_of(value)
+        scope = _here.moves
+        _memory(x, _MOVES, scope)[_number(scope), what] = value, stamp(x), stamp(value)
 
 
 def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
-    """What a tensor with a gradient was cast to, if somebody has that and the tensor was not written into since."""
+    """What a tensor with a gradient was cast to, if somebody has that. It is a view, and sees what is written.
+
+    Of what autograd has computed a write may have made another value, of another graph.
+    """
     memory: _Memory | None = x.__dict__.get(_CASTS)
     if memory is None:
         return None
-    found = memory.get(cast if _here.casts is None else (_here.casts, cast))
-    return found[0]() if found is not None and found[1] == x._version else None
+    found = memory.get(cast if _here.casts is None else (_here.casts.number, cast))
+    if found is None:
+        return None
+    if found[1] != x._version and not x.is_leaf:
+        if _writes(x)[1] <= found[1]:
+            _refuse_written(x)
+        return None
+    value: Tensor | None = found[0]()
+    return value
 
 
 def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
     """What a tensor was cast to, as long as somebody else has it: whether it lives must bear on nothing forward."""
     scope = _here.casts
-    _memory(x, _CASTS, scope)[cast if scope is None else (scope, cast)] = weakref.ref(value), x._version, 0
+    _memory(x, _CASTS, scope)[cast if scope is None else (scope.number, cast)] = weakref.ref(value), x._version, 0
 
 
 def forget(x: Tensor) -> None:
@@ -139,9 +179,59 @@ def remember_no_moves(x: Tensor) -> None:
     setattr(x, _MOVES, _Nothing())
 
 
-def version_of(x: Tensor) -> tuple[int, int]:
-    """Another one whenever a tensor was written into, or `forget` was told of it."""
-    return x._version, x.__dict__.get(_MEMORY, 0)
+def wrote(x: Tensor, soon: bool = False) -> None:
+    """Fspmd has written into a tensor, on all ranks, or will ``soon``; what is remembered of its memory ends."""
+    memory = _memory_of(x := unwrapped(x))
+    setattr(memory, _WRITES, (getattr(memory, _WRITES, _UNWRITTEN)[0] + 1, x._version + soon))
+
+
+def wrote_all(tensors: Iterable[Tensor]) -> None:
+    """The same of lists of parameters and their like, of most of which nothing can be remembered."""
+    for x in tensors:
+        if not x.is_leaf or _MOVES in x.__dict__:
+            wrote(x)
+
+
+_UNWRITTEN: Final = (0, 0)
+
+
+def _writes(x: Tensor) -> tuple[int, int]:
+    found: tuple[int, int] = getattr(_memory_of(x), _WRITES, _UNWRITTEN)
+    return found
+
+
+def _memory_of(x: Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunction():
+        return blocks_of(x)[0].untyped_storage()
+
+
+def stamp(x: Tensor) -> Stamp:
+    """By which `is_unwritten` tells whether a tensor is what it was."""
+    return x._version, x.__dict__.get(_MEMORY, 0), _writes(x)[0]
+
+
+def is_unwritten(x: Tensor, before: Stamp) -> bool:
+    """Whether a tensor is what it was, as all ranks know: not written into by fspmd, nor was `forget` told of it.
+
+    Raises:
+        ArgumentError: somebody else has written into it.
+    """
+    version, memory, writes = before
+    if x.__dict__.get(_MEMORY, 0) != memory or _writes(x)[0] != writes:
+        return False
+    if x._version != version:
+        _refuse_written(x)
+    return True
+
+
+def _refuse_written(x: Tensor) -> NoReturn:
+    with torch._C.DisableTorchFunction():
+        shown = describe(x.dtype, x.shape)
+    raise ArgumentError(
+        f"a block {shown} was written into by hand (x.local, or a block in a function) after the value it belongs to "
+        "was used: the other ranks may not know of it, and what they had of it then would be used on; write into the "
+        "Sharded itself, x.mul_(2), or make a new one: x = from_local(x.local.clone().mul_(2), spec, mesh=mesh)"
+    )
 
 
 def remember_origin(x: Tensor, origin: Callable[[Tensor, Any], Tensor | None]) -> None:
@@ -160,8 +250,13 @@ def ask_gradient(x: Tensor) -> None:
 
 
 def is_asked(x: Tensor) -> bool:
-    """Whether somebody sees the gradient of a tensor itself: a derivative, a leaf, a hook."""
-    return x.is_leaf or x.retains_grad or bool(x._backward_hooks) or _ASKED in x.__dict__
+    """Whether the gradient of a tensor itself is asked for, on all ranks: by a derivative, or of a leaf."""
+    return x.is_leaf or _ASKED in x.__dict__
+
+
+def is_hooked(x: Tensor) -> bool:
+    """Whether somebody sees the gradient of a tensor itself, perhaps on this rank alone."""
+    return x.retains_grad or bool(x._backward_hooks)
 
 
 def bypass(x: Tensor) -> None:
@@ -174,11 +269,15 @@ def is_bypassed(x: Tensor) -> bool:
     return _BYPASSED in x.__dict__
 
 
-def _memory(x: Tensor, name: str, scope: Any) -> _Memory:
+def _number(scope: _Scope | None) -> int:
+    return 0 if scope is None else scope.number
+
+
+def _memory(x: Tensor, name: str, scope: _Scope | None) -> _Memory:
     memory: _Memory | None = x.__dict__.get(name)
     if memory is None:
         memory = _Memory()
         setattr(x, name, memory)
-    if type(scope) is _Scope:
-        scope.tensors.append(weakref.ref(x))
+    if scope is not None:
+        scope.add(x)
     return memory

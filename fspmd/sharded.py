@@ -159,6 +159,7 @@ class Sharded(Tensor):
         if found is None or found.local is not gradient:
             spec = self.spec.dual
             found = self.__dict__[_GRAD] = pair(held_as(gradient, spec), spec)
+            remember_no_moves(found.local)  # backward adds to it, on some ranks perhaps
         return found
 
     @grad.setter
@@ -401,7 +402,7 @@ def refuse_bypassed(x: Any, what: str) -> None:
     if is_bypassed(x.local if type(x) is Sharded else x):
         raise ArgumentError(
             f"{what} asks for the gradient of {described(x)}, which was used in another layout and made anew there, of "
-            "what it was made of; write x.retain_grad() or x.register_hook(...) before x is used, or x = x.clone()"
+            "what it was made of; write x = x.clone() before that, and ask for that of the copy, which is gathered"
         )
 
 

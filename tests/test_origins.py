@@ -116,23 +116,39 @@ LARGER: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("made", LARGER)
 @pytest.mark.parametrize("name", ASKED)
 def test_who_asks_for_its_own_gradient_gets_it_or_an_error(name: str, made: str, late: bool) -> None:
-    """Asked before the value is used, its gradient comes by it; after, where it does not, an error says so."""
+    """A hook may be set on one rank alone, and bears on nothing that is sent: an error; of a copy it is gathered."""
     x, w, ids = torch.randn(B, S, D, dtype=F64), torch.randn(2, D, dtype=F64), torch.randint(0, 2, (B, S))
     found = []
     for lay in (lambda one, spec: one, lambda one, spec: device_put(one, spec, mesh=MESHES[0])):
         leaf = lay(w.clone(), P()).requires_grad_()
         h = LARGER[made](leaf, lay(ids, P()))
-        if not late:
-            ASKED[name](h, None)
-        loss = (lay(x, P("dp")) * h).sin().sum()
-        if late and isinstance(h, Sharded):
-            with pytest.raises(ArgumentError, match="before x is used"):
+        if isinstance(h, Sharded):
+            loss = (lay(x, P("dp")) * h).sin().sum() if late else None
+            if not late:
                 ASKED[name](h, loss)
-            return
+            if late or name in ("a hook", "retain_grad"):
+                with pytest.raises(ArgumentError, match=r"x = x\.clone\(\)"):
+                    ASKED[name](h, loss) if late else lay(x, P("dp")) * h
+            h = LARGER[made](leaf, lay(ids, P())).clone()
+        ASKED[name](h, None)
+        loss = (lay(x, P("dp")) * h).sin().sum()
         loss.backward()
         found.append(
             [device_get(one) for one in (leaf.grad, h.grad if name == "retain_grad" else None) if one is not None]
         )
+    torch.testing.assert_close(*found)
+
+
+def test_a_plain_operand_is_never_made_anew() -> None:
+    """Torch's own `retain_grad` of it, however late, is not seen here."""
+    x, w = torch.randn(B, S, D, dtype=F64), torch.randn(1, 1, D, dtype=F64)
+    found = []
+    for laid in (x, device_put(x, P("dp"), mesh=MESHES[0])):
+        h = w.clone().requires_grad_().expand(B, S, D)
+        loss = (laid * h).sin().sum()
+        h.retain_grad()
+        loss.backward()
+        found.append(h.grad)
     torch.testing.assert_close(*found)
 
 

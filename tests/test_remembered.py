@@ -15,7 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fspmd import Mesh, P, Sharded, checkpoint, communication_log, device_get, device_put, grad, jit, make_mesh
+from fspmd import (
+    ArgumentError,
+    Mesh,
+    P,
+    Sharded,
+    checkpoint,
+    communication_log,
+    device_get,
+    device_put,
+    grad,
+    jit,
+    make_mesh,
+)
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -112,6 +124,44 @@ def test_a_write_ends_what_is_remembered() -> None:
     torch.testing.assert_close(device_get(out), (2 * value).sin() + (2 * value).cos())
 
 
+#: by what name a pending sum is written into
+NAMES: dict[str, Callable[[Any], Any]] = {
+    "detached": lambda p: p.detach().mul_(2),
+    "data": lambda p: p.data.mul_(2),
+    "a row": lambda p: p[0].mul_(2),
+    "drawn": lambda p: p.normal_(),
+    "a list": lambda p: torch._foreach_mul_([p], 2.0),
+    "out": lambda p: torch.add(p, p, out=p),
+    "replayed": (twice := jit(lambda p: p.mul_(2))),
+    "replayed again": twice,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_write_by_any_name_ends_it(name: str) -> None:
+    with torch.no_grad():
+        p, _ = _pending()
+        torch.sin(p)
+        NAMES[name](p)
+        torch.testing.assert_close(device_get(torch.sin(p)), device_get(p * 1).sin())
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_a_write_by_hand_is_refused(mesh: Mesh) -> None:
+    """Which may be one of this rank alone; one of another value, or before the first use, is none of its business."""
+    p, _ = _pending(mesh)
+    with torch.no_grad():
+        p.local.mul_(2)
+        torch.sin(p)
+        (p * 1).local.mul_(2)
+        torch.sin(p)
+        p.local.mul_(2)
+        with pytest.raises(ArgumentError, match="written into by hand"):
+            torch.sin(p)
+        with pytest.raises(ArgumentError, match="written into by hand"):
+            p * 2
+
+
 def test_what_shares_memory_unseen_remembers_nothing() -> None:
     """After ``x.data = y`` neither tells the other of writes, as in torch."""
     p, value = _pending()
@@ -204,6 +254,17 @@ def test_threads_remember_apart() -> None:
     thread.join()
     assert counts == [1]
     assert _sums(lambda: torch.sin(p))[0] == 0
+
+
+def test_what_a_thread_remembers_ends_with_it() -> None:
+    p, _ = _pending()
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: torch.sin(p))
+        thread.start()
+        thread.join()
+    assert not _held(p)
+    torch.sin(p)
+    assert len(_held(p)) == 1
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -29,6 +29,7 @@ from fspmd.op_kinds import name_of
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
+from fspmd.remembered import wrote
 from fspmd.rules import writes
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -84,6 +85,7 @@ class _Either:
         out: Any = self.parts(args, kwargs)
         for i in {*written} & whole.keys():
             leaves[i].local.copy_(redistribute(whole[i].local, whole[i].spec, leaves[i].spec))
+            wrote(leaves[i].local)
         of = {id(one): leaves[i] for i, one in whole.items()}
         memory = [one.local for one in whole.values()]
 

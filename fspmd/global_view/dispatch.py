@@ -24,6 +24,7 @@ from fspmd.global_view.refusals import INSTEAD_OF_COMPILED, shown
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.redistribution.cost import replan_with
+from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import Sharded, above, held_as, is_sharded, shell
 from fspmd.spec import TensorSpec
@@ -200,6 +201,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         raise
     if casts is not None:
         if plan.writes:
+            wrote(blocks[0])
             return args[0]
         if casts:
             keep(casts, out)

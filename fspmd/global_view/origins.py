@@ -24,7 +24,7 @@ from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
-from fspmd.remembered import remember_origin, version_of
+from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
 from fspmd.spec import TensorSpec
 
 
@@ -115,19 +115,19 @@ def _is_followed(x: Any, spec: TensorSpec) -> bool:
 class _Origin:
     """The call and the operands that a value was made of, as long as none of them is written into; a copy has none."""
 
-    __slots__ = ("again", "blocks", "versions")
+    __slots__ = ("again", "blocks", "stamps")
 
     def __init__(self, again: _Again | None = None, out: Tensor | None = None, blocks: Sequence[Any] = ()) -> None:
         self.again, self.blocks = again, blocks
-        self.versions = [] if out is None else self._versions(out)
+        self.stamps: list[Stamp] = [] if out is None else [stamp(x) for x in self._tensors(out)]
 
-    def _versions(self, out: Tensor) -> list[tuple[int, int]]:
+    def _tensors(self, out: Tensor) -> list[Tensor]:
         assert self.again is not None
-        return [version_of(x) for x in (out, *(at(self.blocks, place) for place, _ in self.again.question.operands))]
+        return [out, *(at(self.blocks, place) for place, _ in self.again.question.operands)]
 
     def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
         """What it was made of made into another layout of it."""
-        if self.again is None or self.versions != self._versions(out):
+        if self.again is None or not all(map(is_unwritten, self._tensors(out), self.stamps)):
             return None
         return self.again.run(list(self.blocks), need)
 

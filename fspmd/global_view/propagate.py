@@ -25,6 +25,7 @@ from fspmd.global_view.outcomes import (
     Kind,
     Place,
     Shape,
+    at,
     by_factors,
     kernel_complaint,
     like_first,
@@ -44,6 +45,7 @@ from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
 from fspmd.rules.elementwise import elementwise
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 
 T = TypeVar("T")
@@ -87,6 +89,7 @@ class Question(NamedTuple):
     views: bool  # of the first operand are what it gives
     names: tuple[str, ...]  # of the keyword arguments
     products: Products | None  # the call on views, of which strategies are found, where dims are `Flat`
+    plain: frozenset[int] = frozenset()  # operands that are no `Sharded`
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
     @property
@@ -192,9 +195,10 @@ def ask(
         return None
     linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
-    return Question(
-        row, ordered, results, outcome.kind, factors, linear, writes(func), outcome.views, tuple(kwargs), products
-    )
+    given = [*args, *kwargs.values()]
+    plain = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
+    kind, fixed, views = outcome.kind, writes(func), outcome.views
+    return Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, plain)
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
@@ -225,10 +229,10 @@ def plan_of(
         start, followed, legs = spec, i in question.gradients, list[Leg]()
         if lie is not None and lie[i] is not spec is not need:
             start = lie[i]
-            legs.append(moves_of(spec, start, (), topology(), followed).leg)
+            legs.append(moves_of(spec, start, (), topology(), followed).leg)  # of a pending sum: it is no plain tensor
         way = moves_of(start, need, axes, topology(), followed) if start is not need else None
         if way is not None:
-            legs.append(way.leg)
+            legs.append(way.leg._replace(own=i not in question.plain))
         if legs:
             moves.append((place, tuple(legs)))
         if cast := casts_of(need, axes) if way is None else way.casts:

@@ -13,6 +13,7 @@ from fspmd.foreign import refuse_foreign
 from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.op_kinds import Op, written_operands
+from fspmd.remembered import wrote
 from fspmd.spec import describe
 from fspmd.transport.frame import Frame
 from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, inherited, join, show, storage_of
@@ -129,6 +130,7 @@ def check_writes(
         known = borrowed.get(storage_of(target)) if borrowed else None
         if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
             raise VarianceError(WRITTEN_CAST.format(op.shown))
+        wrote(target, soon=True)
 
 
 def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn:

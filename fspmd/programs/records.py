@@ -24,6 +24,7 @@ from fspmd.programs.program import owner
 from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.telling import tell_when_they_run, told_before
+from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, pair
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import LocalTensor
@@ -51,6 +52,8 @@ class Record:
 
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
     """The result, of the tensors among the leaves of the arguments, which lie in memory with some strides."""
+    for i in record.written:
+        wrote(values[i], soon=True)
     if strides != record.strides:
         return record.rebuild(relaid(record, values))
     if record.donation:

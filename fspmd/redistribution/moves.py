@@ -15,12 +15,13 @@ from fspmd.spec import P, TensorSpec
 
 
 class Leg(NamedTuple):
-    """Calls that lead a block from one layout to another."""
+    """Calls that lead a block from one layout to another; ``own``: that of a Sharded, of which fspmd knows all uses."""
 
     source: TensorSpec
     reached: TensorSpec
     calls: tuple[Call, ...]
     communicates: bool
+    own: bool = True
 
 
 class Moves(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg, moves
@@ -16,6 +17,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import (
     bypass,
     is_asked,
+    is_hooked,
     moves_of,
     origin_of,
     recall,
@@ -23,7 +25,7 @@ from fspmd.remembered import (
     remember,
     remember_cast,
 )
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, describe
 from fspmd.transport.local_tensor import blocks_of
 
 _ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
@@ -69,7 +71,9 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
 def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
     """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
     origin, grown = origin_of(x), 0 in blocks_of(x)[0].stride()
-    if not (origin or grown) or not _is_followed(x) or is_transformed() or not _only_slices(leg) or is_asked(x):
+    if not (leg.own and (origin or grown)) or not _is_followed(x) or is_transformed():
+        return None
+    if not _only_slices(leg) or is_asked(x):
         return None
     y = recall_cast(x, leg.reached)
     if y is None:
@@ -79,8 +83,17 @@ def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
             return None
         remember_cast(x, leg.reached, y)
         bypass(x)
+    if is_hooked(x):  # perhaps on this rank alone, which has sent what the others send
+        raise ArgumentError(_HOOKED.format(describe(leg.source.dtype, leg.source.shape)))
     kept.append(y)
     return y
+
+
+_HOOKED: Final = (
+    "the gradient of a value {} is asked for, by register_hook or retain_grad, but it is used in another layout, for "
+    "which it is made anew, of what it was made of, and its gradient does not come by it; write x = x.clone() on all "
+    "ranks, before that, and use the copy, whose gradient is gathered"
+)
 
 
 def _only_slices(leg: Leg) -> bool:

@@ -19,6 +19,7 @@ from fspmd.errors import ArgumentError
 from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.random.poisson import counts
+from fspmd.remembered import wrote
 from fspmd.rules.likes import Handler, Value, drawn_like, settle
 from fspmd.rules.values import check_values
 from fspmd.sharded import Sharded, above, is_sharded
@@ -119,6 +120,7 @@ def _write(name: str, x: Any, *args: Any, generator: torch.Generator | None = No
         return x.copy_(_below(x, parameters[0], generator))
     law, then = _LAWS[name](x, *args, **{_FROM.get(key, key): value for key, value in named.items()})
     x.local.copy_(drawn(x.spec, law, x.device, then, generator).local)
+    wrote(x.local)
     return x
 
 

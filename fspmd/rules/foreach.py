@@ -12,6 +12,7 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.redistribution.redistribute import from_blocks
+from fspmd.remembered import wrote_all
 from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.spec import TensorSpec
 
@@ -53,6 +54,8 @@ def _at_once(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         for x in given[0]:
             refuse_copy(x, f"{name}()")
     out = func(*given, **named)
+    if name.endswith("_"):
+        wrote_all(given[0])
     return out if out is None else type(out)([_paired(x, spec) for x, spec in zip(out, specs, strict=True)])
 
 
