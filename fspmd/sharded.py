@@ -70,6 +70,8 @@ class Sharded(Tensor):
                 f"{func} got {wrapped[0]!r}, whose block a transform of torch has wrapped; instead of torch.vmap and "
                 "torch.func use fspmd.vmap, fspmd.grad ..., or return device_get(x) from the function"
             )
+        if kwargs and kwargs.get("device") == META:  # which torch.tensor(x) has read off the shell
+            kwargs = {**kwargs, "device": given[0].device}
         followed = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if func.namespace == "aten" and (not followed or func is torch.ops.aten.detach.default):
             return above.dispatch(func, (), args, kwargs)
@@ -299,6 +301,10 @@ class Sharded(Tensor):
     def __array__(self, *args: Any, **options: Any) -> Any:
         return above.dispatch(Tensor.__array__, (), (self,))
 
+    def __array_wrap__(self, array: Any, *_: Any) -> Tensor:
+        """What a function of NumPy, such as ``np.add``, makes of the global tensor: a tensor, as of a tensor."""
+        return torch.as_tensor(array)
+
     def __index__(self) -> int:
         return int(operator.index(self.item()))
 
@@ -363,13 +369,16 @@ class ShardedTypeError(ArgumentError, TypeError):
 _GRAD: Final = "_fspmd_grad"
 _DATA: Final[Any] = Tensor.data
 _GETITEM: Final[Any] = Tensor.__getitem__
-#: the shell that torch knows of a Sharded: shape and dtype, no data
+#: The shell that torch knows of a Sharded: shape and dtype, no data. It is on the meta device, so that torch itself
+#: refuses to make it the memory of another tensor (``plain.data = x``) and then to read where nothing is.
 shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
+STRIDED: Final = torch.strided
+META: Final = torch.device("meta")
 
 
 def pair(local: Any, spec: TensorSpec) -> Sharded:
     """``Sharded(local, spec)`` without the check of its constructor. By place: names cost torch 200 ns."""
-    x = shell(Sharded, spec.shape, None, None, None, spec.dtype)
+    x = shell(Sharded, spec.shape, None, None, None, spec.dtype, STRIDED, META)
     x.local = local
     x.spec = spec
     return x
@@ -429,7 +438,7 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
         block.grad = None
         block.grad = gradient.to(block.dtype)
     with torch._C.DisableTorchFunction():
-        _DATA.__set__(x, shell(Sharded, y.spec.shape, None, None, None, y.spec.dtype))
+        _DATA.__set__(x, shell(Sharded, y.spec.shape, None, None, None, y.spec.dtype, STRIDED, META))
     x.spec = y.spec
 
 

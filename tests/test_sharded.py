@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dispatch_cases import check_case
@@ -193,3 +194,22 @@ def test_a_contiguous_copy_of_part_of_each_row_is_a_copy_on_all_ranks(rows: int)
         y[:, :3].contiguous().add_(100)
         y.contiguous().add_(1)
     assert torch.equal(device_get(x), whole)
+
+
+def test_functions_of_numpy(x: Any) -> None:
+    assert torch.equal(np.add(x, 1), PLAIN + 1)
+    assert torch.equal(np.multiply(np.float32(2), x), PLAIN * 2)
+
+
+def test_no_other_tensor_takes_its_memory(x: Any) -> None:
+    """There is none behind the shell: torch would read where nothing is."""
+    plain = torch.zeros(5, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        plain.data = x
+    with pytest.raises(RuntimeError, match="gradient with device type 'meta'"):
+        plain.grad = x
+    with pytest.raises(ArgumentError, match=r"write x.local.__dlpack_device__\(...\), of this rank's block"):
+        torch.from_dlpack(x)
+    with pytest.raises(BufferError):
+        torch.utils.dlpack.to_dlpack(x)
+    assert torch.equal(plain, torch.zeros(5, 3))

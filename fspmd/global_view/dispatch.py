@@ -26,7 +26,7 @@ from fspmd.messages import described
 from fspmd.redistribution.cost import replan_with
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
-from fspmd.sharded import Sharded, above, held_as, is_sharded, shell
+from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, shell
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 
@@ -208,7 +208,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     results = plan.results
     if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, results)
-    value = shell(Sharded, results.shape, None, None, None, results.dtype)  # type: ignore[union-attr] # as `pair` does
+    value = shell(Sharded, results.shape, None, None, None, results.dtype, STRIDED, META)  # type: ignore[union-attr] # as `pair` does
     value.local = out
     value.spec = results  # type: ignore[assignment]
     return value

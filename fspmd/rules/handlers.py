@@ -64,6 +64,7 @@ _NEW: Final = "x.new_empty(size)"
 #: methods that speak of memory, of which a rank has but a block -> what to write
 _OF_MEMORY: Final = {
     **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "storage_type", "is_set_to", "as_subclass"), _BLOCK),
+    **dict.fromkeys(("__dlpack__", "__dlpack_device__"), _BLOCK),
     **dict.fromkeys(("share_memory_", "pin_memory", "record_stream", "apply_", "map_", "map2_"), _BLOCK),
     **{"resize_": _NEW, "resize_as_": _NEW, "set_": "x = y, or x.copy_(y)"},
 }
