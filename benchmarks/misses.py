@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fspmd
 from fspmd import P, entries, pairs, spec
-from fspmd.redistribution import bounds, edges, moves, routes
+from fspmd.redistribution import bounds, edges, moves, routes, steps, straight
 from fspmd.transport import windows
 
 N = 64  # each dim of a global tensor
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[tuple[str, ...]], tuple[P, 
 #: caches of what depends on layouts or shapes
 KNOWN: list[Any] = [
     cache
-    for module in (entries, spec, pairs, bounds, edges, moves, routes, windows)
+    for module in (entries, spec, pairs, bounds, edges, moves, routes, steps, straight, windows)
     for cache in vars(module).values()
     if hasattr(cache, "cache_clear") and cache.__module__ == module.__name__
 ]
@@ -61,7 +61,7 @@ def _row(what: str, call: Callable[..., Any], world: World, specs: tuple[P, ...]
     operands = [pair(world, one.partition, one.block_shape) for one in laid_out]
     times = side_by_side(
         {
-            "ours": _first(call, [one.ours for one in operands], _forget_ours),
+            "ours": _first(call, [one.ours for one in operands], forget),
             "theirs": _first(call, [one.theirs for one in operands], _forget_theirs),
         }
     )
@@ -79,7 +79,8 @@ def _first(call: Callable[..., Any], values: list[Any], forget: Callable[[], Non
     return sample
 
 
-def _forget_ours() -> None:
+def forget() -> None:
+    """Empty all caches of plans, and of what depends on layouts or shapes."""
     fspmd.propagation_cache_clear()
     for cache in KNOWN:
         cache.cache_clear()

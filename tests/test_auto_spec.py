@@ -53,7 +53,7 @@ from fspmd.auto.repeats import ties
 from fspmd.auto.solve import Solver
 from fspmd.auto.ways import layouts, ways
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.routes import back
+from fspmd.redistribution.steps import back
 from fspmd.sharded import is_sharded
 
 FULL = os.environ.get("FSPMD_FULL") == "1"

@@ -20,7 +20,8 @@ from fspmd.global_view.strategies import strategies
 from fspmd.redistribution.bounds import bound, least_times
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
 from fspmd.redistribution.edges import edges, reblock
-from fspmd.redistribution.routes import Route, _step, route
+from fspmd.redistribution.routes import Route, route
+from fspmd.redistribution.steps import priced
 from fspmd.transport.windows import Reblock, Traffic, Window, coordinates, is_idle, traffic, window
 
 WHOLE = 1 << 30
@@ -117,7 +118,7 @@ def brute_force(mesh: Mesh, shape: tuple[int, ...], figures: Topology) -> tuple[
         words = spec.partition.unreduced, spec.partition.reduced
         others = (other for other in found if (other.partition.unreduced, other.partition.reduced) == words)
         for move, after in {*steps, *(reblock(spec, other) for other in others if other is not spec)}:
-            least[i, number[after]] = min(least[i, number[after]], _step(move, spec, after, figures).price.time)
+            least[i, number[after]] = min(least[i, number[after]], priced(move, spec, after, figures).price.time)
     for k in range(len(found)):
         least = torch.minimum(least, least[:, k : k + 1] + least[k : k + 1])
     return found, least

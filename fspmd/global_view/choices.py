@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any, Final
 
 from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, Layouts, state_of
-from fspmd.redistribution.bundles import are_many
 from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
+from fspmd.redistribution.straight import are_many
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
@@ -19,6 +20,7 @@ from fspmd.spec import P, TensorSpec
 Changes = dict[int, tuple[float, float]]
 _Option = tuple[str, Choice, Changes, bool]  # what an axis may do, what that moves, and whether it leaves pending sums
 _NOTHING: Final[Changes] = {}
+_MOST, _FEW = 512, 64  # combinations of many axes, and so many of more
 _STAY: Final[Sequence[tuple[Dims, TensorSpec]]] = ()
 
 
@@ -87,15 +89,20 @@ def ways(
                 native = _Native(axis, operands, topology) if plain else None
                 begun = topology.launch, inf
                 options.append([_option(axis, choice, reading, operands, native, begun) for choice in found])
-        for combination in _combinations(options, operands):
+        for combination in _combinations(options, operands, topology):
             least, most, choices = _together(combination, topology)
             if not plain or (bodied and not reading.whole.isdisjoint(choices.values())) or _share_a_dim(choices):
                 most = inf
             yield Way(least, most, next(place), reading, choices)
 
 
-def _combinations(options: list[list[_Option]], operands: Sequence[TensorSpec]) -> Iterator[Sequence[_Option]]:
-    """What each axis does; of many axes those that have the same part in all operands do the same."""
+def _combinations(
+    options: list[list[_Option]], operands: Sequence[TensorSpec], topology: Topology
+) -> Iterator[Sequence[_Option]]:
+    """What each axis does; of many axes those that have the same part in all operands do the same.
+
+    Where that leaves too many, those go on, axis by axis, that move the least so far.
+    """
     mesh = operands[0].mesh
     if not are_many(mesh):
         return itertools.product(*options)
@@ -104,9 +111,17 @@ def _combinations(options: list[list[_Option]], operands: Sequence[TensorSpec]) 
         places = [(_place(axis, spec), axis in spec.partition.reduced) for spec in operands]
         kinds.setdefault((n > 1, str(places), *(option[1] for option in options[i])), []).append(i)
     alike = list(kinds.values())
-    rows = itertools.product(*(range(len(options[own[0]])) for own in alike))
-    place = {i: k for k, own in enumerate(alike) for i in own}
-    return ([option[row[place[i]]] for i, option in enumerate(options)] for row in rows)
+
+    def chosen(row: Sequence[int]) -> list[_Option]:
+        return [options[i][k] for own, k in zip(alike, row, strict=False) for i in own]
+
+    rows: list[tuple[int, ...]] = [()]
+    for own in alike:
+        rows = [(*row, k) for row in rows for k in range(len(options[own[0]]))]
+        if len(rows) > _MOST:
+            rows = sorted(heapq.nsmallest(_FEW, rows, lambda row: _together(chosen(row), topology)[0]))
+    order = sorted(range(len(options)), key=[i for own in alike for i in own].__getitem__)
+    return ([found[i] for i in order] for found in map(chosen, rows))
 
 
 def _place(axis: str, spec: TensorSpec) -> int | str:

@@ -21,17 +21,17 @@ from fspmd.entries import Entry, axes_within, entry_axes
 from fspmd.global_view.choices import Way, ways
 from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import at_least, closely
-from fspmd.redistribution.bundles import are_many
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import is_searched, route
+from fspmd.redistribution.straight import are_many
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
-_EFFORT, _ROUTE = 100, 30  # of many axes: so many bounds are found, or routes, each of which takes as long as many
+_EFFORT, _ROUTE = 60, 30  # of many axes: so many bounds are found, or routes, each of which takes as long as many
 PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
 _NONE: Final = frozenset[int]()
 

@@ -13,9 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from math import comb, perm
 
-from fspmd.entries import Entry, blocks, entry_axes, entry_of
+from fspmd.entries import Axes, Entry, blocks, entry_axes, entry_of
 from fspmd.pairs import Call, call
-from fspmd.redistribution.bundles import Axes, Bundles, bundled, orders, some
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.windows import Reblock
@@ -26,22 +25,19 @@ def edges(
     target: TensorSpec,
     anywhere: bool,
     worth: Callable[[TensorSpec], bool] = lambda _: True,
-    bundles: Bundles = (),
 ) -> Iterator[tuple[Call, TensorSpec]]:
     """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``.
 
-    ``worth``: whether a layout is worth a reblock to it; there are many. ``bundles``: axes that go together where the
-    target does not say how they lie.
+    ``worth``: whether a layout is worth a reblock to it; there are many.
     """
-    yield from _settlings(spec, target, anywhere, bundles)
-    straight = bool(bundles) and not anywhere
-    yield from _gathers(spec, target, straight)
-    yield from _slices(spec, None if anywhere else target, bundles)
-    yield from _exchanges(spec, None if anywhere else target, target if straight else None)
-    yield from _reblocks(spec, target, anywhere, worth)
+    yield from _settlings(spec, target, anywhere)
+    yield from gathers(spec, target)
+    yield from _slices(spec, None if anywhere else target)
+    yield from exchanges(spec, target, anywhere)
+    yield from reblocks(spec, target, anywhere, worth)
 
 
-def _moved(
+def moved(
     spec: TensorSpec,
     entries: dict[int, Axes],
     unreduced: frozenset[str] | None = None,
@@ -81,105 +77,113 @@ def _splits(axes: Axes, wanted: Entry | None = None, straight: bool = False) -> 
     return ((axes[:i], axes[i:]) for i in places)
 
 
-def _can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
+def can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
     """Whether the minor axes of a dim can go alone: all of them always, else where all blocks are of one length."""
     return not kept or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
 
 
-def _gathers(spec: TensorSpec, target: TensorSpec, straight: bool) -> Iterator[tuple[Call, TensorSpec]]:
+def gathers(spec: TensorSpec, target: TensorSpec, straight: bool = False) -> Iterator[tuple[Call, TensorSpec]]:
+    """The minor axes of a dim, gathered; ``straight``: all that the target has not there."""
     for dim, entry in enumerate(spec.partition):
         for kept, gone in _splits(entry_axes(entry), target.partition[dim], straight):
-            if not _can_part(spec, dim, kept, gone):
-                yield reblock(spec, _moved(spec, {dim: kept}))
+            if not can_part(spec, dim, kept, gone):
+                yield reblock(spec, moved(spec, {dim: kept}))
                 continue
             options = Options(dim=dim, sizes=None if kept else lengths(spec, dim, gone))
-            yield call("all_gather_invariant", spec.mesh, gone, options), _moved(spec, {dim: kept})
+            yield call("all_gather_invariant", spec.mesh, gone, options), moved(spec, {dim: kept})
             if target.partition.reduced.issuperset(gone):
                 reduced = spec.partition.reduced.union(gone)
-                yield call("all_gather_reduced", spec.mesh, gone, options), _moved(spec, {dim: kept}, reduced=reduced)
+                yield call("all_gather_reduced", spec.mesh, gone, options), moved(spec, {dim: kept}, reduced=reduced)
 
 
 def _cuts(
-    spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False, bundles: Bundles = ()
+    spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False
 ) -> Iterator[tuple[int, Axes, Axes, Options]]:
     """Where free axes, ``whole``: all of them as they are, may cut further: as the target has them, None: anywhere.
 
     (dim, its axes, the new ones, how).
     """
-    anyhow = (free,) if whole else orders(bundled(free, bundles)) if target is None else ()
+    anyhow = (free,) if whole else _orders(free) if target is None else ()
     for dim, entry in enumerate(spec.partition):
         now, news = entry_axes(entry), anyhow
         if target is not None:
             wanted = tuple(a for a in entry_axes(target.partition[dim]) if a in free)
             news = tuple(wanted[i:j] for i, j in itertools.combinations(range(len(wanted) + 1), 2))
         for new in news:
-            if (new == free or not whole) and not set(now).intersection(new) and _can_part(spec, dim, now, new):
+            if (new == free or not whole) and not set(now).intersection(new) and can_part(spec, dim, now, new):
                 yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
 
 
-def _free(spec: TensorSpec) -> Axes:
+def free_axes(spec: TensorSpec) -> Axes:
+    """The axes over which a value is the same, in the order of the mesh."""
     return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
 
 
-def _slices(spec: TensorSpec, target: TensorSpec | None, bundles: Bundles) -> Iterator[tuple[Call, TensorSpec]]:
-    for dim, now, new, options in _cuts(spec, _free(spec), target, bundles=bundles):
-        yield call("slice", spec.mesh, new, options), _moved(spec, {dim: (*now, *new)})
+def _slices(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
+    for dim, now, new, options in _cuts(spec, free_axes(spec), target):
+        yield call("slice", spec.mesh, new, options), moved(spec, {dim: (*now, *new)})
 
 
-def _exchanges(
-    spec: TensorSpec, target: TensorSpec | None, straight: TensorSpec | None
+def exchanges(
+    spec: TensorSpec, target: TensorSpec, anywhere: bool, straight: bool = False
 ) -> Iterator[tuple[Call, TensorSpec]]:
+    """The minor axes of a dim, cutting another one instead; ``straight``: all that the target has not there."""
     for source, entry in enumerate(spec.partition):
-        wanted = None if straight is None else straight.partition[source]
-        for kept, gone in _splits(entry_axes(entry), wanted, straight is not None):
-            if not _can_part(spec, source, kept, gone):
+        for kept, gone in _splits(entry_axes(entry), target.partition[source], straight):
+            if not can_part(spec, source, kept, gone):
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
-            for dim, now, new, cut in _cuts(spec, gone, target, True):
+            for dim, now, new, cut in _cuts(spec, gone, None if anywhere else target, True):
                 options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
-                yield call("all_to_all", spec.mesh, gone, options), _moved(spec, {source: kept, dim: (*now, *new)})
+                yield call("all_to_all", spec.mesh, gone, options), moved(spec, {source: kept, dim: (*now, *new)})
 
 
-def _settlings(
-    spec: TensorSpec, target: TensorSpec, anywhere: bool, bundles: Bundles
-) -> Iterator[tuple[Call, TensorSpec]]:
+def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
     """Ends and beginnings of pending sums."""
     mesh, have, want = spec.mesh, spec.partition, target.partition
     if not (have.unreduced or have.reduced or want.unreduced or want.reduced):
         return
-    pending = mesh.ordered(have.unreduced if anywhere else have.unreduced - want.unreduced)
-    anyhow = orders(bundled(pending, bundles))
-    own = [axes for axes in _wanted(pending, target) if axes not in anyhow] if bundles else []
-    for axes in (*anyhow, *own):
-        left = have.unreduced.difference(axes)
-        summed = mesh.ordered(frozenset(axes))
-        yield call("psum_unreduced", mesh, summed), _moved(spec, {}, left)
-        if want.reduced.issuperset(axes):
-            yield call("psum_to_reduced", mesh, summed), _moved(spec, {}, left, have.reduced.union(axes))
-        there = target if axes in own else None  # parts are fewer bytes to move on
-        for dim, now, new, options in _cuts(spec, axes, there, True):
-            after = _moved(spec, {dim: (*now, *new)}, left)
-            yield call("psum_scatter_unreduced", mesh, new, options), after
-    free = frozenset(_free(spec))
-    reduced = mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced)
-    for axes in some(bundled(reduced, bundles), anywhere):
-        yield call("reduced_to_invariant", mesh, axes), _moved(spec, {}, None, have.reduced.difference(axes))
-    for axes in some(bundled(mesh.ordered(free & want.reduced), bundles), anywhere):
-        yield call("invariant_to_reduced", mesh, axes), _moved(spec, {}, None, have.reduced.union(axes))
-    for axes in some(bundled(mesh.ordered(free & want.unreduced), bundles), anywhere):
-        yield call("invariant_to_unreduced", mesh, axes), _moved(spec, {}, have.unreduced.union(axes))
+    for axes in _orders(mesh.ordered(have.unreduced if anywhere else have.unreduced - want.unreduced)):
+        yield from sums(spec, target, mesh.ordered(frozenset(axes)))
+        for dim, now, new, options in _cuts(spec, axes, None, True):
+            yield scatter(spec, dim, now, new, options)
+    free = frozenset(free_axes(spec))
+    for axes in _some(mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced), anywhere):
+        yield call("reduced_to_invariant", mesh, axes), moved(spec, {}, None, have.reduced.difference(axes))
+    for axes in _some(mesh.ordered(free & want.reduced), anywhere):
+        yield call("invariant_to_reduced", mesh, axes), moved(spec, {}, None, have.reduced.union(axes))
+    for axes in _some(mesh.ordered(free & want.unreduced), anywhere):
+        yield call("invariant_to_unreduced", mesh, axes), moved(spec, {}, have.unreduced.union(axes))
 
 
-def _wanted(pending: Axes, target: TensorSpec) -> Iterator[Axes]:
-    """The pending axes that the target has in one dim, and those over which it is whole."""
-    cut = [tuple(axis for axis in entry_axes(entry) if axis in pending) for entry in target.partition]
-    reduced = tuple(axis for axis in pending if axis in target.partition.reduced)
-    whole = tuple(axis for axis in pending if axis not in target.partition.axes and axis not in reduced)
-    return (axes for axes in (*cut, reduced, whole) if axes)
+def sums(spec: TensorSpec, target: TensorSpec, axes: Axes) -> Iterator[tuple[Call, TensorSpec]]:
+    """Pending sums over axes, ended on every rank."""
+    left = spec.partition.unreduced.difference(axes)
+    yield call("psum_unreduced", spec.mesh, axes), moved(spec, {}, left)
+    if target.partition.reduced.issuperset(axes):
+        yield call("psum_to_reduced", spec.mesh, axes), moved(spec, {}, left, spec.partition.reduced.union(axes))
 
 
-def _reblocks(
-    spec: TensorSpec, target: TensorSpec, anywhere: bool, worth: Callable[[TensorSpec], bool]
+def scatter(spec: TensorSpec, dim: int, now: Axes, new: Axes, options: Options) -> tuple[Call, TensorSpec]:
+    """Pending sums over axes, ended in parts of a dim that other axes may cut already."""
+    after = moved(spec, {dim: (*now, *new)}, spec.partition.unreduced.difference(new))
+    return call("psum_scatter_unreduced", spec.mesh, new, options), after
+
+
+@functools.lru_cache(maxsize=1024)
+def _orders(axes: Axes) -> tuple[Axes, ...]:
+    """Every choice of axes in every order."""
+    return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
+
+
+def _some(axes: Axes, any_of_them: bool) -> list[Axes]:
+    """All of the axes, or every choice of them."""
+    counts = range(1 if any_of_them else max(1, len(axes)), len(axes) + 1)
+    return list(itertools.chain.from_iterable(itertools.combinations(axes, n) for n in counts))
+
+
+def reblocks(
+    spec: TensorSpec, target: TensorSpec, anywhere: bool, worth: Callable[[TensorSpec], bool] = lambda _: True
 ) -> Iterator[tuple[Call, TensorSpec]]:
     """All dims at once to how the target has them, as far as axes are not pending.
 
@@ -191,7 +195,7 @@ def _reblocks(
     goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
     stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
     # in order: every rank must take the same of equal routes
-    goals = dict.fromkeys(_moved(spec, dict(enumerate(axes))) for axes in (goal, stay))
+    goals = dict.fromkeys(moved(spec, dict(enumerate(axes))) for axes in (goal, stay))
     if anywhere:
         goals |= _placements(spec.with_partition(P(unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)))
     for after in goals:
@@ -208,13 +212,13 @@ _MANY = 500  # placements, of which only those are looked at that lead towards t
 @functools.lru_cache(maxsize=64)
 def _placements(spec: TensorSpec) -> dict[TensorSpec, None]:
     """Every way to cut the dims of a whole tensor over axes that are free, in every order, unless they are too many."""
-    axes, ndim = _free(spec), spec.ndim
+    axes, ndim = free_axes(spec), spec.ndim
     found: dict[TensorSpec, None] = {}
     few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
     for order in itertools.permutations(axes) if few else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
             cuts = (tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim))
-            found[_moved(spec, dict(enumerate(cuts)))] = None
+            found[moved(spec, dict(enumerate(cuts)))] = None
     return found
 
 
@@ -232,4 +236,4 @@ def _is_native(spec: TensorSpec, now: list[Axes], after: TensorSpec) -> bool:
         return False
     (dim,) = changed
     few, many = sorted((now[dim], entry_axes(wanted[dim])), key=len)
-    return many[: len(few)] == few and _can_part(spec, dim, few, many[len(few) :])
+    return many[: len(few)] == few and can_part(spec, dim, few, many[len(few) :])

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Topology, price
 from fspmd.redistribution.cost import moves as is_moving
-from fspmd.redistribution.routes import Route, Step, back, route
+from fspmd.redistribution.routes import Route, route
+from fspmd.redistribution.steps import Step, back
 from fspmd.spec import P, TensorSpec
 
 

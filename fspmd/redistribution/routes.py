@@ -13,37 +13,23 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import micros
 from fspmd.pairs import Call, call
-from fspmd.redistribution.bounds import at_least, bounded, closely
-from fspmd.redistribution.bundles import Bundles, are_many, bundles_of
-from fspmd.redistribution.cost import FREE, Price, Topology, links_differ, price
+from fspmd.redistribution.bounds import bounded, closely
+from fspmd.redistribution.cost import FREE, Price, Topology, links_differ
 from fspmd.redistribution.edges import edges, reblock
+from fspmd.redistribution.steps import Step, held, priced, short
+from fspmd.redistribution.straight import are_many, leaving, straight
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
-from fspmd.transport.windows import Reblock, Regroup, lacking, traffic
+from fspmd.transport.windows import Reblock, Regroup, lacking
 
 Sizes = tuple[int, ...]
 Label = tuple[float, int, int]  # µs, bytes held, steps by weight
-
-
-class Step(NamedTuple):
-    """One collective, the layout it leads to, and what it costs each rank."""
-
-    call: Call
-    spec: TensorSpec
-    price: Price
-
-    def __str__(self) -> str:
-        if self.call.options.dims is not None:
-            return f"view -> {_short(self.spec)}: nothing moves"
-        over = ", ".join(map(repr, self.call.axes or self.call.mesh.axis_names))
-        cost = f"{self.price.moved:,.0f} B, {micros(self.price.time)}, holds {self.price.peak:,} B"
-        return f"{self.call.pair.name} over {over} -> {_short(self.spec)}: {cost}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +47,7 @@ class Route:
     @property
     def price(self) -> Price:
         """Of all steps: bytes and times add up, the peak is the highest."""
-        return sum((step.price for step in self.steps), Price(0.0, 0.0, _bytes(self.source)))
+        return sum((step.price for step in self.steps), Price(0.0, 0.0, held(self.source)))
 
     def __str__(self) -> str:
         where = repr(self.source.mesh)
@@ -69,7 +55,7 @@ class Route:
             where += f", then {self.target.mesh!r}"
         return "\n".join(
             (
-                f"{_short(self.source)} -> {_short(self.target)} on {where}",
+                f"{short(self.source)} -> {short(self.target)} on {where}",
                 *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
                 str(self.price),
                 *self._told(),
@@ -82,14 +68,6 @@ class Route:
         return [f"there are too many routes to look at all of them; none takes less than {micros(self.bound)}"]
 
     __repr__ = __str__
-
-
-def _short(spec: TensorSpec) -> str:
-    return repr(spec).partition(" on ")[0]
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return prod(spec.block_shape) * spec.dtype.itemsize
 
 
 @functools.lru_cache(maxsize=8192)
@@ -154,66 +132,47 @@ def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tup
 
 
 def _viewing(before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
-    return _step(call("view", before.mesh, (), Options(dims=Regroup(before, after))), before, after, topology)
-
-
-_PATIENCE = 800  # layouts
-_HASTE = 1.5  # what the least time ahead is weighed with, where axes are many
+    return priced(call("view", before.mesh, (), Options(dims=Regroup(before, after))), before, after, topology)
 
 
 def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
-    """By edges that lead towards the target; then, where ways round may pay, over all.
-
-    On many axes those over links of one kind go together where sums end, unless the target says how they lie.
-    """
-    many = are_many(source.mesh)
-    bundles = bundles_of(source, target, topology, 2) if many else ()
-    if (one := _direct(source, target, topology, bundles)) is not None:
+    """By edges that lead towards the target; then, where ways round may pay, over all. On many axes `straight`."""
+    if (one := _direct(source, target, topology)) is not None:
         return Route(source, target, (one,))
-    steps = _towards(source, target, topology, bundles, _HASTE if many else 0.0)
-    if many:
+    if are_many(source.mesh):
+        steps = straight(source, target, topology)
         least, time = closely(source, target, topology), sum(step.price.time for step in steps)
         return Route(source, target, steps, least if time > least + 1e-6 else None)
+    steps = _towards(source, target, topology)
     if directly or not _round_pays(source, target, topology):
         return Route(source, target, steps)
     return _round(source, target, topology, steps)
 
 
-def _towards(
-    source: TensorSpec, target: TensorSpec, topology: Topology, bundles: Bundles, weight: float
-) -> tuple[Step, ...]:
-    """By edges that lead towards the target: Dijkstra's algorithm, or with a ``weight`` A*, which goes there straight.
-
-    With a weight above 1 a route may take as many times as long as the quickest. Then, too, the search goes on from
-    the nearest layout alone whenever it has looked at many.
-    """
-    order, looked = itertools.count(), 0
-    queue: list[tuple[float, float, int, int, int, TensorSpec, tuple[Step, ...]]] = []
-    heapq.heappush(queue, (0.0, 0.0, 0, 0, next(order), source, ()))
+def _towards(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """By edges that lead towards the target: Dijkstra's algorithm."""
+    order = itertools.count()
+    queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
     done: set[TensorSpec] = set()
     while True:
-        _, time, peak, length, _, spec, steps = heapq.heappop(queue)
+        time, peak, length, _, spec, steps = heapq.heappop(queue)
         if spec is target:
             return steps
         if spec in done:
             continue
         done.add(spec)
-        if weight and looked > _PATIENCE:
-            queue, done, looked = [min(queue, key=lambda one: (one[0] - one[1], one))] if queue else [], {spec}, 0
-        for move, after in edges(spec, target, False, bundles=bundles):
+        for move, after in edges(spec, target, False):
             if after not in done:
-                looked += 1
-                step = _step(move, spec, after, topology)
+                step = priced(move, spec, after, topology)
                 label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
-                ahead = weight * at_least(after, target, topology) if weight else 0.0
-                heapq.heappush(queue, (label[0] + ahead, *label, next(order), after, (*steps, step)))
+                heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
 
 
-def _direct(source: TensorSpec, target: TensorSpec, topology: Topology, bundles: Bundles) -> Step | None:
+def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
     """The collective from the one to the other that no route beats, if it is plain to see."""
-    for move, after in edges(source, target, False, bundles=bundles):
+    for move, after in leaving(source, target) if are_many(source.mesh) else edges(source, target, False):
         if after is target and move.pair.name != "reblock":
-            step = _step(move, source, target, topology)
+            step = priced(move, source, target, topology)
             return step if _is_unbeaten(step, source, topology) else None
     return None
 
@@ -271,7 +230,7 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
         return False
 
     def take(label: Label, move: Call, before: TensorSpec, after: TensorSpec, steps: tuple[Step, ...]) -> None:
-        step = _step(move, before, after, topology)
+        step = priced(move, before, after, topology)
         time, peak, length = label
         push((time + step.price.time, max(peak, step.price.peak), length + _weight(move)), after, (*steps, step))
 
@@ -305,8 +264,8 @@ def _begins(mesh: Mesh, topology: Topology) -> float:
 
 def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
     """What a reblock takes at least: what its last rank receives, or whose block grows."""
-    size = _bytes(after)
-    lacks = max(lacking(before, after) * before.dtype.itemsize, size - _bytes(before))
+    size = held(after)
+    lacks = max(lacking(before, after) * before.dtype.itemsize, size - held(before))
     link = topology.link(move.mesh, move.axes)
     sending = topology.launch + link.latency + lacks / link.bandwidth if lacks > 0 else 0.0
     return sending + 2 * size / topology.memory
@@ -328,22 +287,6 @@ def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> b
     )
 
 
-def _step(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
-    blocks = move.options.move
-    moved = None if blocks is None else traffic(blocks)
-    received = None if moved is None else (moved.messages, moved.elements * before.dtype.itemsize)
-    held, message = 0 if move.options.dims is not None else _bytes(before), None
-    if not (before.even and after.even) and moved is None:
-        message = prod(map(min, before.block_shape, after.block_shape)) * before.dtype.itemsize
-    cost = price(move.pair.kernel, before.mesh, move.axes, held, _bytes(after), topology, received, message=message)
-    return Step(move, after, cost)
-
-
-def back(step: Step, before: TensorSpec, topology: Topology) -> Price:
-    """What the transpose of a step costs, which leads back to ``before``."""
-    return _step(step.call.transposed, step.spec, before, topology).price
-
-
 def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
     """To another mesh in one move, before which pending sums end unless both meshes have them on the same ranks."""
     starts, end = [source], target
@@ -352,7 +295,7 @@ def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
     leave = _within(end, target, topology).steps
     ways = []
     for start in starts:
-        step = _step(reblock(start, end)[0], start, end, topology)
+        step = priced(reblock(start, end)[0], start, end, topology)
         ways.append((*_within(source, start, topology).steps, step, *leave))
     return min(ways, key=lambda steps: sum((step.price for step in steps), FREE).rank)
 

@@ -25,7 +25,8 @@ from fspmd.operators import REFLECTED
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.routes import Route, Step
+from fspmd.redistribution.routes import Route
+from fspmd.redistribution.steps import Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec

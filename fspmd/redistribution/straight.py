@@ -1,0 +1,138 @@
+"""Routes on meshes of many axes, by a search that looks at few layouts: orders of n axes are n! ways to cut a dim.
+
+Between two collectives all that moves nothing happens at once: slices as the target has them, and casts. Sums end over
+runs of the pending axes, in the order of the target, on every rank or in parts, which lie where the target has them or
+in one other dim. All else goes straight to where the target has it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from math import inf
+from typing import Final
+
+from fspmd.entries import Axes, entry_axes
+from fspmd.meshes.mesh import Mesh
+from fspmd.pairs import Call, call
+from fspmd.redistribution.bounds import bounded
+from fspmd.redistribution.cost import Topology
+from fspmd.redistribution.edges import can_part, exchanges, free_axes, gathers, lengths, moved, reblocks, scatter, sums
+from fspmd.redistribution.steps import Step, priced
+from fspmd.spec import TensorSpec
+from fspmd.transport import Options
+
+#: axes of more than one rank in all whose orders are looked at
+MOST: Final = 3
+_PATIENCE: Final = 60  # collectives that are priced; from there on what looks best is taken
+_HASTE: Final = 1.5  # what the least time ahead is weighed with
+
+
+def are_many(mesh: Mesh) -> bool:
+    """Whether a mesh has too many axes to look at all their orders."""
+    return sum(n > 1 for n in mesh.shape.values()) > MOST
+
+
+def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """The steps from one layout to another: weighted A*, which after a while goes on from the nearest layout alone."""
+    order, looked, done = itertools.count(), 0, set[TensorSpec]()
+    queue: list[tuple[float, float, int, int, int, TensorSpec, tuple[Step, ...]]] = []
+
+    def push(time: float, peak: int, before: TensorSpec, steps: tuple[Step, ...]) -> None:
+        free = _free_steps(before, target, topology)
+        steps, spec = (*steps, *free), free[-1].spec if free else before
+        if spec not in done:
+            time = round(time + sum(step.price.time for step in free), 9)
+            ahead = _HASTE * bounded(target, topology)(spec)
+            heapq.heappush(queue, (time + ahead, time, peak, len(steps), next(order), spec, steps))
+
+    push(0.0, 0, source, ())
+    while True:
+        _, time, peak, _, _, spec, steps = heapq.heappop(queue)
+        if spec is target:
+            return steps
+        if spec in done:
+            continue
+        done.add(spec)
+        if looked > _PATIENCE:  # each collective leads on, so this ends
+            done.clear()
+            queue.clear()
+        for move, after in leaving(spec, target):
+            looked += 1
+            step = priced(move, spec, after, topology)
+            push(time + step.price.time, max(peak, step.price.peak), after, (*steps, step))
+
+
+def leaving(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
+    """The collectives that lead on."""
+    pending = _pending(spec, target)
+    for i, j in itertools.combinations(range(len(pending) + 1), 2):
+        run = pending[i:j]
+        yield from sums(spec, target, spec.mesh.ordered(frozenset(run)))
+        for dim in _for_parts(spec, target, run):
+            now = entry_axes(spec.partition[dim])
+            options = Options(dim=dim, sizes=None if now else lengths(spec, dim, run))
+            yield scatter(spec, dim, now, run, options)
+    if not pending:
+        yield from gathers(spec, target, True)
+        yield from exchanges(spec, target, False, True)
+        yield from reblocks(spec, target, False)
+
+
+def _pending(spec: TensorSpec, target: TensorSpec) -> Axes:
+    """The axes whose sums must end: as the target cuts dims, then those over which it is reduced, then whole."""
+    want, ends = target.partition, spec.partition.unreduced - target.partition.unreduced
+    if not ends:
+        return ()
+    cut = [axis for entry in want for axis in entry_axes(entry)]
+    rest = [axis for axis in spec.mesh.axis_names if axis not in cut]
+    return tuple(axis for axis in (*cut, *sorted(rest, key=lambda one: one not in want.reduced)) if axis in ends)
+
+
+def _for_parts(spec: TensorSpec, target: TensorSpec, run: Axes) -> Iterator[int]:
+    """The dim in whose parts sums may end as the target has them; and one other, in equal parts."""
+    other, least = None, (inf, 0.0)
+    for dim, (entry, wanted) in enumerate(zip(spec.partition, target.partition, strict=True)):
+        now, then = entry_axes(entry), entry_axes(wanted)
+        if not can_part(spec, dim, now, run):
+            continue
+        if run == tuple(axis for axis in then if axis in run):
+            yield dim
+        elif lengths(spec, dim, (*now, *run)) is None:
+            taken = len(now) + len(then), -spec.block_shape[dim]
+            other, least = (dim, taken) if taken < least else (other, least)
+    if other is not None:
+        yield other
+
+
+def _free_steps(spec: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
+    """All that leads on and moves nothing."""
+    found: list[Step] = []
+    mesh, want = spec.mesh, target.partition
+
+    def take(name: str, axes: Axes, after: TensorSpec, options: Options = Options()) -> None:  # noqa: B008
+        nonlocal spec
+        found.append(priced(call(name, mesh, axes, options), spec, after, topology))
+        spec = after
+
+    have = spec.partition
+    if axes := mesh.ordered(have.reduced - want.reduced):
+        take("reduced_to_invariant", axes, moved(spec, {}, None, have.reduced & want.reduced))
+    free = frozenset(free_axes(spec))
+    if not free:
+        return tuple(found)
+    for dim, entry in enumerate(want):
+        now, then = entry_axes(spec.partition[dim]), entry_axes(entry)
+        if len(then) == len(now) or then[: len(now)] != now:
+            continue
+        new = tuple(itertools.takewhile(free.__contains__, then[len(now) :]))
+        if new and can_part(spec, dim, now, new):
+            options = Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
+            take("slice", new, moved(spec, {dim: (*now, *new)}), options)
+    have = spec.partition
+    if axes := mesh.ordered(free & want.reduced):
+        take("invariant_to_reduced", axes, moved(spec, {}, None, have.reduced.union(axes)))
+    if axes := mesh.ordered(free & want.unreduced):
+        take("invariant_to_unreduced", axes, moved(spec, {}, have.unreduced.union(axes)))
+    return tuple(found)
