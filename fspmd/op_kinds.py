@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 
+from fspmd.errors import ArgumentError
 from fspmd.variance import get_variance
 
 Predicate = Callable[..., bool]
@@ -301,9 +303,23 @@ _SOMETIMES: Final[dict[str, Predicate]] = {
 OPS: Final[dict[Any, Op]] = {}
 
 
+#: what to write in place of functions that torch compiles as a whole, with the functions that they run
+INSTEAD_OF_COMPILED = (
+    "For while_loop, cond, scan and map write Python's own while, if and for, with x.item() for a condition; for "
+    "flex_attention write F.scaled_dot_product_attention(q, k, v, attn_mask=...), or run it rank by rank: "
+    "fspmd.shard_map(lambda q, k, v: fspmd.rank_map(flex_attention, q, k, v), ...)"
+)
+
+
 def learn(func: Any) -> Op:
-    """The traits of a torch function, method, property getter or op from ``torch.ops``; kept in `OPS`."""
+    """The traits of a torch function, method, property getter or op from ``torch.ops``; kept in `OPS`.
+
+    Raises:
+        ArgumentError: it runs functions that torch compiles; no types are known of what these compute.
+    """
     name = name_of(func)
+    if isinstance(func, HigherOrderOperator):
+        raise ArgumentError(f"{name}() runs functions that torch compiles, not in bodies. {INSTEAD_OF_COMPILED}")
     schema = getattr(func, "_schema", None)
     seeded = schema is not None and torch.Tag.nondeterministic_seeded in func.tags
     elementwise = name.startswith(("_foreach_", "_fused_"))

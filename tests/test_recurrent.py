@@ -10,6 +10,8 @@ import pytest
 import torch
 from processes import Processes
 from torch import nn
+from torch._higher_order_ops.map import map as hop_map
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -113,3 +115,17 @@ def test_operators_that_run_functions_say_what_to_write() -> None:
     for name, call in calls.items():
         with pytest.raises(FspmdError, match=rf"^{name}\(\) runs functions .* write Python's own while, if and for"):
             call()
+
+
+def test_in_bodies_too() -> None:
+    """Where nothing is known of the types of what torch compiles; `rank_map` runs them as they are."""
+    x = device_put(torch.randn(4, 3), P("x"), mesh=make_mesh((2,), ("x",), transport="simulation"))
+    calls: tuple[Callable[[Any], Any], ...] = (
+        lambda x: while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))[1],
+        lambda x: hop_map(lambda row: row * 8, x),
+    )
+    for f in calls:
+        with pytest.raises(FspmdError, match=r"\(\) runs functions that torch compiles, not in bodies. .*rank_map"):
+            shard_map(f, mesh=x.spec.mesh, in_specs=P("x"), out_specs=P("x"))(x)
+        ranks = shard_map(lambda x: rank_map(f, x), mesh=x.spec.mesh, in_specs=P("x"), out_specs=P("x"))  # noqa: B023
+        torch.testing.assert_close(device_get(ranks(x)), device_get(x) * 8)

@@ -20,9 +20,10 @@ from fspmd.global_view.decompose import sharded_values
 from fspmd.global_view.operands import cast_operands, keep, move_operands
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
-from fspmd.global_view.refusals import INSTEAD_OF_COMPILED, shown
+from fspmd.global_view.refusals import shown
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
+from fspmd.op_kinds import INSTEAD_OF_COMPILED
 from fspmd.redistribution.cost import replan_with
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C

@@ -10,7 +10,7 @@ import torch
 
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import quoted
-from fspmd.op_kinds import name_of
+from fspmd.op_kinds import INSTEAD_OF_COMPILED, name_of
 from fspmd.operators import OPERATORS
 from fspmd.spec import P, TensorSpec
 
@@ -56,13 +56,6 @@ def refuse_higher_order(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
     """Raise for what torch compiles as a whole, with the functions that it runs."""
     given = ", ".join(f"Sharded {spec!r}" for spec in specs)
     raise NoRuleError(f"{shown(func)} runs functions that torch compiles, which take no {given}. {INSTEAD_OF_COMPILED}")
-
-
-INSTEAD_OF_COMPILED = (
-    "For while_loop, cond, scan and map write Python's own while, if and for, with x.item() for a condition; for "
-    "flex_attention write F.scaled_dot_product_attention(q, k, v, attn_mask=...), or run it rank by rank: "
-    "fspmd.shard_map(lambda q, k, v: fspmd.rank_map(flex_attention, q, k, v), ...)"
-)
 
 
 def refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
