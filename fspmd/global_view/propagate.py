@@ -196,9 +196,9 @@ def ask(
     linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
     given = [*args, *kwargs.values()]
-    plain = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
+    bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
     kind, fixed, views = outcome.kind, writes(func), outcome.views
-    return Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, plain)
+    return Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, bare)
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
