@@ -13,6 +13,7 @@ from processes import Processes
 from simulated import F64
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fspmd
 from fspmd import (
@@ -366,6 +367,52 @@ def test_what_a_style_moves_has_the_path_of_the_module_and_the_name_of_the_style
         fspmd.functional_call(model, params, x, styles=plan).sum().backward()
     told = [(one.backward, one.cause.what, one.cause.written, "self.down(" in one.cause.text) for one in log]
     assert told[:2] == [(False, f"{i}.down: RowwiseParallel", True, True) for i in (0, 1)]
+
+
+class _Encoder(torch.nn.Module):
+    """Its blocks are called through a method, and checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([_Block(), _Block()])
+
+    def encode(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_what_moves_while_a_module_runs_has_its_path() -> None:
+    """Forward, backward and computed again, called straight and through a method, replayed by a record."""
+    model = _Encoder()
+    specs = {name: P("x") if ".up." in name else P() for name, _ in model.named_parameters()}
+    params = {
+        name: device_put(w.detach(), specs[name], mesh=LINE).requires_grad_() for name, w in model.named_parameters()
+    }
+    x = put(8, 8, spec=P("x"), grad=False).to(torch.float32)
+    expected = {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "down")}
+
+    def step(params: Any) -> Any:
+        with fspmd.attached(model, params):
+            loss = model.encode(x).square().sum()
+        return torch.autograd.grad(loss, list(params.values()))
+
+    replayed = fspmd.jit(step, passes=())
+    replayed(params)
+    for f in (step, replayed):
+        with communication_log() as log:
+            f(params)
+        assert {one.cause.module for one in log} == expected
+        assert {one.cause.module for one in log.backward} == expected
+    assert all(one.cause.by == f"{one.cause.module}: linear()" in str(log) for one in log)
+    layer = {name.removeprefix("layers.0."): w for name, w in params.items() if "layers.0" in name}
+    with communication_log() as log:  # a part that is called by itself has its path in the model
+        fspmd.functional_call(model.layers[0], layer, x)
+    assert {one.cause.module for one in log} == {"layers.0.up", "layers.0.down"}
+    del model.layers[0]
+    with communication_log() as log:
+        step({name.replace("layers.1", "layers.0"): w for name, w in params.items() if "layers.1" in name})
+    assert {one.cause.module for one in log} == {"layers.0.up", "layers.0.down"}
 
 
 def _ranges(f: Callable[[], Any]) -> Counter[str]:

@@ -18,6 +18,7 @@ from fspmd.modules.arranged import hook, stands
 from fspmd.modules.paths import leaves_by_name, near
 from fspmd.modules.plans import ParallelPlan
 from fspmd.tracing import RecomputeContext, recomputed_in
+from fspmd.watching.module_paths import name_modules_of
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
@@ -161,6 +162,7 @@ class Attachment:
         if failures:
             refuse(f"{what} of {type(module).__name__}: params does not fit the module", failures)
         self.what, self.turn = what, turn_of(module)
+        name_modules_of(module)
         self.slots = {name: slots[name] for name in values}
         self.values = values
         self.recurrent = [ref(owner) for owner in module.modules() if isinstance(owner, nn.RNNBase)]

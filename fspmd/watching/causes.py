@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
@@ -14,6 +14,7 @@ import optree
 import torch
 
 from fspmd.global_view.refusals import shown
+from fspmd.watching.module_paths import path_of
 
 _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # which run what the user gave them
@@ -41,7 +42,8 @@ class Cause:
     """The torch function or the function of fspmd that the user called, and where.
 
     ``written``: the user asked for the communication itself, rather than for something that implies it. ``why``: what
-    stands in the way of a plan that moves less, if something does.
+    stands in the way of a plan that moves less, if something does. ``module``: the path of the module that ran,
+    ``layers.0.mlp.up``; empty for the model itself, and where none did.
     """
 
     what: str
@@ -49,6 +51,13 @@ class Cause:
     file: str = ""
     line: int = 0
     why: str = ""
+    module: str = field(default="", compare=False)
+
+    @property
+    def by(self) -> str:
+        """``layers.0.mlp.up: linear()``: the module, and what was called there."""
+        named = not self.module or self.what.startswith(f"{self.module}: ")  # as a style's are
+        return self.what if named else f"{self.module}: {self.what}"
 
     @property
     def where(self) -> str:
@@ -92,6 +101,7 @@ def trace() -> Trace:
     outermost: FrameType | None = None
     style = edges = why = ""  # what arranges values; whether a body's entries or exits are at work
     frame: FrameType | None = sys._getframe(1)
+    innermost = frame
     while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
         if file.is_ours:
             outermost = frame
@@ -109,7 +119,7 @@ def trace() -> Trace:
     what = shown(op.f_locals["func"]) if op is not None else style or _name(outermost, edges)
     written = op is None and what != _NAMES["hooks.py"]
     place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-    return Trace(tuple(dispatches), frame, Cause(what, written, *place, why))
+    return Trace(tuple(dispatches), frame, Cause(what, written, *place, why, path_of(innermost)))
 
 
 def _name(outermost: FrameType | None, edges: str) -> str:

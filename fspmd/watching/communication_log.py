@@ -55,7 +55,7 @@ def _cells(one: Communication) -> tuple[str, ...]:
     block = f"{short_dtype(one.dtype)}[{', '.join(map(str, one.shape))}]"
     cost = (f"{one.price.moved:,.0f} B", micros(one.price.time))
     why = f": {one.cause.why}" if one.cause.why else ""
-    by = one.cause.what if one.cause.written else f"{one.cause.what} (implicit{why})"
+    by = one.cause.by if one.cause.written else f"{one.cause.by} (implicit{why})"
     way = "backward" if one.backward else "forward"
     return (way, f"{one.kind} over {axes}", block, *cost, by, one.cause.where, one.cause.text)
 
@@ -66,10 +66,10 @@ def communication_log() -> Iterator[CommunicationLog]:
 
     Each is a `Communication`: the row of the pair table, mesh axes, the block it takes, bytes that a rank sends and µs
     by the cost model, whether it ran in backward, and its cause: the torch function or the function of fspmd that the
-    user called, the user's file and line. A collective of backward has the cause of what it is the gradient of, if that
-    ran within a log, too. A pcast, a slice or a group of one rank moves nothing and is not recorded; nor are shapes and
-    complaints that ranks tell each other. In a simulation a collective of all ranks counts once. Leaves of a tree that
-    a process group packs into one collective are one; in a simulation each is its own.
+    user called, the module that ran, the user's file and line. A collective of backward has the cause of what it is the
+    gradient of, if that ran within a log, too. A pcast, a slice or a group of one rank moves nothing and is not
+    recorded; nor are shapes and complaints that ranks tell each other. In a simulation a collective of all ranks counts
+    once. Leaves of a tree that a process group packs into one collective are one; in a simulation each is its own.
 
     Of a recorded program that is replayed (`jit`) it is what the record communicates, in the record's order: told
     when its forward or its backward begins, or as each begins where values decide what is sent.

@@ -126,7 +126,7 @@ class _Watched(StandIn):
 def label(call: Call, cause: Cause) -> str:
     """A collective in a trace of torch's profiler: its name and axes, who asked for it, and the user's line."""
     axes = ", ".join(call.axes or call.mesh.axis_names)
-    return f"fspmd::{call.pair.name}[{axes}] {cause.what} ({cause.where})"
+    return f"fspmd::{call.pair.name}[{axes}] {cause.by} ({cause.where})"
 
 
 def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> None:
