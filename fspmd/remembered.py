@@ -10,6 +10,7 @@ of its own, which is forgotten when that ends.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -31,7 +32,7 @@ _ORIGIN: Final = "_fspmd_origin"
 _MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
 _WRITES: Final = "_fspmd_writes"  # on memory: how often fspmd wrote into it, and the version after that
 _ASKED: Final = "_fspmd_asked"
-_BYPASSED: Final = "_fspmd_bypassed"
+_ASKING: Final = frozenset({"register_hook", "retain_grad"})  # methods by which a tensor is asked for its gradient
 _grad_enabled = torch.is_grad_enabled
 Stamp = tuple[int, int, int]
 
@@ -169,7 +170,7 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
 
 def forget(x: Tensor) -> None:
     """A tensor is in other memory now, or has left its graph."""
-    for name in (_MOVES, _CASTS, _ORIGIN, _BYPASSED):
+    for name in (_MOVES, _CASTS, _ORIGIN, *_ASKING):
         x.__dict__.pop(name, None)
     setattr(x, _MEMORY, x.__dict__.get(_MEMORY, 0) + 1)
 
@@ -260,13 +261,22 @@ def is_hooked(x: Tensor) -> bool:
 
 
 def bypass(x: Tensor) -> None:
-    """Something made of a tensor has a gradient that does not come by it."""
-    setattr(x, _BYPASSED, True)
+    """Something made of a tensor has a gradient that does not come by it; whoever asks for that later gets an error."""
+    for name in _ASKING:
+        setattr(x, name, functools.partial(refuse_partial, f"{name}()", describe(x.dtype, x.shape)))
 
 
 def is_bypassed(x: Tensor) -> bool:
     """Whether the gradient of a tensor is not all that it would be."""
-    return _BYPASSED in x.__dict__
+    return not _ASKING.isdisjoint(x.__dict__)
+
+
+def refuse_partial(what: str, shown: str, *_: Any) -> NoReturn:
+    """Of a value that was made anew of what it was made of."""
+    raise ArgumentError(
+        f"{what} asks for the gradient of {shown}, which was used in another layout and made anew there, of what it "
+        "was made of; write x = x.clone() before that, and ask for that of the copy, which is gathered"
+    )
 
 
 def _number(scope: _Scope | None) -> int:

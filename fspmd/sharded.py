@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.remembered import forget, is_bypassed, remember_no_moves
+from fspmd.remembered import forget, remember_no_moves
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.transport.frame import frame
@@ -210,7 +210,6 @@ class Sharded(Tensor):
 
     def retain_grad(self) -> None:
         """Keep in `grad` the gradient of a value that is no leaf, too."""
-        refuse_bypassed(self, "retain_grad()")
         self.of_local("retain_grad")
 
     def of_local(self, name: str, *args: Any) -> Any:
@@ -404,15 +403,6 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     partition, mesh = spec.partition, spec.mesh
     absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
     return apply(x, call("held_once", mesh, absent)) if absent else x
-
-
-def refuse_bypassed(x: Any, what: str) -> None:
-    """Raise `ArgumentError` where a gradient is asked for that is not all there, since parts were made anew."""
-    if is_bypassed(x.local if type(x) is Sharded else x):
-        raise ArgumentError(
-            f"{what} asks for the gradient of {described(x)}, which was used in another layout and made anew there, of "
-            "what it was made of; write x = x.clone() before that, and ask for that of the copy, which is gathered"
-        )
 
 
 def _marked(x: Sharded, like: Sharded) -> Sharded:

@@ -182,3 +182,45 @@ def test_what_it_was_made_of_is_in_other_memory(what: str) -> None:
     (out, gradient), (mine, of_mine) = found
     torch.testing.assert_close(mine, out)
     torch.testing.assert_close(of_mine, gradient)
+
+
+#: of a value [B, S, D], and what is used of it
+SEEN_BY: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda h: h,
+    "transposed": lambda h: h.transpose(0, 1),
+    "a view": lambda h: h.view(B, S, 2, D // 2),
+    "a row": lambda h: h[:, 0],
+    "expanded again": lambda h: h.unsqueeze(0).expand(2, B, S, D).transpose(0, 1),
+    "a copy": lambda h: h.clone(),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("made", [*LARGER, "twice expanded"])
+def test_a_gradient_that_is_seen_is_whole_or_refused(made: str, by_hand: bool, late: bool) -> None:
+    """That of the value, or of its block, of which a view is used beside a cut batch."""
+    torch.manual_seed(0)
+    x, w, ids = torch.randn(B, S, D, dtype=F64), torch.randn(2, D, dtype=F64), torch.randint(0, 2, (B, S))
+    make = LARGER.get(made, lambda w, ids: w[0].expand(S, D)[None].expand(B, S, D))
+    refused = []
+    for use, used in SEEN_BY.items():
+        for method in ("register_hook", "retain_grad"):
+            found: list[Any] = []
+            for lay in (lambda one, spec: one, lambda one, spec: device_put(one, spec, mesh=MESHES[0])):
+                h, seen = make(lay(w.clone(), P()).requires_grad_(), lay(ids, P())), []
+                asked: Any = h.local if by_hand and isinstance(h, Sharded) else h
+                ask = lambda: getattr(asked, method)(*[seen.append] * (method == "register_hook"))  # noqa: B023, E731
+                try:
+                    if not late:
+                        ask()
+                    loss = (lay(used(x), P(*(None,) * (use == "transposed"), "dp")) * used(h)).sin().sum()
+                    if late:
+                        ask()
+                    loss.backward()
+                    found.append(device_get(seen[0] if seen else asked.grad))
+                except ArgumentError:
+                    refused.append(use)
+            torch.testing.assert_close(found[-1], found[0])
+    assert refused.count("itself") == 2
+    assert "a copy" not in refused

@@ -12,7 +12,8 @@ from fspmd.autodiff.cotangents import cotangent_of, scalar_of
 from fspmd.autodiff.leaves import local_of, show_leaf
 from fspmd.errors import ArgumentError
 from fspmd.messages import counted, described
-from fspmd.sharded import Sharded, above, held_as, refuse_bypassed
+from fspmd.remembered import is_bypassed, refuse_partial
+from fspmd.sharded import Sharded, above, held_as
 
 Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
 
@@ -44,7 +45,7 @@ def backward(
                 _refuse_constant(x, what)
     if inputs is not None:
         for x in _listed(inputs):
-            refuse_bypassed(x, f"inputs= of {what}")
+            _refuse_bypassed(x, f"inputs= of {what}")
         inputs = [local_of(x) for x in _listed(inputs)]
     torch.autograd.backward(values, cotangents, retain_graph, create_graph, None, inputs)
 
@@ -54,6 +55,11 @@ def _refuse_constant(x: Any, what: str) -> NoReturn:
         f"{what} of {show_leaf(x)}, which was computed from no tensor that requires grad, or under no_grad; "
         "write w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
     )
+
+
+def _refuse_bypassed(x: Any, what: str) -> None:
+    if is_bypassed(local_of(x)):
+        refuse_partial(what, show_leaf(x))
 
 
 def gradients(
@@ -72,7 +78,7 @@ def gradients(
                 "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
             )
     for x in ins:
-        refuse_bypassed(x, what)
+        _refuse_bypassed(x, what)
     found = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
     return tuple(_laid_out(g, x) for g, x in zip(found, ins, strict=True))
 
@@ -107,7 +113,6 @@ def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
         raise ArgumentError(
             f"register_hook of {x!r}, which does not require grad and so gets none; write x.requires_grad_() first"
         )
-    refuse_bypassed(x, "register_hook")
     like = Sharded(x.local.detach(), x.spec)
 
     def on_block(gradient: Tensor) -> Tensor | None:

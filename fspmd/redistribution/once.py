@@ -70,7 +70,7 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
 
 def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
     """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
-    origin, grown = origin_of(x), 0 in blocks_of(x)[0].stride()
+    origin, grown = origin_of(x), _is_expanded(x)
     if not (leg.own and (origin or grown)) or not _is_followed(x) or is_transformed():
         return None
     if not _only_slices(leg) or is_asked(x):
@@ -98,6 +98,11 @@ _HOOKED: Final = (
 
 def _only_slices(leg: Leg) -> bool:
     return all(one.pair.name == "slice" for one in leg.calls)
+
+
+def _is_expanded(x: Tensor) -> bool:
+    """And no view of that, of which fspmd does not know: its gradient would be seen, and is all in one place."""
+    return 0 in blocks_of(x)[0].stride() and x.grad_fn is not None and x.grad_fn.name() == "ExpandBackward0"
 
 
 def _part_of_expanded(x: Tensor, leg: Leg) -> Tensor | None:
