@@ -5,7 +5,9 @@ All of it runs with FSPMD_FULL=1, else each model once in each mode.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +15,10 @@ import pytest
 import torch
 import transformers
 from model_cases import CASES
-from model_programs import Placed, generated, on_processes, unsharded
+from model_programs import Placed, counted, generated, on_processes, unsharded
 from processes import Processes
 
-from fspmd import Mesh, RecordError, make_mesh
+from fspmd import Mesh, OnBlocks, RecordError, Style, communication_log, make_mesh
 
 transformers.logging.set_verbosity_error()
 FULL = os.environ.get("FSPMD_FULL") == "1"
@@ -89,8 +91,23 @@ def test_jit_records_a_loop_over_experts_that_runs_on_blocks(mesh: Mesh) -> None
     name = "Mixtral, a loop"
     step, _ = Placed(CASES[name], mesh).recorded()
     assert max(step.error(unsharded(name))) < CLOSE
-    with pytest.raises(RecordError, match=r"^jit cannot record nonzero, .*styles=\{path: OnBlocks\(\)\}"):
+    with pytest.raises(
+        RecordError, match=r"^jit cannot record nonzero, .*styles=\{\"model.layers.\*.mlp.experts\": On"
+    ):
         Placed(CASES[name], mesh, styled=False).recorded()
+
+
+def test_the_log_of_a_loop_over_experts_says_what_to_write(mesh: Mesh) -> None:
+    name, others = "Mixtral, a loop", dict[str, Style]()
+    for most in (COUNTS[name][1], (0, 0, 1, 21)):
+        placed = Placed(dataclasses.replace(CASES[name], styles=others), mesh)
+        with communication_log() as log:
+            placed(placed.params, placed.buffers, placed.batch).loss.backward()
+        assert all(n <= m for n, m in zip(counted(log), most, strict=True)), counted(log)
+        for style in re.findall(r"^where\(\) gathers .* with styles=(\{.*\})$", str(log), re.MULTILINE):
+            others = eval(style, {"OnBlocks": OnBlocks})
+    step, _ = Placed(dataclasses.replace(CASES[name], styles=others), mesh).step()
+    assert max(step.error(unsharded(name))) < CLOSE
 
 
 @models("checkpoints", SAMPLE)

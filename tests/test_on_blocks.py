@@ -51,13 +51,13 @@ def _given(rows: int) -> tuple[Model, Tensor, Tensor]:
     return model, torch.randn(rows, 4, dtype=F64, requires_grad=True), torch.randint(3, (rows,))
 
 
-def _errors(mesh: Mesh, rows: int, spec: P, jitted: bool = False) -> list[float]:
+def _errors(mesh: Mesh, rows: int, spec: P, jitted: bool = False, styles: Any = STYLES) -> list[float]:
     """Of the loss, and of all gradients."""
     model, x, which = _given(rows)
     params = dict(model.named_parameters())
     loss = model(x, which)
     expected = [loss, *torch.autograd.grad(loss, [x, *params.values()])]
-    placed, plan = fspmd.parallelize(params, STYLES, mesh)
+    placed, plan = fspmd.parallelize(params, styles, mesh)
 
     def step(x: Any, params: Any, which: Any) -> Any:
         return fspmd.functional_call(model, params, x, which, styles=plan)
@@ -87,6 +87,23 @@ MESHES = {
 def test_values_and_gradients_are_those_of_the_module(shape: tuple[int, ...], rows: int, jitted: bool) -> None:
     names, spec = MESHES[shape]
     assert max(_errors(make_mesh(shape, names, transport="simulation"), rows, spec, jitted)) < 1e-12
+
+
+WHOLE, ROWS = OnBlocks(axis="tp"), OnBlocks(axis="tp", input=None, result=None, output=None)
+
+
+@pytest.mark.parametrize("rows", [12, 7, 2])
+@pytest.mark.parametrize("shape", MESHES)
+def test_of_parameters_that_are_whole_nothing_is_summed(shape: tuple[int, ...], rows: int) -> None:
+    names, spec = MESHES[shape]
+    mesh = make_mesh(shape, names, transport="simulation")
+    for style in (WHOLE, ROWS):
+        assert max(_errors(mesh, rows, spec, styles={"experts": style})) < 1e-12
+    assert max(_errors(mesh, rows, P("tp"), styles={"experts": ROWS})) < 1e-12
+    three = OnBlocks(axis="tp", input="replicated", kwargs={"which": "replicated", "weights": "replicated"})
+    assert max(_errors(mesh, rows, P("tp"), styles={"experts": three})) < 1e-12
+    with pytest.raises(ArgumentError, match=r"^OnBlocks: forward of Experts got .*, but Sharded i64\[.*tp"):
+        _errors(mesh, rows, P("tp"), styles={"experts": WHOLE})
 
 
 def on_processes(rows: int) -> list[float]:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fspmd.collectives import pcast
+from fspmd.entries import axes_within
 from fspmd.errors import ArgumentError
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
 from fspmd.modules.styles import Layout, laid_out
 from fspmd.placing.reshard import with_spec
 from fspmd.sharded import Sharded
@@ -26,13 +28,14 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
     """Have a module's forward run on blocks, until the stack ends.
 
     Each rank runs it on the blocks of its tensors and arguments, rank by rank in a simulation, and under `jit` as one
-    step of Python. Its results lie as its first tensor does, and over ``axis`` as ``result`` says.
+    step of Python. Its results lie as its first tensor does, and over ``axis``, where anything is cut, as ``result``
+    says. Where nothing is cut at all, every rank has the whole, and forward runs as ever.
 
     Raises:
-        ArgumentError: when it is called, of no tensor.
+        ArgumentError: when it is called, of no tensor, or of rows that are cut over ``axis`` beside whole ones.
     """
     hollow = _hollow(module)  # holds nothing of a record
-    before = vars(module).get("forward")
+    before, on_global = vars(module).get("forward"), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
@@ -44,6 +47,7 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
             )
         given = [_settled(leaves[i]) for i in places]
         others = [None if i in places else x for i, x in enumerate(leaves)]
+        _check_rows(given, axis, module)
         tensors = {name: _settled(x) for name, x in _tensors_of(module).items()}
         hollow.train(module.training)
 
@@ -56,16 +60,37 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
 
         def body(given: list[Tensor], tensors: dict[str, Tensor]) -> Any:
             out = rank_map(run, given, tensors)
-            return pcast(out, axis, to="unreduced") if result == "unreduced" else out
+            return pcast(out, axis, to="unreduced") if layout == "unreduced" else out
 
         of_given, of_tensors = list(map(_lies, given)), {name: _lies(x) for name, x in tensors.items()}
-        axes = {axis}.union(*(lies.axes for lies in (*of_given, *of_tensors.values())))
-        out = laid_out(of_given[0], len(of_given[0]), axis, result)
+        axes = set[str]().union(*(lies.axes for lies in (*of_given, *of_tensors.values())))
+        if not axes:
+            return on_global(*args, **kwargs)
+        layout = result if axis in axes or isinstance(result, P) else None
+        out = laid_out(of_given[0], len(of_given[0]), axis, layout)
         mapped = shard_map(body, mesh=mesh, in_specs=(of_given, of_tensors), out_specs=out, axis_names=axes)
         return mapped(given, tensors)
 
     module.forward = forward
     stack.callback(_restore, module, before)
+
+
+def _check_rows(given: list[Any], axis: str, module: nn.Module) -> None:
+    """Refuse rows that are cut beside a first tensor with as many rows, which every rank has."""
+    first, *others = given
+    if first.dim() and not _is_cut(first, axis):
+        for x in others:
+            if x.dim() and len(x) == len(first) and _is_cut(x, axis):
+                raise ArgumentError(
+                    f"OnBlocks: forward of {type(module).__name__} got {described(first)}, all rows on each rank, but "
+                    f'{x!r}; write input=("replicated", ...) with one for each argument, or, for rows that '
+                    "stay as they lie, OnBlocks(input=None, result=None, output=None)"
+                )
+
+
+def _is_cut(x: Any, axis: str) -> bool:
+    """Whether rows are cut over an axis."""
+    return axis in axes_within((*_lies(x), None)[0])
 
 
 def _restore(module: nn.Module, forward: Callable[..., Any] | None) -> None:

@@ -303,7 +303,7 @@ def make_plan(
 def _useless(pattern: str, style: Style, shapes: Mapping[str, Any]) -> Iterator[Failure]:
     """What the style says of nothing."""
     which = f"{pattern!r} ({type(style).__name__})"
-    if not (style.places or style.arranges or style.result is not None):
+    if not (style.places or style.arranges or style.result is not None or isinstance(style, OnBlocks)):
         yield Failure(f"{which} says nothing; give it input=, output= or specs=", TreeError)
     below = [name[len(path) :].lstrip(".") for name in shapes for path in prefixes(name) if matches(pattern, path)]
     if style.places and not below:

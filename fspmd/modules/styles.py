@@ -175,7 +175,9 @@ class OnBlocks(Style):
     Each rank sees its own rows of the arguments and its own part of the parameters, which ``specs`` cut, and nothing
     moves within: loops and shapes may depend on values, as in a mixture of experts whose tokens are sorted by expert.
     It gives as many rows as its first tensor has. By default that is a part of a sum over the axis, as of columns then
-    rows: forward an all-reduce of it, backward one for each argument that is not cut over the axis.
+    rows: forward an all-reduce of it, backward one for each argument that is not cut over the axis. If nothing is cut
+    over the axis it is no part, and nothing is summed. With ``input=None, result=None, output=None`` rows stay as they
+    lie, as of a batch.
     """
 
     input: Layouts = "replicated"

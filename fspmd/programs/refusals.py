@@ -10,6 +10,8 @@ from fspmd.errors import RecordError
 from fspmd.programs.dynamic import written_while_copied
 from fspmd.programs.escapes import constant_of, line
 from fspmd.transport.op_facts import facts_of
+from fspmd.watching.causes import trace
+from fspmd.watching.module_paths import style_by_rows
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
@@ -21,7 +23,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
         cause = "gives a result whose shape depends on values"
     if cause is not None:
         name = func._schema.name.split("::")[-1].lstrip("_")
-        advice = "" if facts.gives_values else _BY_RANK
+        advice = "" if facts.gives_values else f"; {_BY_RANK}: {style_by_rows(trace().cause.module or '...')}"
         raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}", advice))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
         raise recorder.refusal(
@@ -34,7 +36,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
         check_writes(func._schema.name.split("::")[-1], written_by(func, args, kwargs), recorder)
 
 
-_BY_RANK: Final = "; what each rank does with its own rows, as experts do, runs as Python: styles={path: OnBlocks()}"
+_BY_RANK: Final = "what each rank does with its own rows, as experts do, runs as Python"
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
 
 

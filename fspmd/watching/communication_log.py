@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from fspmd.messages import counted, micros
 from fspmd.spec import short_dtype
+from fspmd.watching.module_paths import style_by_rows
 from fspmd.watching.watch import Communication, Watcher, add, remove
 
 
@@ -45,7 +46,8 @@ class CommunicationLog(list[Communication], Watcher):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = f"{counted(len(self), 'collective')}, {len(self.backward)} of them backward"
-        return "\n".join([*lines, f"{total}: each rank sends {self.moved:,.0f} B"])
+        notes = dict.fromkeys(note for one in self if (note := _note(one)))
+        return "\n".join([*lines, f"{total}: each rank sends {self.moved:,.0f} B", *notes])
 
     __repr__ = __str__
 
@@ -58,6 +60,17 @@ def _cells(one: Communication) -> tuple[str, ...]:
     by = one.cause.by if one.cause.written else f"{one.cause.by} (implicit{why})"
     way = "backward" if one.backward else "forward"
     return (way, f"{one.kind} over {axes}", block, *cost, by, one.cause.where, one.cause.text)
+
+
+def _note(one: Communication) -> str:
+    """What to write where a gather is for values that Python asks for."""
+    by = one.cause
+    if not by.why or not one.kind.startswith("all_gather"):
+        return ""
+    if not by.module:
+        return f"{by.what} gathers ({by.where}): write masks in place of selections, or run it in a body, in rank_map"
+    instead = style_by_rows(by.module, (*one.axes, "")[0])
+    return f"{by.what} gathers ({by.where}): rows that need no others stay where they are with {instead}"
 
 
 @contextmanager
