@@ -31,6 +31,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def is_checkpointed() -> bool:
+    """Whether what is saved here a checkpoint has."""
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
 class Kept:
     """What a gradient taken within a checkpointed function needs: kept while this lives, then as the checkpoint has it.
 
@@ -43,10 +49,9 @@ class Kept:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Within, tensors are saved here, too, if a checkpoint has them."""
-        hooks = _autograd._top_saved_tensors_default_hooks(True)
-        if hooks is None or getattr(hooks[0], "__module__", None) != checkpoint.__name__:
+        if not is_checkpointed():
             return _NOTHING
-        pack, unpack = hooks
+        pack, unpack = _autograd._top_saved_tensors_default_hooks(True)
         here = ref(self)
 
         def save(x: Tensor) -> Any:

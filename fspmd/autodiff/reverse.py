@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Final, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
+from torch.autograd import Variable
 
 from fspmd.autodiff.cotangents import cotangents_of, scalar_of
 from fspmd.autodiff.leaves import (
@@ -35,12 +34,12 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.remembered import ask_gradient
-from fspmd.saved_tensors import Kept, without_saved_tensor_hooks
+from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.wrapping import wraps
 
-_NOTHING: Final = nullcontext()
+_run_backward: Final[Any] = Variable._execution_engine.run_backward
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -71,10 +70,13 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     def labels() -> list[str]:
         return leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
 
+    def run(primals: tuple[Any, ...]) -> Any:
+        return f(*primals)
+
     if transforms_active():
         check_leaves(leaves, labels, "vjp")
-        return _vjp_by_transform(f, leaves, treedef, has_aux, "vjp")
-    inputs, out, aux, create, kept = _trace(f, leaves, treedef, has_aux, labels, "vjp")
+        return _vjp_by_transform(run, leaves, treedef, has_aux, "vjp")
+    inputs, out, aux, create, kept = _trace(run, leaves, treedef, has_aux, labels, "vjp")
     check_results(out, "vjp")
 
     def pull(cotangent: Any) -> Any:
@@ -82,7 +84,7 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
         cotangents = cotangents_of(cotangent, out, outputs, "vjp")
         used = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
         again = create or any(c.requires_grad for _, c in used)
-        grads = _autograd([o for o, _ in used], [c for _, c in used], inputs, again, retain=True, kept=kept)
+        grads = _autograd(tuple(o for o, _ in used), tuple(c for _, c in used), inputs, again, retain=True, kept=kept)
         return treedef.unflatten(list(map(gradient_like, leaves, grads)))
 
     value = out if create else detached(out)
@@ -90,12 +92,12 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
 
 
 def _trace(
-    f: Function, leaves: list[Any], treedef: Any, has_aux: bool, labels: Callable[[], list[str]], what: str
-) -> tuple[list[Tensor], Any, Any, bool, Kept]:
-    """Run ``f`` on fresh autograd leaves (connected to what the primals came from) and give its result.
+    run: Function, leaves: list[Any], treedef: Any, has_aux: bool, labels: Callable[[], list[str]], what: str
+) -> tuple[list[Tensor], Any, Any, bool, Kept | None]:
+    """Run a function of a tree on fresh autograd leaves (connected to what the primals came from) and give its result.
 
-    The fourth says whether gradients must be differentiable: inside another derivative, or where ``f`` depends on other
-    tensors that require grad. The last has what they need, as long as it lives.
+    The fourth says whether gradients must be differentiable: inside another derivative, or where the function depends
+    on other tensors that require grad. The last has what they need, as long as it lives.
 
     Here and in what follows little is called, and loops stand where they are used: each small function costs 1 µs, on
     the way between kernels that have driven it out of the processor's caches.
@@ -104,22 +106,29 @@ def _trace(
         raise ArgumentError("gradients were asked for in torch.inference_mode(), where there are none; use no_grad")
     followed = torch.is_grad_enabled()
     try:
-        blocks = [leaf.local if type(leaf) is Sharded else leaf for leaf in leaves]
-        create = followed and (DEPTH.value > 0 or True in [x.requires_grad for x in blocks])
-        inputs = _fresh(blocks, create)
+        inputs, values, connected = _fresh(leaves, followed)
     except (AttributeError, RuntimeError):
         check_leaves(leaves, labels, what)
         raise
-    kept = Kept()
-    with _NOTHING if followed else torch.enable_grad(), DIFFERENTIATING, kept.saving():
-        args = [pair(x, leaf.spec) if type(leaf) is Sharded else x for leaf, x in zip(leaves, inputs, strict=True)]
-        out = f(*treedef.unflatten(args))
+    create = connected or (followed and DEPTH.value > 0)
+    tree = treedef.unflatten(values)
+    kept = None
+    DEPTH.value += 1
+    try:
+        if followed and not is_checkpointed():
+            out = run(tree)
+        else:
+            kept = Kept()
+            with torch.enable_grad(), kept.saving():
+                out = run(tree)
+    finally:
+        DEPTH.value -= 1
     aux = None
     if has_aux:
         out, aux = _with_aux(out)
     if not create and followed:
-        one = not has_aux and isinstance(out, Tensor)
-        create = depends_on_others(map(local_of, [out] if one else flatten((out, aux))[0]), inputs)
+        outs = [out] if isinstance(out, Tensor) and not has_aux else flatten((out, aux))[0]
+        create = depends_on_others([x.local if type(x) is Sharded else x for x in outs], inputs)
     return inputs, out, aux if create or not has_aux else detached(aux), create, kept
 
 
@@ -130,34 +139,49 @@ def _with_aux(out: Any) -> tuple[Any, Any]:
     return out
 
 
-def _fresh(blocks: list[Tensor], connected: bool) -> list[Tensor]:
-    """New leaves of autograd, or views of what it follows."""
+def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], bool]:
+    """New leaves of autograd, or views of what it follows; the values that have them; whether any is a view."""
     inner = state.body
-    fresh = []
+    fresh, values, connected = [], [], False
     with torch._C.DisableTorchFunction():
-        for x in blocks:
-            if connected and x.requires_grad:
+        for leaf in leaves:
+            whole = type(leaf) is Sharded
+            x = leaf.local if whole else leaf
+            if followed and x.requires_grad:
+                connected = True
                 y = x.view_as(x)
                 ask_gradient(y)
             else:
                 y = x.detach().requires_grad_()
                 setattr(y, INNER, inner)
+            if inner is not None:
+                typed(y, x)
             fresh.append(y)
-    return fresh if inner is None else all_typed(fresh, blocks)
+            values.append(pair(y, leaf.spec) if whole else y)
+    return fresh, values, connected
 
 
 def _autograd(
-    outputs: list[Tensor], cotangents: list[Tensor], inputs: list[Tensor], create: bool, retain: bool, kept: Kept
+    outputs: tuple[Tensor, ...],
+    cotangents: tuple[Tensor, ...],
+    inputs: list[Tensor],
+    create: bool,
+    retain: bool,
+    kept: Kept | None,
 ) -> list[Tensor]:
     """Gradients, of what ``kept`` has, which lives until they are there."""
     if not outputs:
         return all_typed([torch.zeros_like(x) for x in inputs], inputs, dual=True)
-    with torch._C.DisableTorchFunction(), DIFFERENTIATING:
-        # torch.autograd.grad without its checks, which take as long as the derivatives of several ops
-        found = graph._engine_run_backward(
-            tuple(outputs), tuple(cotangents), retain or create, create, tuple(inputs), True, accumulate_grad=False
-        )
-        grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    DEPTH.value += 1
+    try:
+        with torch._C.DisableTorchFunction():
+            # torch.autograd.grad without its checks and logs, which take as long as the derivatives of several ops
+            found = _run_backward(
+                outputs, cotangents, retain or create, create, tuple(inputs), True, accumulate_grad=False
+            )
+            grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    finally:
+        DEPTH.value -= 1
     return grads if state.body is None else all_typed(grads, inputs, dual=True)
 
 
@@ -227,35 +251,34 @@ def _value_and_grad(
     f: Function, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
 ) -> tuple[Any, Any]:
     numbers = check_argnums(argnums, len(args), what)
-    chosen = tuple(args[i] for i in numbers)
-    leaves, treedef = flatten(chosen)
+    one = isinstance(argnums, int)
+    leaves, treedef = flatten(args[numbers[0]] if one else tuple([args[i] for i in numbers]))
 
     def labels() -> list[str]:
         names = parameter_names(f, len(args))
         return [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
 
-    def of_chosen(*values: Any) -> Any:
+    def run(chosen: Any) -> Any:
         full = list(args)
-        for i, value in zip(numbers, values, strict=True):
+        for i, value in zip(numbers, (chosen,) if one else chosen, strict=True):
             full[i] = value
         return f(*full, **kwargs)
 
     if transforms_active():
         check_leaves(leaves, labels, what)
-        result = _vjp_by_transform(of_chosen, leaves, treedef, has_aux, what)
+        result = _vjp_by_transform(run, leaves, treedef, has_aux, what)
         out, pull, aux = result if has_aux else (*result, None)
         scalar_of(out, what)
         grads = pull(_like_ones(out))
     else:
-        inputs, out, aux, create, kept = _trace(of_chosen, leaves, treedef, has_aux, labels, what)
+        inputs, out, aux, create, kept = _trace(run, leaves, treedef, has_aux, labels, what)
         loss = scalar_of(out, what)
-        outputs = [loss] if loss.requires_grad else []
-        found = _autograd(outputs, list(map(_seed, outputs)), inputs, create, retain=False, kept=kept)
+        outputs = (loss,) if loss.requires_grad else ()
+        found = _autograd(outputs, (_seed(loss),), inputs, create, retain=False, kept=kept)
         rows = zip(leaves, found, strict=True)
         grads = treedef.unflatten([pair(g, x.spec.dual) if type(x) is Sharded else g for x, g in rows])
         out = out if create else detached(out)
-    value = (out, aux) if has_aux else out
-    return value, (grads[0] if isinstance(argnums, int) else grads)
+    return ((out, aux) if has_aux else out), grads
 
 
 def _like_ones(out: Any) -> Any:
@@ -265,16 +288,17 @@ def _like_ones(out: Any) -> Any:
 
 
 def _seed(loss: Tensor) -> Tensor:
-    return all_typed([torch.ones_like(loss)], [loss], dual=True)[0]
+    seed = torch.ones_like(loss)
+    return seed if state.body is None else all_typed([seed], [loss], dual=True)[0]
 
 
-def _vjp_by_transform(f: Function, leaves: list[Any], treedef: Any, has_aux: bool, what: str) -> Any:
+def _vjp_by_transform(run: Function, leaves: list[Any], treedef: Any, has_aux: bool, what: str) -> Any:
     """The same through ``torch.func``, where one of its transforms is active already."""
     kept: dict[str, Any] = {}
 
     def flat(*xs: Tensor) -> Any:
         xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
-        out = f(*treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
+        out = run(treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
         aux = None
         if has_aux:
             out, aux = _with_aux(out)
