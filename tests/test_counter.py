@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
 from fspmd.random import distributions
-from fspmd.random.counter import _MIX, Block, Distribution, Key, _hash, draw, key_of, words
+from fspmd.random.counter import Block, Distribution, derived, draw, key_of, words
 
 CPU = torch.device("cpu")
 ONES = (1 << 64) - 1
@@ -20,17 +21,23 @@ def drawn(law: Distribution, *shape: int, seed: int = 1) -> Tensor:
     return draw(Block(shape, (0,) * len(shape), shape), law, seed, CPU)
 
 
-def test_published_words() -> None:
-    """What splitmix64.c of S. Vigna gives of 1234567; and a Python int has the same hash as a tensor."""
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    assert [x & ONES for x in words(torch.arange(5), Key(1234567, 0x9E3779B97F4A7C15)).tolist()] == expected
-    assert [_hash(1234567 + i * 0x9E3779B97F4A7C15 & ONES, _MIX) for i in range(1, 6)] == expected
+def lea(z: int) -> int:
+    """The mixing function ``mixLea64`` of Java's package ``java.util.random``."""
+    z = (z ^ z >> 32) * 0xDABA0B6EB09322E3 & ONES
+    z = (z ^ z >> 32) * 0xDABA0B6EB09322E3 & ONES
+    return z ^ z >> 32
+
+
+def test_words_are_hashes_of_a_sequence() -> None:
+    """Of tensors, of whole blocks and of keys, as Python's unbounded integers have them."""
+    key = key_of(-5)
+    expected = [lea(key.state + (i + 1) * key.gamma & ONES) for i in range(100)]
+    assert [x & ONES for x in words(torch.arange(100), key).tolist()] == expected
+    bits = drawn(distributions.integers(0, 1 << 64, torch.int64), 100, seed=-5)
+    assert [x & ONES for x in bits.tolist()] == expected
+    root = (0x9E3779B97F4A7C15 + 3) & ONES
+    child = lea(lea(root) + 8 * 0x9E3779B97F4A7C15 & ONES)
+    assert derived(torch.tensor(3), 7, 1).item() & ONES == child
 
 
 def test_keys_have_steps_of_irregular_bits() -> None:
@@ -91,6 +98,20 @@ def test_pieces_that_fit_the_cache_join_without_a_seam() -> None:
     n = 300_000
     whole = drawn(LAWS["normal f32"], n)
     assert torch.equal(whole[200_001:], draw(Block((n,), (200_001,), (n - 200_001,)), LAWS["normal f32"], 1, CPU))
+
+
+def test_threads_that_draw_at_once_share_no_memory() -> None:
+    """Nor does it matter that the first draw of a thread was made in inference mode."""
+    law = LAWS["normal f32"]
+
+    def one(seed: int) -> Tensor:
+        with torch.inference_mode(seed % 2 == 0):
+            return drawn(law, 70_001 + seed, seed=seed)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(one, range(24)))
+    for seed, x in enumerate(found):
+        assert torch.equal(x, drawn(law, 70_001 + seed, seed=seed))
 
 
 def test_seeds_and_streams_are_apart() -> None:

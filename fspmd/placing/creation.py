@@ -7,6 +7,7 @@ generator (or ``generator``) by one draw, which must be alike on all ranks: ``to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack
 
@@ -51,7 +52,7 @@ def zeros(*size: Size, **options: Unpack[Options]) -> Sharded:
     >>> zeros(8, 4, spec=P("x"), mesh=make_mesh((4,), ("x",)))
     Sharded f32[8@x, 4] on mesh(x=4)
     """
-    return _made(torch.zeros, _meta(torch.zeros, *size, options=options), options)
+    return _made(torch.zeros, _spec(torch.zeros, size, options), options)
 
 
 def ones(*size: Size, **options: Unpack[Options]) -> Sharded:
@@ -61,7 +62,7 @@ def ones(*size: Size, **options: Unpack[Options]) -> Sharded:
     >>> device_get(ones(3, spec=P("x"), mesh=make_mesh((4,), ("x",))))
     tensor([1., 1., 1.])
     """
-    return _made(torch.ones, _meta(torch.ones, *size, options=options), options)
+    return _made(torch.ones, _spec(torch.ones, size, options), options)
 
 
 def empty(*size: Size, **options: Unpack[Options]) -> Sharded:
@@ -71,7 +72,7 @@ def empty(*size: Size, **options: Unpack[Options]) -> Sharded:
     >>> empty((5, 2), spec=P("x"), mesh=make_mesh((4,), ("x",)))
     Sharded f32[5@x, 2] on mesh(x=4)
     """
-    return _made(torch.empty, _meta(torch.empty, *size, options=options), options)
+    return _made(torch.empty, _spec(torch.empty, size, options), options)
 
 
 def full(size: Size, fill_value: complex, **options: Unpack[Options]) -> Sharded:
@@ -82,7 +83,7 @@ def full(size: Size, fill_value: complex, **options: Unpack[Options]) -> Sharded
     Sharded i64[2@x, 3] on mesh(x=2)
     """
     shape = (size,) if isinstance(size, int) else size
-    return _made(torch.full, _meta(torch.full, shape, fill_value, options=options), options, fill_value)
+    return _made(torch.full, _spec(torch.full, (shape, fill_value), options), options, fill_value)
 
 
 def arange(*bounds: float, **options: Unpack[Options]) -> Sharded:
@@ -94,12 +95,12 @@ def arange(*bounds: float, **options: Unpack[Options]) -> Sharded:
     >>> device_get(arange(1, 10, 2, spec=P("x"), mesh=make_mesh((4,), ("x",))))
     tensor([1, 3, 5, 7, 9])
     """
-    meta = _meta(torch.arange, *bounds, options=options)
+    spec = _spec(torch.arange, bounds, options)
     start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
-    if not meta.dtype.is_floating_point and not meta.dtype.is_complex:
+    if not spec.dtype.is_floating_point and not spec.dtype.is_complex:
         start, step = int(start), int(step)  # of dtype=torch.int64 and a fraction, as torch has it
     exact = torch.int64 if isinstance(start + step, int) else torch.float64
-    return _numbered("arange", lambda index: index.to(exact).mul_(step).add_(start), meta, options)
+    return _numbered(lambda index: index.to(exact).mul_(step).add_(start), spec, options)
 
 
 def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -> Sharded:
@@ -109,8 +110,8 @@ def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -
     >>> device_get(linspace(0, 1, 5, spec=P("x"), mesh=make_mesh((4,), ("x",))))
     tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
     """
-    meta = _meta(torch.linspace, start, end, steps, options=options)
-    if not meta.dtype.is_floating_point and not meta.dtype.is_complex:
+    spec = _spec(torch.linspace, (start, end, steps), options)
+    if not spec.dtype.is_floating_point and not spec.dtype.is_complex:
         start, end = int(start), int(end)
     step = (end - start) / max(1, steps - 1)
 
@@ -118,7 +119,7 @@ def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -
         i = index.to(torch.float64)
         return torch.where(index < (steps + 1) // 2, start + i * step, end - (steps - 1 - i) * step)
 
-    return _numbered("linspace", number, meta, options)
+    return _numbered(number, spec, options)
 
 
 def eye(n: int, m: int | None = None, **options: Unpack[Options]) -> Sharded:
@@ -129,8 +130,7 @@ def eye(n: int, m: int | None = None, **options: Unpack[Options]) -> Sharded:
     tensor([[1., 0., 0.],
             [0., 1., 0.]])
     """
-    meta = _meta(torch.eye, n, n if m is None else m, options=options)
-    spec = _layout("eye", meta, options)
+    spec = _spec(torch.eye, (n, n if m is None else m), options)
 
     def make(block: Block) -> Tensor:
         found = torch.zeros(block.shape, dtype=spec.dtype, device=spec.mesh.device)
@@ -152,7 +152,7 @@ def rand(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
     >>> torch.equal(whole(4), whole(1))
     True
     """
-    return _drawn(torch.rand, distributions.uniform, _meta(torch.rand, *size, options=options), options)
+    return _drawn(distributions.uniform, _spec(torch.rand, size, options), options)
 
 
 def randn(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
@@ -162,7 +162,7 @@ def randn(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
     >>> randn(8, 6, spec=P(None, "x"), mesh=make_mesh((4,), ("x",)))
     Sharded f32[8, 6@x] on mesh(x=4)
     """
-    return _drawn(torch.randn, distributions.normal, _meta(torch.randn, *size, options=options), options)
+    return _drawn(distributions.normal, _spec(torch.randn, size, options), options)
 
 
 def normal(mean: float, std: float, size: Size, **options: Unpack[RandomOptions]) -> Sharded:
@@ -178,8 +178,8 @@ def normal(mean: float, std: float, size: Size, **options: Unpack[RandomOptions]
             "torch.normal takes Sharded values"
         )
     shape = (size,) if isinstance(size, int) else size
-    meta = _meta(torch.randn, shape, options=options)
-    return _drawn(torch.normal, distributions.normal, meta, options, lambda x: x.mul_(std).add_(mean))
+    spec = _spec(torch.randn, (shape,), options, "normal")
+    return _drawn(distributions.normal, spec, options, lambda x: x.mul_(std).add_(mean))
 
 
 def randint(*bounds_and_size: Any, **options: Unpack[RandomOptions]) -> Sharded:
@@ -189,9 +189,9 @@ def randint(*bounds_and_size: Any, **options: Unpack[RandomOptions]) -> Sharded:
     >>> randint(0, 10, (5,), spec=P("x"), mesh=make_mesh((4,), ("x",)))
     Sharded i64[5@x] on mesh(x=4)
     """
-    meta = _meta(torch.randint, *bounds_and_size, options=options)
+    spec = _spec(torch.randint, bounds_and_size, options)
     low, high = (0, *bounds_and_size)[-3:-1]
-    return _drawn(torch.randint, lambda dtype: distributions.integers(low, high, dtype), meta, options)
+    return _drawn(lambda dtype: distributions.integers(low, high, dtype), spec, options)
 
 
 def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
@@ -201,7 +201,7 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
     >>> device_get(randperm(5, spec=P("x"), mesh=make_mesh((4,), ("x",)))).sort().values
     tensor([0, 1, 2, 3, 4])
     """
-    spec = _layout("randperm", _meta(torch.randperm, n, options=options), options)
+    spec = _spec(torch.randperm, (n,), options)
     device = spec.mesh.device
     order = shuffled(n, draw_seed(options.get("generator")), device)
 
@@ -214,12 +214,60 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
 # --- checks, and what the functions share ---------------------------------------------------------------------------
 
 
+_PLAIN: Final = frozenset(Options.__annotations__)
+_DRAWN: Final = frozenset(RandomOptions.__annotations__)
+_RANDOM: Final = frozenset((torch.rand, torch.randn, torch.randint, torch.randperm))
+
+
+def _spec(function: Callable[..., Tensor], args: tuple[Any, ...], options: Options, name: str = "") -> TensorSpec:
+    """How a new value lies, of the shape and dtype that torch's function gives of these arguments."""
+    name = name or function.__name__
+    known = _DRAWN if function in _RANDOM else _PLAIN
+    if not options.keys() <= known:
+        listed = ", ".join(key for key in RandomOptions.__annotations__ if key in known)
+        raise ArgumentError(f"{name} got {min(options.keys() - known)}=; beside torch's arguments it takes {listed}")
+    mesh = the_mesh(options.get("mesh"), name)
+    partition, device = options.get("spec", _WHOLE), options.get("device")
+    parts = (function, name, mesh, partition, device, options.get("dtype"), torch.get_default_dtype(), *args)
+    if all(type(arg) is not tuple or all(type(n) is int for n in arg) for arg in args):
+        try:
+            return _known(*parts)
+        except TypeError:  # of arguments that have no hash
+            pass
+    return _found(*parts)
+
+
+def _found(
+    function: Callable[..., Tensor],
+    name: str,
+    mesh: Mesh,
+    partition: P,
+    device: Any,
+    dtype: torch.dtype | None,
+    _: torch.dtype,
+    *args: Any,
+) -> TensorSpec:
+    meta = _meta(function, *args, dtype=dtype)
+    if device is not None and torch.device(device).type != mesh.device.type:
+        raise ArgumentError(
+            f"{name} got device={device!r}, but {mesh!r} is of {mesh.device.type} devices; leave device out, or make a "
+            "mesh of others"
+        )
+    if wrong := complain(partition, mesh, meta.dim()):
+        raise SpecError(f"{name}: a tensor of shape {tuple(meta.shape)}: {wrong}")
+    return TensorSpec(mesh, partition, tuple(meta.shape), meta.dtype)
+
+
+_known: Final = functools.lru_cache(maxsize=1024, typed=True)(_found)
+_WHOLE: Final = P()
+
+
 @hidden
-def _meta(function: Callable[..., Tensor], *args: Any, options: Options) -> Tensor:
+def _meta(function: Callable[..., Tensor], *args: Any, dtype: torch.dtype | None) -> Tensor:
     """What torch makes of these arguments, without data: its shape and dtype, and its complaints."""
     try:
         with torch._C.DisableTorchFunction():
-            return function(*args, dtype=options.get("dtype"), device="meta")
+            return function(*args, dtype=dtype, device="meta")
     except (TypeError, RuntimeError, ValueError) as error:
         given = ", ".join(map(repr, args))
         message = str(error).splitlines()[0]
@@ -228,36 +276,15 @@ def _meta(function: Callable[..., Tensor], *args: Any, options: Options) -> Tens
         ) from error
 
 
-_RANDOM: Final = frozenset(("rand", "randn", "normal", "randint", "randperm"))
-
-
-def _layout(name: str, meta: Tensor, options: Options) -> TensorSpec:
-    known = [*Options.__annotations__, *(["generator"] if name in _RANDOM else [])]
-    if unknown := sorted(options.keys() - set(known)):
-        raise ArgumentError(f"{name} got {unknown[0]}=; beside torch's arguments it takes {', '.join(known)}")
-    mesh = the_mesh(options.get("mesh"), name)
-    device = options.get("device")
-    if device is not None and torch.device(device).type != mesh.device.type:
-        raise ArgumentError(
-            f"{name} got device={device!r}, but {mesh!r} is of {mesh.device.type} devices; leave device out, or make a "
-            "mesh of others"
-        )
-    if wrong := complain(partition := options.get("spec", P()), mesh, meta.dim()):
-        raise SpecError(f"{name}: a tensor of shape {tuple(meta.shape)}: {wrong}")
-    return TensorSpec(mesh, partition, tuple(meta.shape), meta.dtype)
-
-
-def _made(function: Callable[..., Tensor], meta: Tensor, options: Options, *args: Any) -> Sharded:
+def _made(function: Callable[..., Tensor], spec: TensorSpec, options: Options, *args: Any) -> Sharded:
     """Blocks that torch's own function makes of their shape."""
-    spec = _layout(function.__name__, meta, options)
     device = spec.mesh.device
     made = fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
     return _followed(made, options)
 
 
-def _numbered(name: str, number: Callable[[Tensor], Tensor], meta: Tensor, options: Options) -> Sharded:
+def _numbered(number: Callable[[Tensor], Tensor], spec: TensorSpec, options: Options) -> Sharded:
     """A vector of which an element is a function of its index."""
-    spec = _layout(name, meta, options)
     device = spec.mesh.device
 
     def make(block: Block) -> Tensor:
@@ -268,13 +295,8 @@ def _numbered(name: str, number: Callable[[Tensor], Tensor], meta: Tensor, optio
 
 
 def _drawn(
-    function: Callable[..., Any],
-    law: Law,
-    meta: Tensor,
-    options: RandomOptions,
-    then: Callable[[Tensor], Tensor] | None = None,
+    law: Law, spec: TensorSpec, options: RandomOptions, then: Callable[[Tensor], Tensor] | None = None
 ) -> Sharded:
-    spec = _layout(function.__name__, meta, options)
     return _followed(drawn(spec, law, spec.mesh.device, then, options.get("generator")), options)
 
 

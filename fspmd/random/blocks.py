@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +13,10 @@ from fspmd.entries import Flat
 from fspmd.random.counter import Block, Distribution, draw
 from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, pair
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import outside_transforms
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
 from fspmd.variance import unwrapped
@@ -31,29 +33,47 @@ def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device
         entries = (None if isinstance(entry, Flat) else entry for entry in like)
         whole = spec.with_partition(P(*entries, unreduced=like.unreduced, reduced=like.reduced))
         return Sharded(redistribute(fill(whole, make, device).local, whole, spec), spec)
+    if not _transforms_active():
+        return pair(_local(spec, make, device), spec)
     with outside_transforms():  # they would wrap each simulated rank's block, and refuse writes into what is drawn
         local = _local(spec, make, device)
-    return Sharded(_alias(local) if _transforms_active() else local, spec)  # as what torch makes, to be written into
+    return pair(_alias(local), spec)  # as what torch makes, to be written into
+
+
+class _Place(NamedTuple):
+    """Where a rank's block lies; whether it is the zeros that this rank has of a pending sum."""
+
+    block: Block
+    zeros: bool
 
 
 def _local(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
     mesh = spec.mesh
     if mesh.transport != "simulation":
-        return _at(spec, mesh.coordinate() or (), make, device)
+        return _made(_place(spec, mesh.coordinate() or ()), spec, make, device)
+    held, places = _places(spec)
+    return local_tensor([_made(place, spec, make, device) for place in places], held)
+
+
+def _made(place: _Place, spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
+    return torch.zeros(place.block.shape, dtype=spec.dtype, device=device) if place.zeros else make(place.block)
+
+
+@functools.lru_cache(maxsize=256)
+def _places(spec: TensorSpec) -> tuple[Frame, tuple[_Place, ...]]:
+    """The places of all blocks of a simulation, and the frame in whose order they are."""
+    mesh = spec.mesh
     held = frame(mesh, spec.partition.axes | spec.partition.unreduced)
-    blocks = []
-    for coordinate in held.coordinates():
-        full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, coordinate, strict=True))
-        blocks.append(_at(spec, tuple(full.values()), make, device))
-    return local_tensor(blocks, held)
+    first = dict.fromkeys(mesh.axis_names, 0)
+    full = (first | dict(zip(held.axes, coordinate, strict=True)) for coordinate in held.coordinates())
+    return held, tuple(_place(spec, tuple(one.values())) for one in full)
 
 
-def _at(spec: TensorSpec, coordinate: tuple[int, ...], make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
-    shape = spec.local_shape(coordinate)
+@functools.lru_cache(maxsize=1024)
+def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> _Place:
     names = zip(spec.mesh.axis_names, coordinate, strict=True)
-    if any(i and axis in spec.partition.unreduced for axis, i in names):
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
-    return make(Block(spec.shape, spec.offset(coordinate), shape))
+    zeros = any(i and axis in spec.partition.unreduced for axis, i in names)
+    return _Place(Block(spec.shape, spec.offset(coordinate), spec.local_shape(coordinate)), zeros)
 
 
 def drawn(
@@ -71,34 +91,30 @@ def drawn(
     if spec.flat:  # elements that are in the same order, and so the same numbers
         view = drawn(spec.unflattened, law, device, then, generator, key)
         return Sharded(viewed(view.local, view.spec, spec), spec)
-    _chosen(law, spec.dtype)  # which refuses a dtype before the generator goes on
-    return fill(spec, drawing(spec.dtype, law, draw_seed(generator) if key is None else key, device, then), device)
-
-
-def _chosen(law: Law, dtype: torch.dtype) -> tuple[Distribution, bool]:
-    """The law of a dtype; and whether that of complex numbers has two parts to draw."""
-    split = dtype.is_complex and law in (uniform, normal)
-    return law(dtype.to_real() if split else dtype), split
+    make = drawing(spec.dtype, law, device, then)  # which refuses a dtype before the generator goes on
+    seed = draw_seed(generator) if key is None else key
+    return fill(spec, lambda block: make(block, seed), device)
 
 
 def drawing(
-    dtype: torch.dtype,
-    law: Law,
-    seed: int | Tensor,
-    device: torch.device,
-    then: Callable[[Tensor], Tensor] | None = None,
-) -> Callable[[Block], Tensor]:
-    """What draws a block. The parts of complex numbers are two independent draws, of half the variance if normal."""
-    chosen, split = _chosen(law, dtype)
+    dtype: torch.dtype, law: Law, device: torch.device, then: Callable[[Tensor], Tensor] | None = None
+) -> Callable[[Block, int | Tensor], Tensor]:
+    """What draws a block of a seed.
 
-    def make(block: Block) -> Tensor:
+    The parts of complex numbers are two independent draws, of half the variance if normal.
+    """
+    split = dtype.is_complex and law in (uniform, normal)
+    chosen = law(dtype.to_real() if split else dtype)
+
+    def make(block: Block, seed: int | Tensor) -> Tensor:
         if split:
             parts = Block((*block.whole, 2), (*block.offset, 0), (*block.shape, 2))
             found = torch.view_as_complex(draw(parts, chosen, seed, device))
             found = found.mul_(0.5**0.5) if law is normal else found
         else:
             found = draw(block, chosen, seed, device)
-        return (then(found) if then is not None else found).to(dtype)
+        found = found if then is None else then(found)
+        return found if found.dtype is dtype else found.to(dtype)
 
     return make
 

@@ -277,7 +277,7 @@ def _numbers(
         if spec is not None:
             return drawn(spec, law, device, then, key=key)
         with torch._C.DisableTorchFunction():
-            found = drawing(dtype, law, key, device, then)(Block(sizes, (0,) * len(sizes), sizes))
+            found = drawing(dtype, law, device, then)(Block(sizes, (0,) * len(sizes), sizes), key)
         return set_variance(found, get_variance(key))
 
     return _mapped(make, key)

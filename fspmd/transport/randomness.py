@@ -19,12 +19,13 @@ from fspmd.tracing import outside_transforms, state
 from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
+_CPU = torch.device("cpu")
 
 
 @state
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
-    device = "cpu" if generator is None else generator.device
+    device = _CPU if generator is None else generator.device
     with torch._C.DisableTorchFunction(), outside_transforms():
         return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
 
