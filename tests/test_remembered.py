@@ -348,7 +348,7 @@ def test_a_sum_is_settled_before_it_is_made_wider() -> None:
     )
 
 
-@pytest.mark.parametrize("cut", [P(), P(None, "tp")], ids=str)
+@pytest.mark.parametrize("cut", [P(), P(None, "tp"), P("tp")], ids=str)
 def test_the_gradient_of_a_tied_weight_is_summed_once(cut: P) -> None:
     """Over the batch, of an embedding and the head of a model; eager and recorded."""
     mesh = make_mesh((2, 2), ("dp", "tp"), transport="simulation")

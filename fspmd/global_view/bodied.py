@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -11,9 +11,12 @@ from fspmd.body import Body
 from fspmd.local_view.entry import typed_entry
 from fspmd.local_view.exit import leave_as
 from fspmd.local_view.modes import again
-from fspmd.local_view.tracking import Tracker
+from fspmd.local_view.tracking import Tracker, convert
+from fspmd.local_view.type_rules import tensors_of
+from fspmd.redistribution.once import cast_once, keep
 from fspmd.rules import Bodied, Site
 from fspmd.spec import TensorSpec
+from fspmd.variance import Variance
 
 
 def as_local_call(
@@ -44,11 +47,35 @@ def as_local_call(
             else:
                 values[place] = enter(values[place])
         given = dict(zip(kwargs, values[len(args) :], strict=True))
-        with again(body, Tracker(body)):
+        tracker = _Sharing(body, values)
+        with again(body, tracker):
             out = bodied.body(site, *values[: len(args)], **given)
+        if tracker.kept:
+            given_back = {id(x) for x in tensors_of((out,))}  # a graph that kept its own result would never end
+            keep([one for one in tracker.kept if id(one) not in given_back], out, _KEPT)
         if isinstance(out, Tensor):
             return leave_as(out, results[0], body, "result")
         left = [leave_as(x, spec, body, f"result[{i}]") for i, (x, spec) in enumerate(zip(out, results, strict=True))]
         return type(out)(left)
 
     return local
+
+
+_KEPT: Final = "_fspmd_body_casts"
+
+
+class _Sharing(Tracker):
+    """One whose casts of operands serve other calls of the same operands, too."""
+
+    def __init__(self, body: Body, operands: Sequence[Any]) -> None:
+        super().__init__(body)
+        self.operands = {id(x) for x in tensors_of(operands)}
+        self.kept: list[Tensor] = []
+
+    def convert(self, x: Tensor, variance: Variance, to: Variance) -> Tensor:
+        """The first cast of an operand is found again; it is a view that nobody writes into."""
+        if id(x) not in self.operands:
+            return super().convert(x, variance, to)
+        y = convert(x, variance, to, self.body, cast_once)
+        self.kept.append(y)
+        return y

@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import plan
 from fspmd.global_view.decompose import sharded_values
-from fspmd.global_view.operands import cast_operands, keep, move_operands
+from fspmd.global_view.operands import cast_operands, move_operands
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
@@ -25,6 +25,7 @@ from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.op_kinds import INSTEAD_OF_COMPILED
 from fspmd.redistribution.cost import replan_with
+from fspmd.redistribution.once import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, shell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from fspmd.redistribution.once import along, cast_once
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
-_CASTS: Final = "_fspmd_casts"
 
 
 def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
@@ -47,14 +46,6 @@ def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
                 _set(blocks, place, x)
             found.append(x)
     return found
-
-
-def keep(casts: list[Tensor], out: Any) -> None:
-    """Alive as long as the graph is, and no longer."""
-    for one in (out,) if isinstance(out, Tensor) else out:
-        node: Any = one.grad_fn
-        if node is not None:
-            node.metadata[_CASTS] = casts
 
 
 def _set(blocks: list[Any], place: Place, x: Tensor) -> None:

@@ -6,7 +6,7 @@ once per body and all its uses share the cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -39,7 +39,7 @@ from fspmd.local_view.uneven import (
     numbers_to_tensors,
 )
 from fspmd.op_kinds import OPS, Op, learn
-from fspmd.pairs import apply, call
+from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
@@ -246,6 +246,10 @@ class Tracker(BodyMode):
             to = beside_pending(variance, to)
         if variance is to or not (x.is_floating_point() or x.is_complex()):
             return x
+        return self.convert(x, variance, to)
+
+    def convert(self, x: Tensor, variance: Variance, to: Variance) -> Tensor:
+        """`convert`, in this body."""
         return convert(x, variance, to, self.body)
 
     def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], variance: Variance) -> Any:
@@ -354,12 +358,14 @@ def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
     return result, alike
 
 
-def convert(x: Tensor, variance: Variance, to: Variance, body: Body) -> Tensor:
+def convert(
+    x: Tensor, variance: Variance, to: Variance, body: Body, cast: Callable[[Tensor, Call], Tensor] = apply
+) -> Tensor:
     """Differentiable casts from one type to another."""
     for source, target, name in _CASTS:
         axes = tuple(a for a in body.mesh.axis_names if variance.state(a) == source and to.state(a) == target)
         if axes:
-            x = apply(x, call(name, body.mesh, axes))
+            x = cast(x, call(name, body.mesh, axes))
     return set_variance(x, to)
 
 

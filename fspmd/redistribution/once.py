@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from fspmd.spec import P, TensorSpec, describe
 from fspmd.transport.local_tensor import blocks_of
 
 _ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
+KEPT: Final = "_fspmd_casts"
 
 
 def redistribute_once(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
@@ -132,6 +134,14 @@ def cast_once(x: Tensor, cast: Call) -> Tensor:
     if not torch._C._are_functorch_transforms_active():
         remember_cast(x, cast, y)
     return y
+
+
+def keep(casts: Iterable[Tensor], out: Any, name: str = KEPT) -> None:
+    """Alive as long as the graph is, and no longer; what else is kept there has other names."""
+    for one in (out,) if isinstance(out, Tensor) else out:
+        node: Any = one.grad_fn
+        if node is not None:
+            node.metadata[name] = casts
 
 
 def ended(x: Tensor, source: TensorSpec) -> TensorSpec | None:
