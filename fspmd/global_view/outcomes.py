@@ -29,8 +29,8 @@ def at(values: Sequence[Any], place: Place) -> Any:
 
 
 class Outcome(NamedTuple):
-    """Shape and dtype of each result; in what they are, None for a single one; whether it views the first operand, and
-    whether each result is a view of all of it, as it was.
+    """Shape and dtype of each result; in what they are, None for a single one; whether it is the first operand, or a
+    view of it, and whether each result has all of it, as it was.
     """
 
     results: Sequence[tuple[Shape, torch.dtype]]
@@ -51,11 +51,17 @@ def on_one_element(
     shape = _broadcast([spec.shape for _, spec in operands])
     if shape is None or torch._C._is_any_autocast_enabled():
         return None
+    made: list[Tensor] = []
+
+    def make(spec: TensorSpec) -> Tensor:
+        made.append(_ones(1, spec))
+        return made[-1]
+
     try:
-        out = _on(functools.partial(_ones, 1), func, args, kwargs, operands)
+        out = _on(make, func, args, kwargs, operands)
     except Exception:  # which the meta device tells better
         return None
-    if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view():
+    if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view() or any(out is x for x in made):
         return None
     return Outcome([(shape, out.dtype)])
 
@@ -204,14 +210,16 @@ def _outcome(
     if not isinstance(found, (tuple, list)) or not found or not all(isinstance(one, Tensor) for one in found):
         return None
     results = [(tuple(one.shape), one.dtype) for one in found]
-    base = found[0]._base  # einsum and linear give views of what they have made
-    views = any(base is x for x in made)
+    first, base = found[0], found[0]._base  # einsum and linear give views of what they have made
+    views = any(base is x or first is x for x in made)
     same = views and all(_is_all_of(one, made[0]) for one in found)
     return Outcome(results, None if isinstance(out, Tensor) else type(out), views, same)
 
 
 def _is_all_of(view: Tensor, x: Tensor) -> bool:
     """Whether a view of a new tensor has each element in the place where it was."""
+    if view is x:
+        return True
     if view._base is not x or view.shape != x.shape or view.dtype is not x.dtype:
         return False
     strides = zip(view.stride(), x.stride(), x.shape, strict=True)

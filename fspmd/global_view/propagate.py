@@ -197,7 +197,8 @@ def ask(
     products = products_of(row, factors, specs, results)
     given = [*args, *kwargs.values()]
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
-    kind, fixed, views = outcome.kind, writes(func), outcome.views
+    kind, fixed = outcome.kind, writes(func)
+    views = outcome.views and not fixed
     return Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, bare)
 
 
