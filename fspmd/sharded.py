@@ -15,6 +15,7 @@ from torch import Tensor
 from fspmd.copies import forget_marks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
+from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.remembered import forget, remember_no_moves
@@ -42,9 +43,10 @@ class Sharded(Tensor):
     (torch.Size([8, 4]), P('x', None))
     """
 
-    __slots__ = ("local", "spec")
+    __slots__ = ("form", "local", "spec")
     local: Tensor
     spec: TensorSpec
+    form: Form  # the spec, where torch would keep the global tensor as a new one
     __torch_function__: ClassVar[Callable[..., Any]]  # set, as `above`, where it is written
 
     def __new__(cls, local: Tensor, spec: TensorSpec) -> Sharded:
@@ -121,6 +123,29 @@ class Sharded(Tensor):
         """Bytes of the global tensor."""
         return self.numel() * self.spec.dtype.itemsize
 
+    def stride(self, dim: int | None = None) -> Any:
+        """What torch tells of the global tensor after the same calls; no rank need keep its block so.
+
+        Raises:
+            ArgumentError: nobody knows.
+            IndexError: there is no such dim.
+        """
+        _check_known(self, "strides", "stride()")
+        with torch._C.DisableTorchFunction():
+            return _STRIDE(self) if dim is None else _STRIDE(self, dim)
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """What torch tells of the global tensor after the same calls, as `stride`."""
+        _check_known(self, "strides", "is_contiguous()")
+        with torch._C.DisableTorchFunction():
+            return bool(_IS_CONTIGUOUS(self, memory_format=memory_format))
+
+    def storage_offset(self) -> int:
+        """What torch tells of the global tensor after the same calls, as `stride`."""
+        _check_known(self, "later", "storage_offset()")
+        with torch._C.DisableTorchFunction():
+            return int(_OFFSET(self))
+
     def is_floating_point(self) -> bool:
         """Whether the dtype is a floating-point one."""
         return self.spec.dtype.is_floating_point
@@ -160,7 +185,7 @@ class Sharded(Tensor):
         found: Sharded | None = self.__dict__.get(_GRAD)
         if found is None or found.local is not gradient:
             spec = self.spec.dual
-            found = self.__dict__[_GRAD] = pair(held_as(gradient, spec), spec)
+            found = self.__dict__[_GRAD] = laid(held_as(gradient, spec), spec, _lies_of_gradient(self))
             remember_no_moves(found.local)  # backward adds to it, on some ranks perhaps
         return found
 
@@ -173,6 +198,9 @@ class Sharded(Tensor):
             )
         self.local.grad = None if value is None else value.local
         self.__dict__.pop(_GRAD, None)
+        if value is not None and value.form is not self.form:
+            self.__dict__[_GRAD] = found = alike(self.local.grad, value)
+            remember_no_moves(found.local)
 
     @grad.deleter
     def grad(self) -> None:
@@ -231,12 +259,12 @@ class Sharded(Tensor):
                 f"x.data = y got {described(value)} for {self!r}; it takes a Sharded that lies so: write into x, "
                 "with torch.no_grad(): x.copy_(y), or reshard y first"
             )
-        if value.spec is not self.spec or not _same_memory(value.local, self.local):
+        if value.form is not self.form or not _same_memory(value.local, self.local):
             _take_memory(self, value)  # else x.data -= y has written where it was to
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
-        return pair(self.local.detach(), self.spec)
+        return alike(self.local.detach(), self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
@@ -248,10 +276,10 @@ class Sharded(Tensor):
         return above.html(self)
 
     def __copy__(self) -> Sharded:
-        return _marked(pair(self.local, self.spec), self)
+        return _marked(alike(self.local, self), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return _marked(pair(forget_marks(copy.deepcopy(self.local, memo)), self.spec), self)
+        return _marked(alike(forget_marks(copy.deepcopy(self.local, memo)), self), self)
 
     def __dir__(self) -> list[str]:
         return list(object.__dir__(self))
@@ -264,8 +292,9 @@ class Sharded(Tensor):
         x = self.local
         if type(x) is not LocalTensor:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
-            return _of_block, (x.detach().requires_grad_(x.requires_grad), self.spec, place)
-        return _of_blocks, (self.spec, x.frame.axes, [one.detach().clone() for one in x.shards], x.requires_grad)
+            return _of_block, (x.detach().requires_grad_(x.requires_grad), self.spec, place, *lies(self))
+        blocks = [one.detach().clone() for one in x.shards]
+        return _of_blocks, (self.spec, x.frame.axes, blocks, x.requires_grad, *lies(self))
 
     def __len__(self) -> int:
         if not self.spec.shape:
@@ -367,9 +396,12 @@ class ShardedTypeError(ArgumentError, TypeError):
 
 _GRAD: Final = "_fspmd_grad"
 _DATA: Final[Any] = Tensor.data
+_STRIDE: Final[Any] = Tensor.stride
+_IS_CONTIGUOUS: Final[Any] = Tensor.is_contiguous
+_OFFSET: Final[Any] = Tensor.storage_offset
 _GETITEM: Final[Any] = Tensor.__getitem__
-#: The shell that torch knows of a Sharded: shape and dtype, no data. It is on the meta device, so that torch itself
-#: refuses to make it the memory of another tensor (``plain.data = x``) and then to read where nothing is.
+#: The shell that torch knows of a Sharded: shape, strides and dtype, no data. It is on the meta device, so that torch
+#: itself refuses to make it the memory of another tensor (``plain.data = x``) and then to read where nothing is.
 shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
 STRIDED: Final = torch.strided
 META: Final = torch.device("meta")
@@ -380,7 +412,47 @@ def pair(local: Any, spec: TensorSpec) -> Sharded:
     x = shell(Sharded, spec.shape, None, None, None, spec.dtype, STRIDED, META)
     x.local = local
     x.spec = spec
+    x.form = spec
     return x
+
+
+def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:
+    """A pair of which it is known how torch would keep the global tensor."""
+    form = form_of(spec, lies.strides, None if lies.start is None else lies.start > 0)
+    if form is spec:
+        return pair(local, spec)
+    x = shell(
+        Sharded, spec.shape, lies.strides or packed(spec.shape), lies.start or None, None, spec.dtype, STRIDED, META
+    )
+    x.local = local
+    x.spec = spec
+    x.form = form
+    return x
+
+
+def lies(x: Sharded) -> Laid:
+    """How torch would keep the global tensor."""
+    form = x.form
+    if not isinstance(form, Strided):
+        return Laid(packed(form.shape))
+    return form.laid._replace(start=x.storage_offset()) if form.later else form.laid
+
+
+def alike(local: Any, x: Sharded, spec: TensorSpec | None = None) -> Sharded:
+    """Other blocks for the same global tensor, maybe in another layout."""
+    return pair(local, spec or x.spec) if x.form is x.spec else laid(local, spec or x.spec, lies(x))
+
+
+def of_form(form: Form, local: Any) -> Sharded:
+    """A value of which only the form is known: if it begins later in its memory, not where."""
+    return laid(local, form.spec, form.laid) if isinstance(form, Strided) else pair(local, form)
+
+
+def relay(x: Sharded, like: Sharded) -> None:
+    """x has the shape, dtype, spec and form of another, and keeps its blocks."""
+    with torch._C.DisableTorchFunction():
+        _DATA.__set__(x, like)
+    x.spec, x.form = like.spec, like.form
 
 
 def is_sharded(x: Any) -> bool:
@@ -405,10 +477,26 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     return apply(x, call("held_once", mesh, absent)) if absent else x
 
 
+def _check_known(x: Sharded, name: str, what: str) -> None:
+    if isinstance(x.form, Strided) and getattr(x.form, name) is None:
+        raise ArgumentError(
+            f"{what} of {x!r}: how torch would keep it in memory is known of no gradient but x.grad, nor of a part of "
+            "memory that jit was given, or of what is made of these; write x = x.contiguous() before"
+        )
+
+
 def _marked(x: Sharded, like: Sharded) -> Sharded:
     """With the attributes that users, and ``torch.nn.Parameter``, have set."""
     x.__dict__.update((name, value) for name, value in like.__dict__.items() if name != _GRAD)
     return x
+
+
+def _lies_of_gradient(x: Sharded) -> Laid:
+    """What backward leaves on a leaf lies as the leaf does, if that has each element once, and else as a new tensor."""
+    if not x.local.is_leaf:
+        return UNKNOWN
+    strides = lies(x).strides
+    return Laid(strides if strides is None or is_dense(x.spec.shape, strides) else packed(x.spec.shape))
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
@@ -427,32 +515,37 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
     if gradient is not None and gradient.dtype is not block.dtype:
         block.grad = None
         block.grad = gradient.to(block.dtype)
-    with torch._C.DisableTorchFunction():
-        _DATA.__set__(x, shell(Sharded, y.spec.shape, None, None, None, y.spec.dtype, STRIDED, META))
-    x.spec = y.spec
+    relay(x, y)
 
 
-def _of_block(local: Tensor, spec: TensorSpec, place: Place) -> Sharded:
+def _of_block(local: Tensor, spec: TensorSpec, place: Place, *lies: Any) -> Sharded:
     """What a process has saved, which only one that stands where it stood may load."""
     check_place(spec, place)
-    return Sharded(local, spec)
+    return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
 
-def _of_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool) -> Sharded:
+def _of_blocks(
+    spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool, *lies: Any
+) -> Sharded:
     """What was saved of a simulation."""
-    return Sharded(LocalTensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad), spec)
+    local = LocalTensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad)
+    return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
 
 torch.serialization.add_safe_globals([_of_block, _of_blocks, *SAVED])
 
 
-def _flatten(x: Sharded) -> tuple[tuple[Tensor], TensorSpec, tuple[str]]:
-    return (x.local,), x.spec, ("local",)
+def _flatten(x: Sharded) -> tuple[tuple[Tensor], Form, tuple[str]]:
+    return (x.local,), x.form, ("local",)
 
 
-def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
-    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error."""
+def _unflatten(form: Form, children: Iterable[Any]) -> Sharded:
+    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error.
+
+    Where it begins in memory is not known any more, if not at the start.
+    """
     (local,) = children
+    spec = form.spec if isinstance(form, Strided) else form
     if isinstance(local, Tensor):
         if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != spec.block_shape):
             raise ShapeError(
@@ -463,7 +556,8 @@ def _unflatten(spec: TensorSpec, children: Iterable[Any]) -> Sharded:
             )
         if local.dtype is not spec.dtype:
             spec = TensorSpec(spec.mesh, spec.partition, spec.shape, local.dtype)
-    return pair(local, spec)
+            return laid(local, spec, form.laid) if isinstance(form, Strided) else pair(local, spec)
+    return of_form(form, local)
 
 
 #: The namespaces of optree in which a Sharded is a node, whose child is its block. For everybody else it is a leaf: a

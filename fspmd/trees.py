@@ -22,7 +22,7 @@ _for_good.__enter__()
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and treedef, which holds the spec of each `Sharded`; its leaf is the block. None is a leaf."""
+    """Leaves and treedef, which holds the form of each `Sharded`; its leaf is the block. None is a leaf."""
     adopt()
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
     return leaves, treedef
@@ -75,13 +75,13 @@ def _is_mutable(leaf: Any) -> bool:
 
 
 def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their specs."""
+    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their forms."""
     leaves: list[Any] = []
     specs: list[Any] = []
     for arg in args:
         if type(arg) is Sharded:
             leaves.append(arg.local)
-            specs.append(arg.spec)
+            specs.append(arg.form)
         elif type(arg) is Tensor:
             leaves.append(arg)
             specs.append(None)

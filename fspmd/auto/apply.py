@@ -22,7 +22,7 @@ from fspmd.pairs import apply
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import RecomputeContext, recomputed_in
 from fspmd.wrapping import wraps
@@ -77,7 +77,7 @@ def applied(
 
 def _ended(x: Sharded, partition: P | None) -> Sharded:
     target = x.spec.with_partition(P(*x.spec.partition) if partition is None else partition)
-    return Sharded(redistribute(x.local, x.spec, target), target)
+    return alike(redistribute(x.local, x.spec, target), x, target)
 
 
 @contextmanager
@@ -152,4 +152,5 @@ def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
         local = apply(local, one)
     partition = target.partition
     reduced = partition.reduced.union(*(one.axes for one in way.calls if one.pair.name == "all_gather_reduced"))
-    return Sharded(local, target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced)))
+    target = target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
+    return alike(local, x, target)

@@ -11,9 +11,10 @@ from torch import Tensor
 from fspmd.autodiff.cotangents import cotangent_of, scalar_of
 from fspmd.autodiff.leaves import local_of, show_leaf
 from fspmd.errors import ArgumentError
+from fspmd.forms import UNKNOWN
 from fspmd.messages import counted, described
 from fspmd.remembered import is_bypassed, refuse_partial
-from fspmd.sharded import Sharded, above, held_as
+from fspmd.sharded import Sharded, above, held_as, laid
 
 Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
 
@@ -102,7 +103,7 @@ def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor]
 def _laid_out(gradient: Tensor | None, leaf: Any) -> Any:
     if gradient is None or not isinstance(leaf, Sharded):
         return gradient
-    return Sharded(held_as(gradient, leaf.spec.dual), leaf.spec.dual)
+    return laid(held_as(gradient, leaf.spec.dual), leaf.spec.dual, UNKNOWN)
 
 
 def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
@@ -113,7 +114,7 @@ def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
         raise ArgumentError(
             f"register_hook of {x!r}, which does not require grad and so gets none; write x.requires_grad_() first"
         )
-    like = Sharded(x.local.detach(), x.spec)
+    like = x.detach()
 
     def on_block(gradient: Tensor) -> Tensor | None:
         found = hook(_laid_out(gradient, like))

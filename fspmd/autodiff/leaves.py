@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.sharded import Sharded, is_plain, is_sharded, pair
+from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
 from fspmd.trees import flatten_values, leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
@@ -53,7 +53,7 @@ def local_of(leaf: Any) -> Any:
 
 
 def like(leaf: Any, value: Tensor) -> Any:
-    return pair(value, leaf.spec) if type(leaf) is Sharded else value
+    return alike(value, leaf) if type(leaf) is Sharded else value
 
 
 def gradient_like(leaf: Any, value: Tensor) -> Any:
@@ -158,7 +158,7 @@ def detached(tree: Any) -> Any:
 
 def _detached_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Sharded):
-        return pair(all_typed([leaf.local.detach()], [leaf.local])[0], leaf.spec)
+        return alike(all_typed([leaf.local.detach()], [leaf.local])[0], leaf)
     return typed(leaf.detach(), leaf) if isinstance(leaf, Tensor) else leaf
 
 

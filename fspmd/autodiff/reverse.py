@@ -35,7 +35,7 @@ from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.remembered import ask_gradient
 from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
-from fspmd.sharded import Sharded, is_plain, is_sharded, pair
+from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.wrapping import wraps
 
@@ -157,7 +157,7 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
             if inner is not None:
                 typed(y, x)
             fresh.append(y)
-            values.append(pair(y, leaf.spec) if whole else y)
+            values.append(alike(y, leaf) if whole else y)
     return fresh, values, connected
 
 

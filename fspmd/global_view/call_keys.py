@@ -41,16 +41,23 @@ def hashable(arg: Any) -> Any:
             return slice, start, stop, step
         return slice, hashable(start), hashable(stop), hashable(step)
     if kind is Sharded:
-        return arg.spec
+        return arg.form
     if kind is float and (arg == 0 or isnan(arg)):
         return float, str(arg)  # two zeros, and nan, which equals nothing
     if isinstance(arg, dict):
         return dict, *((name, hashable(value)) for name, value in arg.items())
     if is_plain(arg):
-        return (kind, arg.dtype, arg.shape) if kind is not LocalTensor else LocalTensor
+        return (kind, arg.dtype, arg.shape, *_strides_of(arg)) if kind is not LocalTensor else LocalTensor
     if isinstance(arg, (tuple, list)):
         return kind, *map(hashable, arg)
     return kind, arg
+
+
+def _strides_of(x: Tensor) -> tuple[Any, ...]:
+    """Of a tensor that lies otherwise than a new one, as results may."""
+    if x.layout is not torch.strided or (x.is_contiguous() and not x.storage_offset()):
+        return ()
+    return x.stride(), bool(x.storage_offset())
 
 
 def keyed(func: Any, arg: Any, at: int | str | None = None) -> Any:
@@ -91,7 +98,7 @@ def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[An
         for one in arg:
             what = type(one)
             if what is Sharded:
-                key.append(one.spec)
+                key.append(one.form)
                 held.append(one.local)
                 sharded = True
                 continue

@@ -31,7 +31,7 @@ from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import wrote
 from fspmd.rules import writes
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import kept
@@ -109,7 +109,7 @@ def _made_whole(x: Sharded) -> Sharded:
     spec = x.spec.with_partition(P())
     local = redistribute(x.local, x.spec, spec)
     moved_from(x.local, local)
-    return Sharded(local, spec)
+    return alike(local, x, spec)
 
 
 @hidden

@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fspmd.fake_mode import FakeMode
+from fspmd.forms import packed
 from fspmd.rules import handler_of, row_of
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, lies
 from fspmd.tracing import outside_transforms
 
 Function = Callable[..., Any]
@@ -265,7 +266,8 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         ):
             for i, x in enumerate(operands):
                 if i not in floats:
-                    operands[i] = torch.empty(x.shape, dtype=x.dtype, device="meta" if is_meta else x.device)
+                    device = torch.device("meta") if is_meta else x.device
+                    operands[i] = torch.empty_strided(x.shape, _strides_of(x), dtype=x.dtype, device=device)
                 elif symbols is not None:
                     operands[i] = symbols.of(x, i)
         with torch.no_grad(), outside_transforms(), mode:  # one graph, within a transform or not
@@ -279,6 +281,13 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
     fixed = floats if symbols is None else symbols.looked_at()
     graph = _graph(module, structure[0], frozenset(places[number] for number in fixed))
     return None if any(node.target is func for node in graph.nodes) else graph
+
+
+def _strides_of(x: Sharded | Tensor) -> tuple[int, ...]:
+    """How a tensor lies in memory, of which a function may make much."""
+    if isinstance(x, Sharded):
+        return lies(x).strides or packed(x.spec.shape)
+    return x.stride() if x.layout is torch.strided else packed(x.shape)
 
 
 def _does_something(node: fx.Node) -> bool:

@@ -14,10 +14,13 @@ from torch import Tensor
 from fspmd.body import RUNNING, state
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
+from fspmd.forms import Strided
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import plan
 from fspmd.global_view.decompose import sharded_values
+from fspmd.global_view.lying import with_strides
 from fspmd.global_view.operands import cast_operands, move_operands
+from fspmd.global_view.outcomes import begun
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
@@ -28,11 +31,14 @@ from fspmd.redistribution.cost import replan_with
 from fspmd.redistribution.once import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
-from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, shell
+from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, laid, pair, shell
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 
-_plan_call = hidden(plan)
+
+@hidden
+def _plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    return with_strides(plan(func, args, kwargs), func, args, kwargs)
 
 
 class CacheInfo(NamedTuple):
@@ -121,28 +127,28 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     blocks: Any
     count = len(args)
     if not kwargs and count == 2 and type(x := args[0]) is Sharded and type(y := args[1]) is Sharded:
-        cached, blocks = (func, x.spec, y.spec), (x.local, y.local)  # as below, at half the cost
+        cached, blocks = (func, x.form, y.form), (x.local, y.local)  # as below, at half the cost
     elif not kwargs and count == 1 and type(x := args[0]) is Sharded:
-        cached, blocks = (func, x.spec), (x.local,)
+        cached, blocks = (func, x.form), (x.local,)
     elif not kwargs and count == 3 and type(x := args[0]) is type(y := args[1]) is type(z := args[2]) is Sharded:
-        cached, blocks = (func, x.spec, y.spec, z.spec), (x.local, y.local, z.local)
+        cached, blocks = (func, x.form, y.form, z.form), (x.local, y.local, z.local)
     elif kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
         x, func, kwargs = args[0], IN_C[func], None
-        cached, blocks, args = (func, x.spec, dim), (x.local, dim), (x, dim)
+        cached, blocks, args = (func, x.form, dim), (x.local, dim), (x, dim)
     else:
         key: list[Any] = [func]
         blocks = []
         for arg in args:
             kind = type(arg)
             if kind is Sharded:
-                key.append(arg.spec)
+                key.append(arg.form)
                 blocks.append(arg.local)
             elif kind is list:
                 held: list[Any] = []
                 key.append(list)
                 for one in arg:
                     if type(one) is Sharded:
-                        key.append(one.spec)
+                        key.append(one.form)
                         held.append(one.local)
                     else:
                         key.append(keyed(func, one))
@@ -160,7 +166,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                 key.append(name)
                 kind = type(arg)
                 if kind is Sharded:
-                    key.append(arg.spec)
+                    key.append(arg.form)
                     blocks.append(arg.local)
                 elif (kind is int and func in COUNTING) or kind in CONSTANT:
                     key.append(arg)
@@ -209,21 +215,27 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             keep(casts, out)
     results = plan.results
     if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
-        return _wrapped(out, results)
-    value = shell(Sharded, results.shape, None, None, None, results.dtype, STRIDED, META)  # type: ignore[union-attr] # as `pair` does
+        return _wrapped(out, plan, (*args, *kwargs.values()) if kwargs else args)
+    value = shell(Sharded, results.shape, plan.strides, plan.start, None, results.dtype, STRIDED, META)  # type: ignore[union-attr] # as `pair` does
     value.local = out
     value.spec = results  # type: ignore[assignment]
+    value.form = plan.form
     return value
 
 
-def _wrapped(out: Any, results: TensorSpec | tuple[TensorSpec, ...]) -> Any:
-    """Several results, or such as autocast may have given another dtype."""
+def _wrapped(out: Any, plan: OpPlan, given: tuple[Any, ...]) -> Any:
+    """Several results, or such as autocast may have given another dtype, or begin where an operand tells."""
+    results = plan.results
     if isinstance(results, TensorSpec):
-        return Sharded(out, _of_dtype(results, out.dtype))
+        spec = _of_dtype(results, out.dtype)
+        return pair(out, spec) if plan.lying is None else laid(out, spec, begun(plan.lying[0], out.dtype, given))
     specs = [_of_dtype(spec, one.dtype) for one, spec in zip(out, results, strict=True)]
     # of several results one may be the same on ranks that differ in others, as `info` is of columns
     held = [one if type(one) is Tensor else held_as(one, spec) for one, spec in zip(out, specs, strict=True)]
-    return type(out)(list(map(Sharded, held, specs)))
+    if plan.lying is None:
+        return type(out)(list(map(pair, held, specs)))
+    lying = [begun(lies, one.dtype, given) for lies, one in zip(plan.lying, held, strict=True)]
+    return type(out)(list(map(laid, held, specs, lying)))
 
 
 def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
@@ -243,6 +255,8 @@ def _is_float(spec: TensorSpec) -> bool:
 
 
 def _has_float(part: Any) -> bool:
+    if type(part) is Strided:
+        part = part.spec
     return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and _is_float(part)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.rules import writes
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, alike
 from fspmd.tracing import hidden, outside_transforms
 
 
@@ -68,9 +68,9 @@ def _as_told(x: Any, wanted: bool, operands: list[Any]) -> Any:
     if not isinstance(x, Sharded) or x.requires_grad == wanted:
         return x
     if not wanted:
-        return Sharded(x.local.detach(), x.spec)
+        return alike(x.local.detach(), x)
     nothings = [_nothing_of(one.local if isinstance(one, Sharded) else one) for one in operands]
-    return Sharded(_tied(x.local, *nothings), x.spec)
+    return alike(_tied(x.local, *nothings), x)
 
 
 def _nothing_of(x: Tensor) -> Tensor:

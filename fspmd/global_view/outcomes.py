@@ -12,9 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.fake_mode import FakeMode
+from fspmd.forms import Laid, Strided, packed
 from fspmd.op_kinds import name_of
 from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
+from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 
 Shape = tuple[int, ...]
@@ -28,15 +30,23 @@ def at(values: Sequence[Any], place: Place) -> Any:
     return values[place[0]][place[1]] if isinstance(place, tuple) else values[place]
 
 
+class Lying(NamedTuple):
+    """How a result would lie in memory, and the operand in whose memory it begins so far from where that begins."""
+
+    laid: Laid
+    base: Place | None = None
+
+
 class Outcome(NamedTuple):
     """Shape and dtype of each result; in what they are, None for a single one; whether it is the first operand, or a
-    view of it, and whether each result has all of it, as it was.
+    view of it, and whether each result has all of it, as it was; how they lie, None where all do as new tensors.
     """
 
     results: Sequence[tuple[Shape, torch.dtype]]
     kind: Kind | None = None
     views: bool = False
     same: bool = False
+    lying: Sequence[Lying] | None = None
 
 
 def joined(kind: Kind | None, results: list[Any]) -> Any:
@@ -200,9 +210,15 @@ def _outcome(
     device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Outcome | None:
     made: list[Tensor] = []
+    given = (*args, *kwargs.values())
+    before = [_laid(at(given, place)) for place, _ in operands]
 
     def make(spec: TensorSpec) -> Tensor:
-        made.append(torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        laid = before[len(made)]
+        if laid is None or laid.strides is None:
+            made.append(torch.empty(spec.shape, dtype=spec.dtype, device=device))
+        else:
+            made.append(torch.empty_strided(spec.shape, laid.strides, dtype=spec.dtype, device=device))
         return made[-1]
 
     out = _on(make, func, args, kwargs, operands)
@@ -213,7 +229,64 @@ def _outcome(
     first, base = found[0], found[0]._base  # einsum and linear give views of what they have made
     views = any(base is x or first is x for x in made)
     same = views and all(_is_all_of(one, made[0]) for one in found)
-    return Outcome(results, None if isinstance(out, Tensor) else type(out), views, same)
+    unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)
+    lying = [_lying(one, made, before, operands, unknown) for one in found]
+    new = [Lying(Laid(packed(shape))) for shape, _ in results]
+    return Outcome(
+        results, None if isinstance(out, Tensor) else type(out), views, same, None if lying == new else lying
+    )
+
+
+def begun(lying: Lying, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
+    """How a result of a call lies, of arguments of which one may begin later in its memory."""
+    laid, base = lying
+    if base is None or laid.start is None:
+        return laid
+    x = at(given, base)
+    return Laid(laid.strides, laid.start + x.storage_offset() * x.dtype.itemsize // dtype.itemsize)
+
+
+def lies_as_new(value: Any) -> bool:
+    """Whether a tensor of a call lies in memory as a new one does."""
+    return _laid(value) is None
+
+
+def _laid(value: Any) -> Laid | None:
+    """How a tensor of a call lies in memory, ``start`` being 0, more, or None where nobody knows; None: as a new one.
+
+    Of a plain tensor the key of a call tells only the strides.
+    """
+    if type(value) is Sharded:
+        form = value.form
+        if not isinstance(form, Strided):
+            return None
+        return Laid(form.strides, None if form.later is None else int(form.later))
+    if value.layout is not torch.strided or (value.is_contiguous() and not value.storage_offset()):
+        return None
+    return Laid(value.stride(), None if value.storage_offset() else 0)
+
+
+def _lying(
+    one: Tensor,
+    made: Sequence[Tensor],
+    before: Sequence[Laid | None],
+    operands: Sequence[tuple[Place, TensorSpec]],
+    unknown: bool,
+) -> Lying:
+    """How a result lies, of operands ``made``, which lie so, but begin where their memory does."""
+    # of views of floats as integers autograd keeps no base
+    base = next((k for k, x in enumerate(made) if torch._C._is_alias_of(one, x)), None)  # type: ignore[attr-defined]
+    laid = None if base is None else before[base]
+    start = 0 if laid is None else laid.start
+    if unknown:
+        return Lying(Laid(None, 0 if base is None else None))
+    told = Laid(tuple(one.stride()), None if start is None else int(one.storage_offset()))
+    return Lying(told, operands[base][0] if base is not None and start else None)
+
+
+def _is_packing(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a result is as a new tensor, however its operand lies."""
+    return name_of(func) == "contiguous" or kwargs.get("memory_format") is torch.contiguous_format
 
 
 def _is_all_of(view: Tensor, x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from fspmd.forms import Strides, form_of, packed
 from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.on_blocks import (
     as_block,
@@ -23,11 +24,13 @@ from fspmd.global_view.on_blocks import (
 )
 from fspmd.global_view.outcomes import (
     Kind,
+    Lying,
     Place,
     Shape,
     at,
     by_factors,
     kernel_complaint,
+    lies_as_new,
     like_first,
     on_meta,
     on_one_element,
@@ -68,12 +71,23 @@ class OpPlan:
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
     in_parts: bool = False  # by calls of other functions alone
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
+    lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
     at_once: bool = field(init=False)  # nothing is moved, cast or written
-    single: bool = field(init=False)  # the result is a tensor, not a tuple of them
+    single: bool = field(init=False)  # the result is a tensor, not a tuple of them, and begins where the plan says
+    form: Any = field(init=False)  # of a single result, and where in memory it lies
+    strides: Strides | None = field(init=False)
+    start: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.at_once = not (self.needs_redistribute or self.casts or self.writes)
         self.single = type(self.results) is not tuple
+        self.form, self.strides, self.start = self.results, None, None
+        if self.lying is not None and isinstance(self.results, TensorSpec):
+            (strides, start), base = self.lying[0]
+            self.single = base is None
+            self.form = form_of(self.results, strides, None if start is None else start > 0)
+            self.strides = strides or packed(self.results.shape)
+            self.start = start or None  # which torch takes quicker than 0
 
 
 class Question(NamedTuple):
@@ -90,6 +104,7 @@ class Question(NamedTuple):
     names: tuple[str, ...]  # of the keyword arguments
     products: Products | None  # the call on views, of which strategies are found, where dims are `Flat`
     plain: frozenset[int] = frozenset()  # operands that are no `Sharded`
+    lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
     @property
@@ -155,12 +170,16 @@ def ask(
     shapes = [spec.shape for spec in specs]
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     outcome = None
-    if row.kept:
+    given = [*args, *kwargs.values()]
+    as_new = all(lies_as_new(at(given, place)) for place, _ in ordered) and kwargs.get("memory_format") is None
+    if not as_new:
+        pass
+    elif row.kept:
         outcome = like_first(args, kwargs, specs)
     elif row.sized and not writes(func):
         outcome = by_factors(row.rule, Whole(shapes, plain, kwargs, [()]), specs)
     fits = outcome is not None and not row.kept  # the factors have told the shape
-    if outcome is None and row.rule is elementwise and not writes(func):
+    if outcome is None and as_new and row.rule is elementwise and not writes(func):
         outcome = on_one_element(func, args, kwargs, ordered)
     if outcome is None:
         try:
@@ -195,11 +214,11 @@ def ask(
         return None
     linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
-    given = [*args, *kwargs.values()]
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
     kind, fixed = outcome.kind, writes(func)
     views = outcome.views and not fixed
-    return Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, bare)
+    names, lying = tuple(kwargs), outcome.lying
+    return Question(row, ordered, results, kind, factors, linear, fixed, views, names, products, bare, lying)
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
@@ -216,6 +235,7 @@ def plan_of(
 
     ``lie``: where blocks were moved before, from which they go on.
     """
+    made = functools.partial(OpPlan, lying=question.lying)
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
     by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)
     first, mesh, written = operands[0][1], results[0].mesh, writes(func)
@@ -246,7 +266,17 @@ def plan_of(
         body = as_local_call(row.body, shown(func), site, places, final, linear=bool(question.linear))
         if question.views:
             body = functools.partial(copying, body, shown(func), False)
-        return OpPlan(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
+        return made(
+            result,
+            bool(moves),
+            tuple(moves),
+            (),
+            body,
+            not question.names,
+            by_name,
+            copies=question.views,
+            lying=question.lying,
+        )
     local: Callable[..., Any] = func
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
@@ -272,7 +302,9 @@ def plan_of(
         local = functools.partial(copying, local, shown(func), own)
     in_order = stand_in_order(local, positional, question.names)
     name = shown(func) if written else ""
-    return OpPlan(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies)
+    return made(
+        result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies, lying=question.lying
+    )
 
 
 def _argument(place: Place) -> int:

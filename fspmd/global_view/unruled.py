@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import FspmdError, ShapeError
+from fspmd.forms import UNKNOWN, Laid, is_dense
 from fspmd.global_view.decompose import (
     Graph,
     NotTraceable,
@@ -26,8 +27,9 @@ from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, 
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
-from fspmd.sharded import Sharded, above, is_plain
+from fspmd.sharded import Sharded, above, is_plain, laid, lies
 from fspmd.spec import P, TensorSpec
+from fspmd.transport.local_tensor import blocks_of
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _GRAPHS: Final = 64  # of one plan, by the numbers in them
@@ -137,13 +139,22 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call on global tensors: what it gives, or its shape, depends on values."""
     mesh = sharded_values(args, kwargs)[0].spec.mesh
 
+    lying = True
+
     def at_home(x: Any) -> Any:
+        nonlocal lying
         if not isinstance(x, Sharded):
             return x
-        return redistribute(x.local, x.spec, x.spec.with_partition(P()))
+        whole, lies_so = _as_told(redistribute(x.local, x.spec, x.spec.with_partition(P())), x)
+        lying &= lies_so
+        return whole
 
     def wrapped(x: Any) -> Any:
-        return Sharded(x, TensorSpec(mesh, P(), x.shape, x.dtype)) if is_plain(x) else x
+        if not is_plain(x):
+            return x
+        spec = TensorSpec(mesh, P(), x.shape, x.dtype)
+        told = (lying or x.ndim < 2) and x._base is None
+        return laid(x, spec, Laid(blocks_of(x)[0].stride()) if told else UNKNOWN)
 
     whole: Any = optree.tree_map(at_home, (args, kwargs), none_is_leaf=True)
     try:
@@ -151,3 +162,13 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except Exception as error:
         refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], error)
     return optree.tree_map(wrapped, out, none_is_leaf=True)
+
+
+def _as_told(whole: Tensor, x: Sharded) -> tuple[Tensor, bool]:
+    """A value that was gathered, in memory as torch would keep it, and whether it is; then so are results."""
+    shape, strides = x.spec.shape, lies(x).strides
+    if strides is None or not is_dense(shape, strides):
+        return whole, False
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    return whole.permute(order).contiguous().permute(back), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.redistribute import redistribute, to_blocks
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.tracing import outside_transforms
 from fspmd.transport.local_tensor import LocalTensor
@@ -72,8 +73,7 @@ def _as_tensor(leaf: Any) -> str:
 def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
     """The function that brings one leaf in; made once per plan."""
     if partition is None and isinstance(leaf, Sharded):
-        spec = leaf.spec
-        return lambda local: Sharded(local, spec)
+        return functools.partial(of_form, leaf.form)
     if partition is None:
         return _static
     variance = variance_of_spec(partition)

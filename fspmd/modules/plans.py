@@ -21,7 +21,7 @@ from fspmd.modules.paths import matches, near, prefixes
 from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
 from fspmd.redistribution.once import redistribute_once
 from fspmd.redistribution.redistribute import to_blocks
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec
 from fspmd.wrapping import wraps
 
@@ -242,7 +242,7 @@ class Placed:
         source = x.spec if isinstance(x, Sharded) else TensorSpec(self.mesh, P(), x.shape, x.dtype)
         target = _target(source, _axis_of(style), layout, flat or style.flat)
         if isinstance(x, Sharded):
-            return x if target is source else Sharded(redistribute_once(x.local, source, target), target)
+            return x if target is source else alike(redistribute_once(x.local, source, target), x, target)
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
 
 

@@ -19,7 +19,7 @@ from fspmd.outside import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves, description, scatter_from
 from fspmd.placing.sources import source_of
 from fspmd.redistribution.redistribute import from_blocks, redistribute, to_blocks
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, alike, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
@@ -99,7 +99,7 @@ def _put(leaf: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Shard
         return TensorSpec(mesh, partition, leaf.shape, leaf.dtype)
     if isinstance(leaf, Sharded):
         target = TensorSpec(mesh, partition, leaf.shape, leaf.dtype)
-        return Sharded(redistribute(leaf.local, leaf.spec, target), target)
+        return alike(redistribute(leaf.local, leaf.spec, target), leaf, target)
     spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     x = to_blocks(leaf if leaf.is_meta or leaf.device == mesh.device else leaf.to(mesh.device), spec)
     # in memory of its own: an optimizer may write into the global tensor; empty blocks, too, have strides of their own

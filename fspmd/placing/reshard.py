@@ -23,7 +23,7 @@ from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import begun, redistribute, to_blocks
 from fspmd.redistribution.routes import Route
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.trees import broadcast_prefix, leaf_paths
 
@@ -116,7 +116,7 @@ def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
     if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None and _told is None:
         target = _target(tree.spec, specs)
         if target is not None and target.mesh.coordinate() is not None:
-            return Sharded(redistribute(tree.local, tree.spec, target), target)
+            return alike(redistribute(tree.local, tree.spec, target), tree, target)
     treedef, waiting = _each(tree, specs, mesh, what, None)
     return treedef.unflatten(landed() for landed in waiting)
 
@@ -156,7 +156,7 @@ def _begun(leaf: Tensor | Sharded, partition: P, mesh: Mesh, how: _How | None) -
         )
     target = TensorSpec(mesh, partition, source.shape, forward)
     landed = begun(leaf.local, source, target, forward, backward, how.wait)
-    return lambda: Sharded(landed(), target)
+    return lambda: alike(landed(), leaf, target)
 
 
 _told: Callable[[Sharded, TensorSpec], Sharded] | None = None
@@ -182,9 +182,7 @@ def _target(source: TensorSpec, partition: P) -> TensorSpec | None:
 def _moved(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
     target = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, Sharded):
-        return (
-            _told(leaf, target) if _told is not None else Sharded(redistribute(leaf.local, leaf.spec, target), target)
-        )
+        return _told(leaf, target) if _told else alike(redistribute(leaf.local, leaf.spec, target), leaf, target)
     return Sharded(to_blocks(leaf.to(mesh.device), target), target)
 
 

@@ -25,8 +25,7 @@ from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
 from fspmd.programs.telling import tell_when_they_run, told_before
 from fspmd.remembered import wrote
-from fspmd.sharded import Sharded, is_plain, pair
-from fspmd.spec import TensorSpec
+from fspmd.sharded import Sharded, is_plain, laid, lies, pair
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import filling, flatten
 from fspmd.watching.watch import Communication
@@ -216,24 +215,28 @@ def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
     if is_plain(out):
         return lambda values: values[0]
     if type(out) is Sharded:
-        return _pairing([out.spec], "x0")
+        return _pairing([out], "x0")
     if type(out) is tuple and out and all(type(x) is Sharded for x in out):
-        return _pairing([x.spec for x in out], "".join(f"x{i}, " for i in range(len(out))))
+        return _pairing(out, "".join(f"x{i}, " for i in range(len(out))))
     return filling(*flatten(out))
 
 
-def _pairing(specs: Sequence[TensorSpec], result: str) -> Callable[[tuple[Any, ...]], Any]:
-    """What makes `Sharded` values of tensors, without the checks of their constructor: straight Python, as replays are.
+def _pairing(found: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...]], Any]:
+    """What makes `Sharded` values of tensors, like those ``found``, without the checks of their constructor.
+
+    It is straight Python, as replays are.
 
     ``result`` is made of their names, ``x0`` and so on.
     """
     scope: dict[str, Any] = {
         "pair": pair,
-        **{f"s{i}": spec for i, spec in enumerate(specs)},
+        "laid": laid,
+        **{f"s{i}": x.spec for i, x in enumerate(found)},
+        **{f"l{i}": lies(x) for i, x in enumerate(found)},
     }
-    lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(specs)))} = values"]
-    for i in range(len(specs)):
-        lines += [f"    x{i} = pair(v{i}, s{i})"]
+    lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(found)))} = values"]
+    for i, x in enumerate(found):
+        lines += [f"    x{i} = pair(v{i}, s{i})" if x.form is x.spec else f"    x{i} = laid(v{i}, s{i}, l{i})"]
     exec("\n".join([*lines, f"    return {result}"]), scope)
     rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
     return rebuild

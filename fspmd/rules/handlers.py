@@ -6,7 +6,6 @@ Each is a function of its own, not a row.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -43,12 +42,18 @@ def _detached(x: Any) -> Any:
     return x
 
 
+def _own_method(name: str) -> Handler:
+    return lambda x, *args, **kwargs: getattr(x, name)(*args, **kwargs)
+
+
+#: methods of `Sharded` itself
+_TELLS: Final = ("is_complex", "is_floating_point", "stride", "is_contiguous", "storage_offset")
 HANDLERS: Final[dict[str, Handler]] = {
     **LIKES,
     **DRAWS,
     **DROPOUTS,
     **RESHAPED,
-    **{name: operator.methodcaller(name) for name in ("is_complex", "is_floating_point")},
+    **{name: _own_method(name) for name in _TELLS},
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_linalg_check_errors": _check_errors,
     "detach_": _detached,

@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError
 from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
 
 Handler = Callable[..., Any]
@@ -32,7 +32,7 @@ def settled(spec: TensorSpec, dtype: torch.dtype | None = None) -> TensorSpec:
 def settle(x: Sharded) -> Value:
     """The value without pending sums and duals."""
     spec = settled(x.spec)
-    return x if spec is x.spec else Sharded(redistribute(x.local, x.spec, spec), spec)
+    return x if spec is x.spec else alike(redistribute(x.local, x.spec, spec), x, spec)
 
 
 def drawn_like(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fspmd.copies import as_copies
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.forms import is_dense
 from fspmd.random.blocks import fill
 from fspmd.random.counter import Block
 from fspmd.rules.likes import Handler, settled
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, lies, relay
 
 _VIEWS: Final = ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")
 
@@ -26,7 +29,8 @@ def _in_place(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
             f"{name}_() of {x!r}, a leaf that requires grad; write y = x.{name}(...), or do it under torch.no_grad()"
         )
     y = getattr(x, name)(*args, **kwargs)
-    x.local, x.spec = y.local, y.spec
+    x.local = y.local
+    relay(x, y)
     return x
 
 
@@ -52,7 +56,29 @@ def _on_diagonal(wrap: bool, device: torch.device, block: Block) -> Tensor:
     return found
 
 
+def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
+    """``x.as_strided(...)``: a copy of places in the memory that torch would have of x, no more."""
+    strides = lies(x).strides
+    start = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    places = torch.tensor([start], device=x.device)
+    for n, step in zip(size, stride, strict=True):
+        places = (places[:, None] + torch.arange(n, device=x.device) * step).flatten()
+    if strides is None or not is_dense(tuple(x.shape), strides):
+        raise ArgumentError(f"as_strided() of {x!r}, a part of some memory; take it of what that is a part of")
+    reach = [(n - 1) * step for n, step in zip(size, stride, strict=True)]
+    if 0 not in size and not 0 <= start + sum(min(r, 0) for r in reach) <= start + sum(reach) < x.numel():
+        raise ShapeError(
+            f"as_strided({size}, {stride}, {storage_offset}) of {x!r} has places that are none of its "
+            f"{x.numel()} elements; take it of the whole of which that is a part"
+        )
+    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
+    out = x.permute(order).reshape(-1).index_select(0, places).reshape(size)
+    out.local = as_copies(out.local, [x.local], "as_strided()", True)
+    return out
+
+
 RESHAPED: Final[dict[str, Handler]] = {
+    "as_strided": _as_strided,
     **{f"{name}_": functools.partial(_in_place, name) for name in _VIEWS},
     "fill_diagonal_": _fill_diagonal,
 }

@@ -35,6 +35,8 @@ def in_order(whole: Whole) -> Dims:
 
 def moved(whole: Whole) -> Dims:
     """``source`` dims to ``destination``."""
+    if not whole.ndim:
+        return ()
     sources, targets = whole.argument(1, "source"), whole.argument(2, "destination")
     sources, targets = ([d % whole.ndim for d in ((v,) if isinstance(v, int) else v)] for v in (sources, targets))
     order: list[int | None] = [None] * whole.ndim
@@ -314,7 +316,7 @@ def flipped(whole: Whole) -> Factors:
     every: Dims = tuple(range(whole.ndim))
     dims = whole.argument(1, "dims")
     touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
-    return Factors((every,), (every,), whole=frozenset(d for d in touched if whole.shapes[0][d] > 1))
+    return Factors((every,), (every,), whole=frozenset(d for d in touched if every and whole.shapes[0][d] > 1))
 
 
 def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) -> Rule:

@@ -1,0 +1,54 @@
+"""How the results of a call would lie in memory that is more than one local call: its parts may tell otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fspmd.global_view.decompose import tensors_of
+from fspmd.global_view.outcomes import Outcome, begun, on_meta
+from fspmd.global_view.planning import places_of
+from fspmd.global_view.propagate import OpPlan, as_whole
+from fspmd.rules import ENGINE, writes
+from fspmd.sharded import Sharded, laid, lies, relay
+
+
+def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """The plan, whose new results say of their strides what torch says."""
+    if plan.whole is None or (outcome := _outcome(func, args, kwargs)) is None:
+        return plan
+    run = plan.whole
+
+    def relaid(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = run(args, kwargs)
+        found = [out] if type(out) is Sharded else out
+        if isinstance(found, (tuple, list)) and len(found) == len(outcome.results):
+            _relay(found, outcome, (*args, *kwargs.values()))
+        return out
+
+    return as_whole(relaid, in_parts=plan.in_parts)
+
+
+def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome | None:
+    """What a call gives; None where nobody knows, where it gives its operands, or runs functions of the user."""
+    tensors = tensors_of(args, kwargs)
+    if writes(func) or func in ENGINE or kwargs.get("out") is not None or kwargs.get("inplace"):
+        return None
+    if any(callable(x) for x in (*args, *kwargs.values())):
+        return None
+    operands = places_of(args, kwargs, next(x for x in tensors if type(x) is Sharded).spec.mesh)
+    try:
+        return on_meta(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+    except Exception:  # which the call itself tells better
+        return None
+
+
+def _relay(found: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> None:
+    for i, x in enumerate(found):
+        if type(x) is not Sharded or x.spec.shape != outcome.results[i][0] or any(x is one for one in given):
+            continue
+        if outcome.lying is None:
+            if x.form is not x.spec:
+                relay(x, Sharded(x.local, x.spec))
+        elif lies(x) != (told := begun(outcome.lying[i], x.dtype, given)):
+            relay(x, laid(x.local, x.spec, told))

@@ -1,0 +1,204 @@
+"""`stride`, `is_contiguous` and `storage_offset` tell what torch tells of the global tensor after the same calls."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fspmd import FspmdError, P, device_get, device_put, jit, make_mesh, reshard
+
+MESH = make_mesh((2, 2), ("x", "y"))
+CHAINS = 400 if os.environ.get("FSPMD_FULL") else 24
+LAST = torch.channels_last
+CALLS: list[Callable[..., Any]] = [
+    lambda x: x.transpose(0, -1),
+    lambda x: x.permute(*reversed(range(x.dim()))),
+    lambda x: x.movedim(0, -1),
+    lambda x: x.mT,
+    lambda x: x.unsqueeze(0),
+    lambda x: x.unsqueeze(-1),
+    lambda x: x.unsqueeze(1).expand(-1, 3, *x.shape[1:]),
+    lambda x: x[1:],
+    lambda x: x[0],
+    lambda x: x[..., ::2],
+    lambda x: x[..., -1],
+    lambda x: x[None, 1:, None],
+    lambda x: x.narrow(0, 1, 1),
+    lambda x: x.chunk(2, -1)[1],
+    lambda x: x.unbind(0)[-1],
+    lambda x: x.split(1)[1],
+    lambda x: x.diagonal(0, 0, -1),
+    lambda x: x.unfold(0, 2, 1),
+    lambda x: x.squeeze(),
+    lambda x: x.view(-1),
+    lambda x: x.view(1, *x.shape),
+    lambda x: x.view(torch.int32),
+    lambda x: x.reshape(-1),
+    lambda x: x.reshape(x.shape[0], -1),
+    lambda x: x.flatten(0, 1),
+    lambda x: x.unflatten(-1, (x.shape[-1], 1)),
+    lambda x: x.contiguous(),
+    lambda x: x.contiguous(memory_format=LAST),
+    lambda x: x.to(memory_format=LAST),
+    lambda x: x.clone(),
+    lambda x: x.clone(memory_format=torch.contiguous_format),
+    lambda x: x.detach(),
+    lambda x: x.double(),
+    torch.zeros_like,
+    torch.rand_like,
+    lambda x: x.new_zeros(3, 2),
+    lambda x: x.new_empty_strided((2, 3), (1, 2)),
+    lambda x: x * 2.5,
+    torch.relu,
+    lambda x: torch.where(x > 0, x, 0.0),
+    lambda x: x.masked_fill(x > 0, 1.0),
+    F.dropout,
+    lambda x: x.softmax(-1),
+    lambda x: x.sum(0),
+    lambda x: x.mean(-1, keepdim=True),
+    lambda x: x.max(-1).values,
+    lambda x: x.std(0),
+    lambda x: x.cumsum(0),
+    lambda x: x.sort(-1).indices,
+    lambda x: x.topk(1, 0).values,
+    lambda x: x.flip(0),
+    lambda x: x.roll(1, 0),
+    lambda x: x.repeat(*[2] * x.dim()),
+    lambda x: F.pad(x, (1, 1)),
+    lambda x: F.layer_norm(x, x.shape[-1:]),
+    lambda x: F.normalize(x, dim=-1),
+    lambda x: x[torch.tensor([0, 1])],
+    lambda x: x.index_select(0, torch.tensor([0, 0])),
+    lambda x: x[torch.ones_like(x).bool()],
+    lambda x: torch.ones_like(x).nonzero(),
+    lambda x: torch.stack([x, x], -1),
+    lambda x: x @ x.mT,
+    lambda x: F.linear(x, torch.ones(x.shape[-1], 5).t()),
+    lambda x: torch.outer(x, x),
+    lambda x: F.conv2d(x, torch.ones(2, x.shape[1], 1, 1)),
+    lambda x: x.dim_order(),
+]
+PAIRS: list[Callable[..., Any]] = [
+    lambda x, y: x + y,
+    torch.maximum,
+    lambda x, y: torch.addcmul(x, y, y),
+    lambda x, y: x - y.transpose(0, -1),
+    lambda x, y: x @ y.mT,
+    lambda x, y: torch.cat([x, y]),
+]
+
+
+def _lies(x: Any) -> Any:
+    """What a tensor tells; the stride of a dim of one element is anything, and of an empty tensor all are."""
+    if not isinstance(x, Tensor):
+        return x
+    formats = [torch.contiguous_format] + [LAST] * (x.dim() == 4 and 1 not in x.shape)
+    strides = [0 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)] if x.numel() else []
+    return tuple(x.shape), strides, x.storage_offset(), [x.is_contiguous(memory_format=one) for one in formats]
+
+
+def _partition(draw: random.Random, ndim: int) -> P:
+    entries: list[str | None] = [None] * ndim
+    for axis in ("x", "y"):
+        free = [d for d in range(ndim) if entries[d] is None]
+        if free and draw.random() < 0.6:
+            entries[draw.choice(free)] = axis
+    return P(*entries)
+
+
+@pytest.mark.parametrize("seed", range(CHAINS))
+def test_chains_of_calls(seed: int) -> None:
+    """Of calls on a Sharded, and on the plain tensor; views that torch refuses are refused."""
+    draw = random.Random(seed)
+    shape = [draw.choice((1, 2, 3, 4)) for _ in range(draw.randint(1, 4))]
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    pool: list[tuple[Tensor, Tensor]] = [(whole, device_put(whole, _partition(draw, len(shape)), mesh=MESH))]
+    compared = 0
+    while compared < 8:
+        pairs = draw.random() < 0.25
+        call = draw.choice(PAIRS if pairs else CALLS)
+        operands = [draw.choice(pool[-3:]) for _ in range(1 + pairs)]
+        try:
+            expected = call(*[x for x, _ in operands])
+        except (RuntimeError, IndexError, ValueError):
+            expected = None
+        if expected is None or (isinstance(expected, Tensor) and not 0 < expected.numel() < 3000):
+            if "incompatible" in str(expected):
+                with pytest.raises(FspmdError):
+                    call(*[x for _, x in operands])
+            continue
+        found = call(*[x for _, x in operands])
+        compared += 1
+        assert _lies(found) == _lies(expected)
+        if isinstance(found, Tensor) and found.dtype is torch.float32:
+            pool.append((expected, found))
+
+
+def _value() -> tuple[Tensor, Any]:
+    whole = torch.arange(24.0).view(4, 6)
+    return whole, device_put(whole, P("x", "y"), mesh=MESH)
+
+
+def test_views_of_what_is_not_contiguous() -> None:
+    whole, x = _value()
+    with pytest.raises(FspmdError, match=r"view\(\) .* Use .reshape"):
+        x.t().view(-1)
+    assert torch.equal(device_get(x.t().contiguous().view(-1)), whole.t().reshape(-1))
+    part = x.t().as_strided((2, 3), (2, 5))
+    assert torch.equal(device_get(part), whole.t().as_strided((2, 3), (2, 5)))
+    with pytest.raises(FspmdError, match="none of its 6 elements"):
+        x[1:2].as_strided((2, 2), (1, 6))
+    with pytest.raises(FspmdError, match="a part of some memory"):
+        x[:, ::2].as_strided((2,), (1,))
+
+
+def test_values_that_are_kept_or_moved() -> None:
+    """Copies, pickles, other layouts, attributes and writes that change the shape."""
+    whole, x = _value()
+    for make in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.data, lambda x: +x):
+        assert _lies(make(x.t())) == _lies(make(whole.t()))
+    assert _lies(reshard(x[1:].t(), P("y"))) == _lies(whole[1:].t())
+    assert _lies(x.clone().t_()) == _lies(whole.t())
+    one, other = x.clone(), whole.clone()
+    one.data, other.data = x.t().contiguous().t(), whole.t().contiguous().t()
+    assert _lies(one) == _lies(other)
+
+
+def test_gradients() -> None:
+    """That of a leaf lies as the leaf; of others only the formulas know, which are not followed."""
+    whole, x = _value()
+    for like in (lambda x: x, lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(4, 6)):
+        leaves = [like(one).detach().requires_grad_() for one in (whole, x)]
+        for leaf in leaves:
+            (leaf.t() * 2).sum().backward()
+        assert _lies(leaves[1].grad) == _lies(leaves[0].grad)
+    (gradient,) = torch.autograd.grad((leaves[1] ** 2).sum(), leaves[1])
+    with pytest.raises(FspmdError, match=r"stride\(\) of Sharded .* write x = x.contiguous\(\)"):
+        (gradient * 2).stride()
+    assert (gradient * 2).contiguous().stride() == (6, 1)
+
+
+def test_jit() -> None:
+    """Records know how arguments lie, and results."""
+    whole, x = _value()
+
+    @jit
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 2 if x.is_contiguous() else x * 3), x.t()[1:]
+
+    for _ in range(2):
+        for like in (lambda x: x, lambda x: x.t()):
+            for found, expected in zip(f(like(x)), f(like(whole)), strict=True):
+                assert _lies(found) == _lies(expected)
+                assert torch.equal(device_get(found), expected)
+    with pytest.raises(FspmdError, match="storage_offset"):
+        f(x[1:])[1].storage_offset()
