@@ -98,20 +98,30 @@ class Placed:
         gradients = {name: x.grad for name, x in self.params.items() if x.grad is not None}
         return Step(*device_get((out.logits.detach(), out.loss.detach(), gradients))), counted(log)
 
-    def recorded(self) -> tuple[Step, Collectives]:
-        """By `jit`, twice: recorded, and replayed; and what the replay communicates."""
-        trained = {name: x for name, x in self.params.items() if x.requires_grad}
+    def recorded(self, passes: list[str] | None = None) -> tuple[Step, Collectives]:
+        """By `jit`, twice: recorded, changed by passes, and replayed; and what the replay communicates."""
+        step, *args = self._recordable()
+        run = fspmd.jit(step, passes=passes)
+        run(*args)
+        with communication_log() as log:
+            value, gradients = run(*args)
+        found = {name: x.detach() for name, x in gradients.items()}
+        return Step(None, *device_get((value.detach(), found))), counted(log)
+
+    def lowered(self, passes: list[str]) -> fspmd.Lowered:
+        """The step as a process records it."""
+        step, *args = self._recordable()
+        return fspmd.jit(step, passes=passes).lower(*args)
+
+    def _recordable(self) -> tuple[Any, ...]:
+        """The step, loss and gradients, and its arguments."""
+        trained = {name: x.detach() for name, x in self.params.items() if x.requires_grad}
         others = {name: x for name, x in self.params.items() if name not in trained}
 
         def loss(trained: Any, others: Any, buffers: Any, batch: Any) -> Any:
             return self(trained | others, buffers, batch).loss
 
-        step = fspmd.jit(fspmd.value_and_grad(loss))
-        step(trained, others, self.buffers, self.batch)
-        with communication_log() as log:
-            value, gradients = step(trained, others, self.buffers, self.batch)
-        found = {name: x.detach() for name, x in gradients.items()}
-        return Step(None, *device_get((value.detach(), found))), counted(log)
+        return fspmd.value_and_grad(loss), trained, others, self.buffers, self.batch
 
 
 def generated(name: str, mesh: Mesh | None = None, styled: bool = True) -> Tensor:
