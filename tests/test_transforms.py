@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -150,6 +152,23 @@ def test_argnums_and_aux(argnums: Any, f: Any) -> None:
     again, aux = fspmd.grad(with_aux, argnums, has_aux=True)(*given)
     close(again, expected)
     assert isinstance(aux["y"], Sharded)
+
+
+@pytest.mark.parametrize("names", [*itertools.permutations("abc"), (2, 0, 1), ("b", 0, "a")])
+@pytest.mark.parametrize("on_mesh", [True, False])
+def test_a_dict_of_weights_keeps_its_keys_in_order(names: Any, on_mesh: bool) -> None:
+    plain = {name: (W * (i + 1)).sin().requires_grad_() for i, name in enumerate(names)}
+    powers = {name: i for i, name in enumerate(reversed(names), 2)}
+    loss = lambda weights: sum((weights[name] ** powers[name]).sum() for name in names)  # noqa: E731
+    weights = {name: device_put(w.detach(), P(), mesh=MESH) if on_mesh else w.detach() for name, w in plain.items()}
+    expected = dict(zip(plain, torch.autograd.grad(loss(plain), [*plain.values()]), strict=True))
+    for found in (fspmd.grad(loss)(weights), fspmd.vjp(loss, weights)[1](torch.ones((), dtype=F64))[0]):
+        assert list(found) == list(names)
+        for name in names:
+            close(found[name], expected[name])
+        same_layout(found, weights)
+    with pytest.raises(fspmd.ArgumentError, match=re.escape(f"weights[{names[1]!r}] is i64")):
+        fspmd.grad(loss)({**weights, names[1]: COUNTS})
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "vjp"])

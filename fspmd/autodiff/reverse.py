@@ -27,6 +27,7 @@ from fspmd.autodiff.leaves import (
     local_of,
     rewrapped,
     show_leaf,
+    taken_apart,
     transforms_active,
     typed,
 )
@@ -37,12 +38,14 @@ from fspmd.remembered import ask_gradient
 from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
 from fspmd.trees import leaf_paths, parameter_names
+from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
 
 _run_backward: Final[Any] = Variable._execution_engine.run_backward
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
+Tree = Callable[[Sequence[Any]], Any]  # makes a tree of leaves
 Aux = TypeVar("Aux")
 
 
@@ -64,7 +67,7 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     >>> pull(torch.ones(4))
     (tensor([0., 2., 4., 6.]),)
     """
-    leaves, treedef = flatten(primals)
+    leaves, together = taken_apart(primals)
     check_function(f, "vjp")
 
     def labels() -> list[str]:
@@ -75,8 +78,8 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
 
     if transforms_active():
         check_leaves(leaves, labels, "vjp")
-        return _vjp_by_transform(run, leaves, treedef, has_aux, "vjp")
-    inputs, out, aux, create, kept = _trace(run, leaves, treedef, has_aux, labels, "vjp")
+        return _vjp_by_transform(run, leaves, together, has_aux, "vjp")
+    inputs, out, aux, create, kept = _trace(run, leaves, together, has_aux, labels, "vjp")
     check_results(out, "vjp")
 
     def pull(cotangent: Any) -> Any:
@@ -84,15 +87,15 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
         cotangents = cotangents_of(cotangent, out, outputs, "vjp")
         used = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
         again = create or any(c.requires_grad for _, c in used)
-        grads = _autograd(tuple(o for o, _ in used), tuple(c for _, c in used), inputs, again, retain=True, kept=kept)
-        return treedef.unflatten(list(map(gradient_like, leaves, grads)))
+        values, given = tuple(o for o, _ in used), tuple(c for _, c in used)
+        return together(_autograd(values, given, leaves, inputs, again, retain=True, kept=kept))
 
     value = out if create else detached(out)
     return (value, pull, aux) if has_aux else (value, pull)
 
 
 def _trace(
-    run: Function, leaves: list[Any], treedef: Any, has_aux: bool, labels: Callable[[], list[str]], what: str
+    run: Function, leaves: list[Any], together: Tree, has_aux: bool, labels: Callable[[], list[str]], what: str
 ) -> tuple[list[Tensor], Any, Any, bool, Kept | None]:
     """Run a function of a tree on fresh autograd leaves (connected to what the primals came from) and give its result.
 
@@ -111,7 +114,7 @@ def _trace(
         check_leaves(leaves, labels, what)
         raise
     create = connected or (followed and DEPTH.value > 0)
-    tree = treedef.unflatten(values)
+    tree = together(values)
     kept = None
     DEPTH.value += 1
     try:
@@ -128,7 +131,7 @@ def _trace(
         out, aux = _with_aux(out)
     if not create and followed:
         outs = [out] if isinstance(out, Tensor) and not has_aux else flatten((out, aux))[0]
-        create = depends_on_others([x.local if type(x) is Sharded else x for x in outs], inputs)
+        create = depends_on_others([x.local if type(x) is Sharded else x for x in outs])
     return inputs, out, aux if create or not has_aux else detached(aux), create, kept
 
 
@@ -164,25 +167,32 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
 def _autograd(
     outputs: tuple[Tensor, ...],
     cotangents: tuple[Tensor, ...],
+    leaves: list[Any],
     inputs: list[Tensor],
     create: bool,
     retain: bool,
     kept: Kept | None,
-) -> list[Tensor]:
-    """Gradients, of what ``kept`` has, which lives until they are there."""
-    if not outputs:
-        return all_typed([torch.zeros_like(x) for x in inputs], inputs, dual=True)
+) -> list[Any]:
+    """Gradients that lie as the leaves, of what ``kept`` has, which lives until they are there."""
+    inner = state.body
+    grads: list[Any] = []
     DEPTH.value += 1
     try:
         with torch._C.DisableTorchFunction():
-            # torch.autograd.grad without its checks and logs, which take as long as the derivatives of several ops
-            found = _run_backward(
-                outputs, cotangents, retain or create, create, tuple(inputs), True, accumulate_grad=False
-            )
-            grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+            found: Sequence[Tensor | None] = [None] * len(inputs)
+            if outputs:
+                # torch.autograd.grad without its checks and logs, which take as long as the derivatives of several ops
+                found = _run_backward(
+                    outputs, cotangents, retain or create, create, tuple(inputs), True, accumulate_grad=False
+                )
+            for gradient, x, leaf in zip(found, inputs, leaves, strict=True):
+                g = torch.zeros_like(x) if gradient is None else gradient
+                if inner is not None:
+                    set_variance(g, get_variance(x).dual)
+                grads.append(pair(g, leaf.spec.dual) if type(leaf) is Sharded else g)
     finally:
         DEPTH.value -= 1
-    return grads if state.body is None else all_typed(grads, inputs, dual=True)
+    return grads
 
 
 def value_and_grad(
@@ -252,31 +262,32 @@ def _value_and_grad(
 ) -> tuple[Any, Any]:
     numbers = check_argnums(argnums, len(args), what)
     one = isinstance(argnums, int)
-    leaves, treedef = flatten(args[numbers[0]] if one else tuple([args[i] for i in numbers]))
+    leaves, together = taken_apart(args[numbers[0]] if one else tuple([args[i] for i in numbers]))
 
     def labels() -> list[str]:
         names = parameter_names(f, len(args))
         return [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
 
     def run(chosen: Any) -> Any:
-        full = list(args)
-        for i, value in zip(numbers, (chosen,) if one else chosen, strict=True):
-            full[i] = value
+        full = [*args]
+        if one:
+            full[argnums] = chosen
+        else:
+            for i, value in zip(numbers, chosen, strict=True):
+                full[i] = value
         return f(*full, **kwargs)
 
     if transforms_active():
         check_leaves(leaves, labels, what)
-        result = _vjp_by_transform(run, leaves, treedef, has_aux, what)
+        result = _vjp_by_transform(run, leaves, together, has_aux, what)
         out, pull, aux = result if has_aux else (*result, None)
         scalar_of(out, what)
         grads = pull(_like_ones(out))
     else:
-        inputs, out, aux, create, kept = _trace(run, leaves, treedef, has_aux, labels, what)
+        inputs, out, aux, create, kept = _trace(run, leaves, together, has_aux, labels, what)
         loss = scalar_of(out, what)
         outputs = (loss,) if loss.requires_grad else ()
-        found = _autograd(outputs, (_seed(loss),), inputs, create, retain=False, kept=kept)
-        rows = zip(leaves, found, strict=True)
-        grads = treedef.unflatten([pair(g, x.spec.dual) if type(x) is Sharded else g for x, g in rows])
+        grads = together(_autograd(outputs, (_seed(loss),), leaves, inputs, create, retain=False, kept=kept))
         out = out if create else detached(out)
     return ((out, aux) if has_aux else out), grads
 
@@ -292,13 +303,13 @@ def _seed(loss: Tensor) -> Tensor:
     return seed if state.body is None else all_typed([seed], [loss], dual=True)[0]
 
 
-def _vjp_by_transform(run: Function, leaves: list[Any], treedef: Any, has_aux: bool, what: str) -> Any:
+def _vjp_by_transform(run: Function, leaves: list[Any], together: Tree, has_aux: bool, what: str) -> Any:
     """The same through ``torch.func``, where one of its transforms is active already."""
     kept: dict[str, Any] = {}
 
     def flat(*xs: Tensor) -> Any:
         xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
-        out = run(treedef.unflatten([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
+        out = run(together([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
         aux = None
         if has_aux:
             out, aux = _with_aux(out)
@@ -317,7 +328,7 @@ def _vjp_by_transform(run: Function, leaves: list[Any], treedef: Any, has_aux: b
         with without_saved_tensor_hooks():
             grads = pull_flat(tuple(cotangents))
         grads = all_typed(list(grads), list(map(local_of, leaves)), dual=True)
-        return treedef.unflatten(list(map(gradient_like, leaves, grads)))
+        return together(list(map(gradient_like, leaves, grads)))
 
     aux = kept["aux"][1].unflatten(rewrapped(kept["aux"][0], aux_values))
     return (out, pull, aux) if has_aux else (out, pull)

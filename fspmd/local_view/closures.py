@@ -63,21 +63,24 @@ def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[A
             stack.extend([parent for parent, _ in node.next_functions if parent is not None])
 
 
-def depends_on_others(outputs: list[Any], inputs: list[Tensor]) -> bool:
-    """Whether the outputs were computed from autograd leaves other than ``inputs``."""
+def depends_on_others(outputs: list[Any]) -> bool:
+    """Whether the outputs were computed from autograd leaves other than those that derivatives make for themselves."""
     if _forward_ad._current_level < 0 and not _transforms_active():
         stack: list[Any] = [x.grad_fn or _node(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]
     else:
         stack = [node for x in outputs for node in _nodes(x)]
     seen: set[Any] = {None, *stack}
+    for node in stack:
+        if type(node) is _LEAF and INNER not in node.variable.__dict__:
+            return True
     for node in stack:  # grows; as in `_graph`, in as few steps as can be: every derivative asks
         for parent, _ in node.next_functions:
             if parent not in seen:
                 seen.add(parent)
-                stack.append(parent)
-    for node in stack:
-        if type(node) is _LEAF and not hasattr(x := node.variable, INNER) and all(x is not one for one in inputs):
-            return True
+                if type(parent) is not _LEAF:
+                    stack.append(parent)
+                elif INNER not in parent.variable.__dict__:
+                    return True
     return False
 
 
