@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.pairs import Call, apply, given
+from fspmd.pairs import Call, apply, given, is_transformed
 from fspmd.redistribution.cost import price, topology
 from fspmd.redistribution.moves import Leg
 from fspmd.remembered import MADE, Stamp, is_shared_unseen, is_unwritten, moves_of, recall, remember, stamp
@@ -48,7 +48,7 @@ class _Made:
 
 def remember_base(x: Tensor, base: Tensor, spec: TensorSpec, again: Callable[[Tensor], Tensor]) -> None:
     """``x`` is a pending sum that was made ``again`` of another, which lies so."""
-    if x is not base and not (x.is_inference() or is_shared_unseen(base)):
+    if x is not base and not (is_transformed() or x.is_inference() or is_shared_unseen(base)):
         setattr(x, MADE, _Made(x, base, spec, again))
 
 
