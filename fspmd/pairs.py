@@ -248,7 +248,15 @@ def apply(x: Tensor, call: Call) -> Tensor:
         call = watched(x, call)
     with _untracked():
         if _transforms_active() or _forward_ad._current_level >= 0:
-            return _Transformable.apply(x, call)  # type: ignore[no-any-return]
+            try:
+                return _Transformable.apply(x, call)  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                if "Functionalize rule" not in str(error):
+                    raise
+                raise ArgumentError(
+                    f"{call!r} was called under torch.func.functionalize, which knows nothing of collectives; leave "
+                    "functionalize out: writes into values are followed without it"
+                ) from error
         if x.requires_grad and _grad_enabled():
             return _apply_plain(x, call)  # type: ignore[no-any-return]
         return call.run(x)

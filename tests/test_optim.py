@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "maxima of Adam": (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.1}),
     "fused": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "fused": True}),
+    "fused Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
     "fused SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.1, "centered": True}),

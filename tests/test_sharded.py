@@ -213,3 +213,24 @@ def test_no_other_tensor_takes_its_memory(x: Any) -> None:
     with pytest.raises(BufferError):
         torch.utils.dlpack.to_dlpack(x)
     assert torch.equal(plain, torch.zeros(5, 3))
+
+
+def test_module_apply_to_sharded() -> None:
+    """What a conversion makes of parameters of another kind takes their place."""
+    mesh = make_mesh((2,), ("x",))
+    module = nn.Linear(6, 4)
+    expected = module(torch.ones(6))
+    module._apply(lambda x: device_put(x.detach(), P("x"), mesh=mesh))
+    assert repr(module.weight.spec) == "f32[4@x, 6] on mesh(x=2)"
+    assert module.weight.requires_grad
+    torch.testing.assert_close(device_get(module(torch.ones(6))), expected)
+    kept = module.weight
+    module.double()
+    assert module.weight is kept
+    assert kept.dtype is torch.float64
+
+
+def test_moments_of_batch_norm_have_no_gradient() -> None:
+    x = device_put(torch.randn(4, 3, 2), P("x"), mesh=make_mesh((2,), ("x",))).requires_grad_()
+    found = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    assert [one.requires_grad for one in found] == [True, False, False]

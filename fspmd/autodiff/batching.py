@@ -169,7 +169,15 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
         wanted[:] = _out_dims(out_dims, tree, values, labels)
         return tuple(value for value, dim in zip(values, wanted, strict=True) if dim is not None)
 
-    mapped = iter(torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_))
+    try:
+        mapped = iter(torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_))
+    except RuntimeError as error:
+        if "in randomness error mode" not in str(error):
+            raise
+        raise ArgumentError(
+            'vmap: the function draws random numbers; write vmap(f, randomness="different") for others in each '
+            'element, randomness="same" for the same in all, or draw outside of it'
+        ) from error
     results: list[Any] = []
     for out, value, dim in zip(outs, values, wanted, strict=True):
         local = value if dim is None else set_variance(next(mapped), get_variance(value))

@@ -286,7 +286,7 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 leave_to_python(
     dispatch,
-    "torch functions on Sharded values run as they are, between what is compiled. What torch compiles as a whole takes "
-    f"none. {INSTEAD_OF_COMPILED}",
+    "torch functions on Sharded values run as they are, between what is compiled: write torch.compile(f) without "
+    f"fullgraph=True. What torch compiles as a whole takes none. {INSTEAD_OF_COMPILED}",
 )
 above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -295,5 +295,11 @@ def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Note on what torch raised of blocks which call it was; places that are out of range are known by value alone."""
     if isinstance(error, FspmdError) or getattr(error, "__notes__", None):
         return
+    if "convert all Tensors to FakeTensors" in str(error):
+        given = ", ".join(map(repr, sharded_values(args, kwargs)))
+        raise ArgumentError(
+            f"{shown(func)} of {given} was called under torch's FakeTensorMode, of which its blocks are none; call it "
+            "outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)"
+        ) from error
     given = ", ".join(repr(x) if is_sharded(x) else described(x) for x in tensors_of(args, kwargs))
     error.add_note(f"raised by {shown(func)} of {given}; sizes and places are those of a rank's block")

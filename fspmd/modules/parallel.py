@@ -14,7 +14,7 @@ from fspmd.modules.paths import leaves_by_name
 from fspmd.modules.plans import ParallelPlan, make_plan
 from fspmd.modules.styles import Style
 from fspmd.outside import the_mesh
-from fspmd.placing.placement import device_put
+from fspmd.placing.placement import put
 from fspmd.placing.scatter import PLANNED, lacks_values
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -72,7 +72,7 @@ def parallelize(
     specs = plan.specs
     leaves = {(id(leaf), specs[name]): leaf for name, leaf in named.items()}  # one that lies alike everywhere stays one
     given = [leaf if isinstance(leaf, TensorSpec) else leaf.detach() for leaf in leaves.values()]
-    placed = device_put(given, [partition for _, partition in leaves], mesh=mesh, src=src_data_rank)
+    placed = put(given, [partition for _, partition in leaves], mesh, src_data_rank, "parallelize")
     for leaf, x in zip(leaves.values(), placed, strict=True):
         if isinstance(x, Sharded) and leaf.requires_grad:
             x.requires_grad_()

@@ -47,6 +47,11 @@ class Style:
     output: Layouts = None
 
     def __post_init__(self) -> None:
+        if self.axis is not None and not isinstance(self.axis, str):
+            raise ArgumentError(
+                f"{type(self).__name__} got {described(self.axis)} for axis; expected the name of a mesh axis, or None "
+                "for that of parallelize"
+            )
         for name, layouts in (("specs", self.specs), ("kwargs", self.kwargs)):
             if not isinstance(layouts, Mapping):
                 raise ArgumentError(

@@ -48,10 +48,12 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
             f"device_put got {described(specs)} for specs; write device_put(tree, P('x'), mesh=mesh): specs say how "
             "tensors are cut, the mesh on which devices they lie"
         )
-    mesh = the_mesh(mesh, "device_put")
-    if src is not None:
-        return _put_from(tree, specs, mesh, src, "device_put")
-    return _put_tree(tree, specs, mesh, "device_put")
+    return put(tree, specs, the_mesh(mesh, "device_put"), src, "device_put")
+
+
+def put(tree: Any, specs: Any, mesh: Mesh, src: int | None, what: str) -> Any:
+    """`device_put` for a function that errors name."""
+    return _put_tree(tree, specs, mesh, what) if src is None else _put_from(tree, specs, mesh, src, what)
 
 
 def scatter(tree: Any, specs: Any, *, src: int, mesh: Mesh | None = None) -> Any:

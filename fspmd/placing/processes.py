@@ -14,7 +14,7 @@ from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
 from fspmd.outside import the_mesh
-from fspmd.placing.placement import device_get, device_put
+from fspmd.placing.placement import device_get, put
 from fspmd.placing.scatter import check_leaves
 from fspmd.placing.sources import hear_all
 from fspmd.sharded import Sharded, is_sharded
@@ -127,9 +127,11 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
     """Lay out what each process has loaded: a DataLoader's batch becomes `Sharded` values, in one call.
 
     It is JAX's ``make_array_from_process_local_data``, for whole trees. ``specs`` is a pytree prefix of ``tree``. A
-    process holds its block of each tensor: where a spec leaves an axis out, ranks along it must pass equal tensors. A
-    simulation is one process, which passes the whole tensors, as to `device_put`. A leaf whose spec is None stays as
-    it is; arrays of NumPy are taken as tensors. Blocks share the memory of what was passed, if it is on the device.
+    process holds its block of each tensor: where a spec leaves an axis out, ranks along it must pass equal tensors.
+    Along an unreduced axis each passes its own term: the global tensor is their sum, and they need not be equal. A
+    simulation is one process, which passes the whole tensors, as to `device_put`: of a pending sum the sum. A leaf
+    whose spec is None stays as it is; arrays of NumPy are taken as tensors. Blocks share the memory of what was passed,
+    if it is on the device.
 
     With ``check`` the processes compare trees, shapes, dtypes and, where blocks must be equal, values: one all-gather
     of numbers for the whole tree, which the host waits for. Without it nothing is sent, and blocks are taken to be as
@@ -151,7 +153,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
     leaves, treedef = flatten_values(tree)
     labels = leaf_paths(tree, "tree", is_sharded)
     if mesh.transport != "process_group":
-        return device_put(treedef.unflatten(map(_of_array, leaves, labels)), specs, mesh=mesh)
+        return put(treedef.unflatten(map(_of_array, leaves, labels)), specs, mesh, None, what)
     _refuse_record(what)
     partitions: list[Any] = []
 

@@ -66,7 +66,7 @@ def source_of(src: Any, mesh: Mesh, what: str) -> Source:
     """
     position = _told(lambda: _position(mesh, src, what), mesh, 0)
     rank, place = mesh.ranks[position], row_major(mesh.coordinate() or (), mesh.shape.values())
-    differs = "" if src == rank else f"src={src!r}, but rank {mesh.ranks[0]} src={rank}"
+    differs = "" if src == rank and not isinstance(src, bool) else f"src={src!r}, but rank {mesh.ranks[0]} src={rank}"
     return Source(what, mesh, rank, position, place, differs)
 
 
@@ -112,10 +112,9 @@ def _told(make: Callable[[], Any], mesh: Mesh, position: int) -> Any:
 
 def _position(mesh: Mesh, src: Any, what: str) -> int:
     """The place of a global rank on the mesh, row-major; raises `MeshError` where it has none."""
-    try:
-        rank = operator.index(src)
-    except TypeError:
-        raise ArgumentError(f"{what} got src={src!r} of type {type(src).__name__}; expected a global rank") from None
+    if isinstance(src, bool) or not hasattr(src, "__index__"):
+        raise ArgumentError(f"{what} got src={src!r} of type {type(src).__name__}; expected a global rank")
+    rank = operator.index(src)
     at = mesh.coordinate(rank) if rank >= 0 else None
     if at is None:
         raise MeshError(f"{what} got src={rank}, which is no rank of {mesh!r}: its ranks are {mesh.ranks!r}")

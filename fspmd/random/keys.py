@@ -271,7 +271,7 @@ def _numbers(
     if isinstance(key, Sharded):
         key = from_blocks(key.local, key.spec)
     spec = _spec(what, sizes, dtype, lies)
-    device = torch.device(lies.get("device") or _default_device()) if spec is None else spec.mesh.device
+    device = _device(what, lies) if spec is None else spec.mesh.device
 
     def make(key: Tensor) -> Any:
         if spec is not None:
@@ -319,6 +319,17 @@ def _spec(what: str, sizes: tuple[int, ...], dtype: torch.dtype, lies: Lies) -> 
     if wrong := complain(partition, mesh, len(sizes)):
         raise SpecError(f"{what}: a tensor of shape {sizes}: {wrong}")
     return TensorSpec(mesh, partition, sizes, dtype)
+
+
+def _device(what: str, lies: Lies) -> torch.device:
+    """Where a plain tensor is wanted."""
+    asked = lies.get("device")
+    try:
+        return _default_device() if asked is None else torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"{what} got {described(asked)} for device; expected one such as 'cpu' or 'cuda'"
+        ) from error
 
 
 def _default_device() -> torch.device:

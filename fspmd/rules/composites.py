@@ -269,8 +269,9 @@ def _norm_and_moments(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any]:
-    """The same, with the moments of the batch that backward would need: mean and reciprocal deviation."""
+    """The same, with what backward needs of the batch, mean and reciprocal deviation, which get no gradient."""
     out, mean, var = _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    mean, var = mean.detach(), var.detach()
     return (out, mean, torch.rsqrt(var + eps)) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
 
 

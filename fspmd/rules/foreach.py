@@ -15,6 +15,7 @@ from fspmd.redistribution.redistribute import from_blocks
 from fspmd.remembered import wrote_all
 from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.spec import TensorSpec
+from fspmd.transport.local_tensor import LocalTensor
 
 _VALUE: Final = frozenset(("addcdiv", "addcmul"))  # what these take fourth here is elsewhere their ``value``
 _OF_NUMBERS: Final = {"maximum": "clamp_min", "minimum": "clamp_max"}  # of a tensor and a number
@@ -50,6 +51,8 @@ def _at_once(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     named = {key: _blocks_of(value, specs) for key, value in kwargs.items()}
     if any(value is _UNLIKE for value in (*given, *named.values())):
         return _UNLIKE
+    if name == "_fused_adagrad_":  # which torch says writes into its step counts, but only reads them
+        given[3] = list(map(_held_as, given[3], given[0]))
     if name.endswith("_"):
         for x in given[0]:
             refuse_copy(x, f"{name}()")
@@ -83,6 +86,11 @@ def _blocks_of(value: Any, specs: Specs) -> Any:
         for x, spec in zip(value, specs, strict=False)
     ]
     return _UNLIKE if any(x is _UNLIKE for x in found) else found
+
+
+def _held_as(number: Tensor, x: Tensor) -> Tensor:
+    """A number that simulated ranks hold apart, as they do x."""
+    return LocalTensor([number.clone() for _ in x.shards], x.frame) if type(x) is LocalTensor else number
 
 
 def _number_of(x: Any) -> Any:

@@ -46,6 +46,11 @@ def _own_method(name: str) -> Handler:
     return lambda x, *args, **kwargs: getattr(x, name)(*args, **kwargs)
 
 
+def _takes_data(x: Any, y: Any) -> bool:
+    """Whether ``x.data = y`` is for ``module._apply`` to write; else the module gets y as a new parameter."""
+    return type(x) is type(y) and (x.spec.mesh, x.spec.partition) == (y.spec.mesh, y.spec.partition)
+
+
 #: methods of `Sharded` itself
 _TELLS: Final = ("is_complex", "is_floating_point", "stride", "is_contiguous", "storage_offset")
 HANDLERS: Final[dict[str, Handler]] = {
@@ -57,6 +62,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_linalg_check_errors": _check_errors,
     "detach_": _detached,
+    "_has_compatible_shallow_copy_type": _takes_data,
     "_make_dual": _refuse_dual,
 }
 #: set on `above` later than this

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from fspmd.errors import ArgumentError, CommunicationError
-from fspmd.messages import described
+from fspmd.messages import described, quoted
 from fspmd.pairs import Call
 from fspmd.watching.causes import Trace
 from fspmd.watching.implicit import Implicit, implied, report
@@ -116,16 +116,18 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
         _state.scope = before
 
 
-def set_default(*, explicit: Mode) -> None:
+def set_default(*, explicit: Mode, **others: Any) -> None:
     """What holds outside any `explicit` context, on all threads of this process: "raise", "warn", or "off" as at first.
 
     Raises:
-        ArgumentError: another mode.
+        ArgumentError: another mode, or another keyword.
 
     >>> set_default(explicit="warn")
     >>> set_default(explicit="off")
     """
     global _default
+    if others:
+        raise ArgumentError(f'set_default got {quoted(others)}; it sets explicit= alone: set_default(explicit="raise")')
     was, _default = _default.mode, _Scope(_checked(explicit, "set_default"))
     if was == "off" and explicit != "off":
         add(_checker)

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fspmd import ArgumentError, MeshError, P, Sharded, device_put
+from fspmd import (
+    ArgumentError,
+    MeshError,
+    OnBlocks,
+    P,
+    Sharded,
+    device_put,
+    parallelize,
+    random,
+    set_default,
+    vmap,
+)
 from mistakes import Setting, mistake
 
 
@@ -52,3 +64,63 @@ def format_of_a_pending_sum(m: Setting) -> None:
     ranks must take part, and often one alone prints: write number = x.item() on all of them, and format that
     """
     f"{rows(m).sum():.2f}"
+
+
+@mistake(ArgumentError, checked=(True,))
+def call_under_a_fake_tensor_mode(m: Setting) -> None:
+    """+ of Sharded f32[8@x] on mesh(x=4) was called under torch's FakeTensorMode, of which its blocks are none; call \
+    it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)
+    """
+    x = rows(m)
+    with FakeTensorMode():
+        x + 1
+
+
+@mistake(ArgumentError, checked=(True,))
+def call_under_functionalize(m: Setting) -> None:
+    """slice over ('x',) was called under torch.func.functionalize, which knows nothing of collectives; leave \
+    functionalize out: writes into values are followed without it
+    """
+    x = rows(m)
+    torch.func.functionalize(lambda y: x + y)(torch.ones(8))
+
+
+@mistake(ArgumentError, checked=(True,))
+def draws_in_vmap(m: Setting) -> None:
+    """vmap: the function draws random numbers; write vmap(f, randomness="different") for others in each element, \
+    randomness="same" for the same in all, or draw outside of it
+    """
+    vmap(torch.rand_like)(rows(m))
+
+
+@mistake(ArgumentError, checked=(True,))
+def numbers_on_no_device(m: Setting) -> None:
+    """normal got the string 'foo' for device; expected one such as 'cpu' or 'cuda'"""
+    random.normal(random.key(0), (4,), device="foo")
+
+
+@mistake(ArgumentError, checked=(True,))
+def default_of_another_name(m: Setting) -> None:
+    """set_default got 'log'; it sets explicit= alone: set_default(explicit="raise")"""
+    set_default(explicit="raise", log=True)
+
+
+@mistake(ArgumentError, checked=(True,))
+def source_that_is_a_truth(m: Setting) -> None:
+    """parallelize got src=True of type bool; expected a global rank"""
+    parallelize({"w": torch.ones(4, 4)}, {}, mesh=m.line, src_data_rank=True)
+
+
+@mistake(ArgumentError, checked=(True,))
+def style_over_a_number(m: Setting) -> None:
+    """OnBlocks got the int 3 for axis; expected the name of a mesh axis, or None for that of parallelize"""
+    OnBlocks(axis=3)  # type: ignore[arg-type]
+
+
+@mistake(ArgumentError, checked=(True,))
+def strides_of_a_gradient(m: Setting) -> None:
+    """stride() of Sharded f32[8@x] on mesh(x=4): how torch would keep it in memory is known of no gradient but \
+    x.grad, nor of a part of memory that jit was given, or of what is made of these; write x = x.contiguous() before
+    """
+    x = rows(m).requires_grad_()
+    torch.autograd.grad(x.sum(), x)[0].stride()
