@@ -149,9 +149,10 @@ def remember(x: Tensor, what: Hashable, value: Tensor) -> None:
 
 
 def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
-    """What a tensor with a gradient was cast to, if somebody has that. It is a view, and sees what is written.
+    """What a tensor with a gradient was cast to, if somebody has that and the tensor was not written into since.
 
-    Of what autograd has computed a write may have made another value, of another graph.
+    The cast is a view. Autograd gives a view of what was written into another graph, in which the cast's transpose is
+    left out: after a step of an optimizer the gradient would be of this rank alone.
     """
     memory: _Memory | None = x.__dict__.get(_CASTS)
     if memory is None:
@@ -159,8 +160,8 @@ def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
     found = memory.get(cast if _here.casts is None else (_here.casts.number, cast))
     if found is None:
         return None
-    if found[1] != x._version and not x.is_leaf:
-        if _writes(x)[1] <= found[1]:
+    if found[1] != x._version:
+        if not x.is_leaf and _writes(x)[1] <= found[1]:
             _refuse_written(x)
         return None
     value: Tensor | None = found[0]()

@@ -21,6 +21,7 @@ from fspmd import (
     all_to_all,
     axis_index,
     communication_log,
+    device_get,
     device_put,
     from_callback,
     from_local,
@@ -28,6 +29,7 @@ from fspmd import (
     pbroadcast,
     pmax,
     ppermute,
+    process_allgather,
     pshuffle,
     psum,
     psum_scatter,
@@ -435,3 +437,29 @@ def tables_beside_a_batch() -> tuple[list[str], float]:
             out = batch * torch.nn.functional.embedding(ids, leaf)
             found.append(torch.autograd.grad(out.sin().sum(), leaf)[0])
     return [one.kind for one in log], float((fspmd.device_get(found[0]) - found[1]).abs().max())
+
+
+def steps_of_training() -> float:
+    """How far parameters are from those of one device, where a step's result lives until the next one's is there."""
+    mesh = make_mesh((2, 2), ("x", "y"), device="cpu")
+    given = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(12, n, generator=given, dtype=torch.float64) for n in (6, 5))
+    whole = [torch.randn(shape, generator=given, dtype=torch.float64) for shape in ((6, 8), (8,), (8, 5), (5,))]
+    specs = [P(None, "y"), P("y"), P("y"), P()]
+
+    def trained(params: list[Any], x: Any, y: Any) -> list[Any]:
+        params = [p.detach().clone().requires_grad_() for p in params]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        for _ in range(3):
+            up, up_bias, down, bias = params
+            out = torch.nn.functional.gelu(x @ up + up_bias) @ down + bias
+            (out - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in params]
+
+    expected = trained(whole, x, y)
+    found = trained(device_put(whole, specs, mesh=mesh), *device_put((x, y), P("x"), mesh=mesh))
+    gathered = [process_allgather(one.local) for one in found]  # replicas must not differ
+    assert all(torch.equal(one[:2], one[2:]) for one in gathered)
+    return max(float((a - b).abs().max()) for a, b in zip(device_get(found), expected, strict=True))

@@ -43,6 +43,7 @@ from gloo_programs import (
     leaves_on_processes,
     lent_without_a_gradient,
     settled_whatever_the_garbage,
+    steps_of_training,
     tables_beside_a_batch,
     written_on_one_rank,
     zeros_travel,
@@ -286,6 +287,10 @@ def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
     assert (
         four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5, seconds=120) == [[]] * 4
     )
+
+
+def test_steps_of_training_while_results_are_alive(four: Processes) -> None:
+    assert max(four.run(steps_of_training)) < 1e-12
 
 
 # --- blocks in files ------------------------------------------------------------------------------------------------
