@@ -27,6 +27,7 @@ class Body:
         "empty",
         "foreign",
         "linear",
+        "mapped",
         "mesh",
         "name",
         "outer",
@@ -41,6 +42,7 @@ class Body:
     uneven: bool  # a block's shape may differ from rank to rank (`mark_uneven`)
     empty: bool  # some rank is known to have a block without elements
     linear: bool  # whatever it does with pending sums is linear in them
+    mapped: frozenset[str]  # axes along which each rank has elements of its own of a dim that is mapped
     asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
@@ -52,6 +54,7 @@ class Body:
         above = (outer.axes, outer.typed) if outer is not None else (frozenset[str](), frozenset[str]())
         self.typed = above[1] | (axes - above[0]) if checked else above[1]
         self.foreign = axes - self.typed if checked else self.typed
+        self.mapped = frozenset() if outer is None else outer.mapped
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True

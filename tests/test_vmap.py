@@ -182,3 +182,62 @@ def test_the_search_for_a_mesh_writes_and_draws_nothing() -> None:
         with fspmd.set_mesh(mesh) if mesh is not None else nullcontext():
             found.append(device_get(mapped(torch.zeros(3))))
     assert torch.equal(*found)
+
+
+def _pulled(f: Any) -> Any:
+    return lambda w, x: fspmd.vjp(lambda w: f(w, x), w)[1](torch.ones((), dtype=F64))[0]
+
+
+#: how the gradient by what all elements share is taken: as an argument, or closed over
+BY_SHARED: dict[str, Callable[[Any], Any]] = {
+    "grad": fspmd.grad,
+    "func.grad": func.grad,
+    "vjp": _pulled,
+    "jacrev": func.jacrev,
+    "twice": lambda f: fspmd.grad(lambda w, x: fspmd.grad(f)(w, x).sin().sum()),
+}
+
+
+@pytest.mark.parametrize("batch", [2, 6, 7])
+@pytest.mark.parametrize("entry", [None, "x", ("y", "x")])
+@pytest.mark.parametrize("way", BY_SHARED)
+def test_each_element_has_its_own_gradient_by_what_all_share(way: str, entry: Any, batch: int) -> None:
+    """Not their sum over the ranks that the mapped dim is sharded over; but gradients of all are sums."""
+    x, w = (torch.linspace(-1, 2, n, dtype=F64).cos() for n in (batch * 3, 3))
+    x = x.view(batch, 3)
+    given = device_put(x, P(entry), mesh=GRID)
+    if entry is None and way in ("func.grad", "jacrev"):
+        pytest.skip("blocks of a Sharded are no arguments of torch.func")
+
+    def f(w: Any, x: Any) -> Any:
+        return (torch.where(x > 0, x, w) * w).square().sum()
+
+    by_w, judge = BY_SHARED[way](f), func.vmap(func.grad(f), (None, 0))
+    if way == "twice":
+        judge = func.vmap(func.grad(lambda w, x: func.grad(f)(w, x).sin().sum()), (None, 0))
+    as_argument = fspmd.vmap(by_w, (None, 0))
+    close(as_argument(w, given), judge(w, x))
+    close(fspmd.vmap(lambda x: by_w(w, x))(given), judge(w, x))
+    total = fspmd.grad(lambda w: device_get(as_argument(w, given)).sin().sum())(w)
+    close(total, func.grad(lambda w: judge(w, x).sin().sum())(w))
+
+
+def test_blocks_of_a_mapped_value_may_be_uneven() -> None:
+    """What a transform wraps has strides that differ from rank to rank."""
+    x, y = torch.linspace(-1, 2, 8, dtype=F64).view(4, 2), torch.tensor([1.0, 3.0], dtype=F64)
+    given = device_put(x, P(None, ("y", "x")), mesh=GRID), device_put(y, P(("y", "x")), mesh=GRID)
+    mapped = fspmd.vmap(lambda x, y: x[:, None] * y, (0, None))
+    want = func.jvp(lambda x, y: x[:, :, None] * y, (x, y), (x.cos(), y.cos()))
+    close(fspmd.jvp(mapped, given, tuple(one.cos() for one in given)), want)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_functions_of_no_element_are_not_asked_for(size: int) -> None:
+    """Torch maps these over one element or more, and some ranks have none; what is drawn is the same for all."""
+    x = torch.linspace(-1, 2, size * 4, dtype=F64).view(size, 4)
+    for f in (lambda y: y.cos() * y.sum(), lambda y: y.reshape(2, -1), lambda y: y + torch.rand(4, dtype=F64)):
+        torch.manual_seed(0)
+        out = fspmd.vmap(f, randomness="same")(device_put(x, P(("y", "x")), mesh=GRID))
+        torch.manual_seed(0)
+        close(out, func.vmap(f, randomness="same")(x))
+        assert out.spec.partition[0] == ("y", "x")

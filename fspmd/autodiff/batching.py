@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import optree
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
-from fspmd.entries import Flat, entry_axes, entry_of
+from fspmd.entries import Entry, Flat, entry_axes, entry_of
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
+from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.randomness import kept
@@ -45,13 +46,13 @@ def vmap(
     over a tuple of axes: each rank maps over its own block, and results are sharded alike. The mesh is that of a
     `Sharded` argument, of `set_mesh`, or of the first `shard_map` in ``f``, which then runs up to there once more. The
     mapped dim of a `Sharded` that is sharded already is mapped so without ``spmd_axis_name``; nothing moves. Blocks
-    may be uneven. A collective in ``f`` is done once, for all that is mapped. ``randomness`` is that of `torch.vmap`.
-    A mapped dim has no name for collectives: ``axis_name`` is refused.
+    may be uneven; where a rank would have no element all ranks map all. A collective in ``f`` is done once, for all
+    that is mapped. ``randomness`` is that of `torch.vmap`. A gradient by a value that all elements share is each
+    element's own. A mapped dim has no name for collectives: ``axis_name`` is refused.
 
     Raises:
         ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
             axes.
-        ShapeError: with ``randomness="same"``, a rank without an element of the mapped dim.
         ArgumentError: ``axis_name`` is given.
         TreeError: ``in_dims`` or ``out_dims`` of another structure.
         AxisError: ``spmd_axis_name`` names no axis of the mesh, or there is no mesh.
@@ -294,13 +295,11 @@ def _over_axes(
         )
     size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
     ranks = math.prod(mesh.shape[axis] for axis in axes)
-    if randomness == "same" and -(-size // ranks) * (ranks - 1) >= size:  # torch draws for the first element
-        raise ShapeError(
-            f"vmap got randomness='same' and a mapped dim of size {size}, of which some of the {ranks} ranks along "
-            f"{quoted(axes)} have nothing; gather it first: device_put(x, P())"
-        )
+    # Torch draws for the first element, and has functions that it maps over one or more: where some rank would have
+    # none all ranks map all.
+    own = entry if not size or -(-size // ranks) * (ranks - 1) < size else None
     in_specs = tuple(
-        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, entry)
+        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, own)
         for leaf, dim in zip(leaves, dims, strict=True)
     )
     for leaf, dim in zip(leaves, dims, strict=True):
@@ -314,12 +313,28 @@ def _over_axes(
 
     def body(*xs: Any) -> Any:
         nonlocal tree
+        if own is not None and state.body is not None:
+            state.body.mapped |= {*axes}
         results, tree, wanted[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
         return tree.unflatten(results)
 
-    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(entry), out_dims, none_is_leaf=True)
+    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(own), out_dims, none_is_leaf=True)
     out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axes})(*leaves)
-    return tree.unflatten(map(_placed, optree.tree_leaves(out), wanted))
+    results: Iterable[Any] = map(_placed, optree.tree_leaves(out), wanted)
+    if own is None:
+        results = [_cut(x, dim, entry, mesh) for x, dim in zip(results, wanted, strict=True)]
+    return tree.unflatten(results)
+
+
+def _cut(x: Any, dim: int | None, entry: Entry, mesh: Mesh) -> Any:
+    """A result that all ranks have, its mapped dim sharded."""
+    if dim is None:
+        return x
+    spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
+    p = spec.partition
+    entries = (*p.entries[:dim], entry, *p.entries[dim + 1 :])
+    target = spec.with_partition(P(*entries, unreduced=p.unreduced, reduced=p.reduced))
+    return Sharded(redistribute(x.local if isinstance(x, Sharded) else x, spec, target), target)
 
 
 class _Found(BaseException):

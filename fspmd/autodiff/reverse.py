@@ -34,6 +34,7 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
+from fspmd.local_view.tracking import own
 from fspmd.remembered import ask_gradient
 from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
@@ -306,9 +307,10 @@ def _seed(loss: Tensor) -> Tensor:
 def _vjp_by_transform(run: Function, leaves: list[Any], together: Tree, has_aux: bool, what: str) -> Any:
     """The same through ``torch.func``, where one of its transforms is active already."""
     kept: dict[str, Any] = {}
+    blocks = [own(local_of(leaf)) for leaf in leaves]
 
     def flat(*xs: Tensor) -> Any:
-        xs = tuple(typed(x, local_of(leaf)) for x, leaf in zip(xs, leaves, strict=True))
+        xs = tuple(typed(x, block) for x, block in zip(xs, blocks, strict=True))
         out = run(together([like(leaf, x) for leaf, x in zip(leaves, xs, strict=True)]))
         aux = None
         if has_aux:
@@ -318,7 +320,7 @@ def _vjp_by_transform(run: Function, leaves: list[Any], together: Tree, has_aux:
         return _unwrappable(kept["out"][0]), _unwrappable(kept["aux"][0])
 
     with DIFFERENTIATING, without_saved_tensor_hooks():
-        traced: Any = torch.func.vjp(flat, *map(local_of, leaves), has_aux=True)
+        traced: Any = torch.func.vjp(flat, *blocks, has_aux=True)
     values, pull_flat, aux_values = traced
     outs = rewrapped(kept["out"][0], values)
     out = kept["out"][1].unflatten(outs)
@@ -327,7 +329,7 @@ def _vjp_by_transform(run: Function, leaves: list[Any], together: Tree, has_aux:
         cotangents = cotangents_of(cotangent, out, outs, "vjp")
         with without_saved_tensor_hooks():
             grads = pull_flat(tuple(cotangents))
-        grads = all_typed(list(grads), list(map(local_of, leaves)), dual=True)
+        grads = all_typed(list(grads), blocks, dual=True)
         return together(list(map(gradient_like, leaves, grads)))
 
     aux = kept["aux"][1].unflatten(rewrapped(kept["aux"][0], aux_values))

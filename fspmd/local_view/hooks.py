@@ -1,8 +1,9 @@
-"""Six places where torch hides a call, or drops an argument, or an attribute of a tracked tensor, wrapped once.
+"""Seven places where torch hides a call, or drops an argument, or an attribute of a tracked tensor, wrapped once.
 
 * ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
 * The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
 * ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
+* ``torch.func`` sees what it differentiates by, which in a mapped function is each element's own.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
 * TorchScript calls torch below Python.
 * ``F.l1_loss`` hands all its arguments on but ``weight``, so a weighted loss would come out as one without.
@@ -19,8 +20,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
 import torch._functorch.vmap
 import torch.utils.checkpoint
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -28,7 +31,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import again, is_active
-from fspmd.local_view.tracking import Tracker, mode_for
+from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
@@ -51,6 +54,7 @@ def install() -> None:
     _wrap_apply()
     _wrap_backward()
     _wrap_vmap_exit()
+    _wrap_derivatives()
     _wrap_recomputation()
     _wrap_script()
     _hand_on_weight()
@@ -147,6 +151,19 @@ def _wrap_vmap_exit() -> None:
         return out if state.tracker is None else set_variance(out, get_variance(batched))
 
     torch_vmap._remove_batch_dim = remove_batch_dim
+
+
+def _wrap_derivatives() -> None:
+    transforms: Any = torch._functorch.eager_transforms
+    original = transforms._wrap_tensor_for_grad
+
+    def wrap(x: Any, level: int) -> Any:
+        if state.body is not None and state.body.mapped:
+            with temporarily_pop_interpreter_stack():  # a cast that the transform does not see
+                x = own(x)
+        return original(x, level)
+
+    transforms._wrap_tensor_for_grad = wrap
 
 
 def _wrap_recomputation() -> None:

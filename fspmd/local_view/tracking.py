@@ -369,6 +369,16 @@ def convert(
     return set_variance(x, to)
 
 
+def own(x: Any) -> Any:
+    """A value to differentiate by: where axes stand for a mapped dim each element has a gradient, not their sum."""
+    body, tracker = state.body, state.tracker
+    if tracker is None or body is None or not body.mapped or not isinstance(x, Tensor):
+        return x
+    variance = get_variance(x)
+    axes = body.mapped - variance.varying - variance.unreduced
+    return convert(x, variance, variance.moved(axes, "V"), tracker.body) if axes else x
+
+
 def annotate(out: Any, variance: Variance) -> None:
     """Keep the type on every tensor of a result."""
     if isinstance(out, Tensor):

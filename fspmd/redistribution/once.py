@@ -75,8 +75,10 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
 
 def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
     """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
+    if not (leg.own and _is_followed(x)) or is_transformed():
+        return None
     origin, grown = origin_of(x), _is_expanded(x)
-    if not (leg.own and (origin or grown)) or not _is_followed(x) or is_transformed():
+    if not (origin or grown):
         return None
     if not _only_slices(leg) or is_asked(x):
         return None

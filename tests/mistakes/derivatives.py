@@ -433,14 +433,6 @@ def mapped_over_two_axes(m: Setting) -> None:
     vmap(torch.add)(x, y)
 
 
-@mistake(ShapeError)
-def same_numbers_on_empty_blocks(m: Setting) -> None:
-    """vmap got randomness='same' and a mapped dim of size 5, of which some of the 4 ranks along 'x' have nothing; \
-    gather it first: device_put(x, P())
-    """
-    vmap(torch.rand_like, randomness="same")(device_put(torch.ones(5), P("x"), mesh=m.line))
-
-
 @mistake(AxisError, checked=(True,))
 def spmd_axis_name_is_no_name(m: Setting) -> None:
     """vmap got the int 0 as spmd_axis_name; give the name of a mesh axis, or a tuple of them"""
