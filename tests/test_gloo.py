@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import reshard_programs
 import torch
 from collective_cases import (
     CALLS,
@@ -385,3 +386,7 @@ def test_gradients_of_tables_are_summed(four: Processes) -> None:
     for kinds, error in four.run(tables_beside_a_batch):
         assert kinds == ["psum"]
         assert error < 1e-9
+
+
+def test_values_move_in_one_dtype_and_gradients_in_another(four: Processes) -> None:
+    four.run(reshard_programs.run, list(range(30 if FULL else 3)), (2, 2))

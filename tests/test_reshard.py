@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+import reshard_programs
 import torch
 from processes import Processes
 from simulated import layouts
@@ -338,6 +339,11 @@ def test_values_move_in_one_dtype_and_gradients_in_another(sizes: tuple[int, ...
             moved = [one for one in log if one.cause.what.startswith("reshard")]
             assert all(one.dtype == y.dtype for one in moved if not one.backward)
             assert all(one.dtype == (backward or torch.float32) for one in moved if one.backward)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2), (2, 3)])
+def test_dtypes_of_both_ways_in_all_kinds_of_programs(sizes: tuple[int, ...]) -> None:
+    reshard_programs.run(list(range(30 if FULL else 3)), sizes)
 
 
 def test_gradients_of_gradients_go_both_ways() -> None:

@@ -5,7 +5,7 @@ Every move is a row of the pair table, so backward communicates what the table s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,43 +45,51 @@ def begun(
 
     The gradient has the dtype of ``x`` in the end.
     """
-    same = forward == backward
-    y = x.to(forward) if same else x.detach().to(forward)
     before, after = (TensorSpec(spec.mesh, spec.partition, spec.shape, forward) for spec in (source, target))
     if source.mesh != target.mesh:
-        moved = redistribute(y, before, after)
+        moved = redistribute(x.to(forward), before, after)
         return lambda: moved
     calls = moves(before, after, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls
-    ahead = calls if wait else calls[:-1]
-    for one in ahead:
-        y = apply(y, one)
-    flight = depart(y, calls[-1]) if len(ahead) < len(calls) else None
-
-    def landed() -> Tensor:
-        found = y if flight is None else land(flight)
-        return found if same else _Back.apply(x, found, calls, backward)
-
-    return landed
+    same = forward == backward
+    if wait or not calls or torch._C._are_functorch_transforms_active():  # under which nothing is split
+        there = _moved(x.to(forward), calls) if same else _Moved.apply(x, _moved, calls, forward, backward)
+        return lambda: there
+    flight = depart(_moved((x if same else x.detach()).to(forward), calls[:-1]), calls[-1])
+    if same:
+        return lambda: land(flight)
+    return lambda: _Moved.apply(x, lambda *_: land(flight), calls, forward, backward)
 
 
-class _Back(torch.autograd.Function):
-    """``y``, which calls have made of ``x``; its gradient goes back along them in a dtype of its own."""
+def _moved(x: Tensor, calls: Sequence[Call]) -> Tensor:
+    for one in calls:
+        x = apply(x, one)
+    return x
+
+
+class _Moved(torch.autograd.Function):
+    """``x`` led along calls in one dtype, by ``there``; its gradient goes back along them in another."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, y: Tensor, calls: tuple[Call, ...], dtype: torch.dtype) -> Tensor:
+    def forward(x: Tensor, there: Any, calls: tuple[Call, ...], forward: torch.dtype, backward: torch.dtype) -> Tensor:
+        y: Tensor = there(x.to(forward), calls)
         return y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, ctx.calls, ctx.dtype = inputs
+        x, _, ctx.calls, ctx.forward_dtype, ctx.backward_dtype = inputs
         ctx.given = x.dtype
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        g = g.to(ctx.dtype)
-        for one in reversed(ctx.calls):
-            g = apply(g, one.transposed)
-        return g.to(ctx.given), None, None, None
+        g = _moved(g.to(ctx.backward_dtype), [one.transposed for one in reversed(ctx.calls)])
+        return g.to(ctx.given), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        y = _moved(tangent.to(ctx.forward_dtype), ctx.calls)
+        return y.view_as(y)
 
 
 def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
