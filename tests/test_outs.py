@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,6 +121,20 @@ def check(f: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("name", ATEN)
 def test_losses_as_ops(name: str) -> None:
     check(ATEN[name])
+
+
+def _classes(x: Any) -> Any:
+    """Of each row distinct ones, before the first -1."""
+    classes = x.detach().argsort(-1)
+    return classes.where((classes != 1).cumprod(-1).bool(), -1)
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "huber_loss.default", "multilabel_margin_loss.default"])
+def test_a_reduction_is_no_value(name: str) -> None:
+    """Calls of the same types, with another number: each has a plan of its own."""
+    op, labelled = operator.attrgetter(name)(torch.ops.aten), "label" in name
+    for reduction in (1, 0, 2):
+        check(lambda x, y, n=reduction: op(x, _classes(y) if labelled else y, n) * y.sum())  # type: ignore[misc]
 
 
 @pytest.fixture

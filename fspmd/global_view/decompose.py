@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fspmd.fake_mode import FakeMode
 from fspmd.forms import packed
 from fspmd.rules import handler_of, row_of
+from fspmd.rules.losses import DECOMPOSED
 from fspmd.sharded import Sharded, lies
 from fspmd.tracing import outside_transforms
 
@@ -271,7 +272,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
                 elif symbols is not None:
                     operands[i] = symbols.of(x, i)
         with torch.no_grad(), outside_transforms(), mode:  # one graph, within a transform or not
-            table = {**_simpler(), **_own(func)}
+            table = {**_simpler(), **_own(func), **DECOMPOSED}
             module = make_fx(torch.func.functionalize(flat), decomposition_table=table)(*operands)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise NotTraceable(str(error)) from error

@@ -149,7 +149,13 @@ def _triplet(
 def _multilabel_margin(
     x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Any:
-    """Torch's own graph of it, in terms of others, counts what stands after the first -1 as labels 0."""
+    return multilabel_margin(x, target, reduction_of(size_average, reduce, reduction))[0]
+
+
+def multilabel_margin(x: Any, target: Any, reduction: Any) -> tuple[Any, Any]:
+    """The loss, and which classes are targets. Torch's own graph of it counts what stands after the first -1 as 0."""
+    given = target
+    reduction = ("none", "mean", "sum")[reduction] if isinstance(reduction, int) else reduction
     if x.shape != target.shape or x.dim() > 2 or 0 in x.shape[-1:]:
         shapes = f"{tuple(x.shape)} and {tuple(target.shape)}"
         raise ShapeError(f"multilabel_margin_loss got shapes {shapes}; give it input and target alike, [N, C] or [C]")
@@ -161,7 +167,8 @@ def _multilabel_margin(
     hit = (labels.unsqueeze(-1) & (target.unsqueeze(-1) == classes)).any(-2)
     margins = (1 - chosen.unsqueeze(-1) + x.unsqueeze(-2)).clamp_min(0)
     counted = labels.unsqueeze(-1) & ~hit.unsqueeze(-2)
-    return _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction, size_average, reduce)
+    found = _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction)
+    return found, hit.reshape(given.shape).to(x.dtype)
 
 
 def ctc(x: Any, target: Any, lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
@@ -265,6 +272,10 @@ LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     F.cosine_embedding_loss: _cosine_embedding,
     F.triplet_margin_loss: _triplet_margin,
     F.triplet_margin_with_distance_loss: _triplet,
+}
+#: what some ops are in terms of others, where torch's own decompositions are wrong
+DECOMPOSED: Final[dict[Any, Callable[..., Any]]] = {
+    torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin
 }
 #: losses that weights of their elements may have
 WEIGHED: Final = frozenset((F.mse_loss, F.l1_loss))

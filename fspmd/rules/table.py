@@ -183,7 +183,7 @@ _BATCHED: Final = {
 ROWS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=NUMBERS) for name in _POINTWISE},
     "complex": Row(elementwise, "sum", weighs=True),
-    **{name: Row(elementwise, free=NUMBERS) for name in ELEMENTWISE},
+    **{name: Row(elementwise) for name in ELEMENTWISE},  # as ops they have an int for their reduction
     **{name: Row(elementwise, "first") for name in _CASTS},
     "contiguous": Row(elementwise, "first", local=contiguous),
     **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
