@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from full import FULL
 from simulated import layouts
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
-FULL = os.environ.get("FSPMD_FULL") == "1"
 #: a function, and the shapes of its operands
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]
 

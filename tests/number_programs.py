@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from dispatch_cases import F64, FULL, values
+from dispatch_cases import F64, values
+from full import FULL
 from torch.nn import functional as F
 
 import fspmd

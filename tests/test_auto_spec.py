@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import random
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from full import FULL
 from torch.nn import functional as F
 
 from fspmd import (
@@ -56,7 +56,6 @@ from fspmd.redistribution.moves import moves
 from fspmd.redistribution.steps import back
 from fspmd.sharded import is_sharded
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 LINE = make_mesh((4,), ("x",))
 GRID = make_mesh((2, 2), ("x", "y"))
 

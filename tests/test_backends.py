@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import test_global_programs as chains
 import test_passes as passes
 import torch
 import torch.nn.functional as F
+from full import FULL
 from processes import Processes
 from simulated import GRID, MESH
 from test_jit import REFUSED_OF_JAX, oracle, replayed
@@ -22,8 +22,6 @@ import fspmd
 from fspmd import ArgumentError, P, device_put, jit
 from fspmd.programs import inductor
 from fspmd.programs.passes.table import PASSES
-
-FULL = os.environ.get("FSPMD_FULL") == "1"
 
 
 def loss(w: Any, x: Any) -> Any:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
 import torch
 import torch._dynamo
 from compile_programs import compiled_functions
+from full import FULL
 from torch import Tensor
 
 from fspmd import ArgumentError, P, device_get, grad, jit, make_mesh, shard_map, vmap
 from fspmd.local_view.modes import check_not_compiled
 
-FULL = bool(os.environ.get("FSPMD_FULL"))
 MESH = make_mesh((4,), ("x",))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from math import prod
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from full import FULL
 from simulated import layouts
 from torch import Tensor
 
@@ -89,7 +89,6 @@ TOPOLOGIES = {
 
 
 EVERY = list(itertools.product(TOPOLOGIES, [(4,), (2, 2), (2, 3), (4, 2)], [(12, 12), (5, 7), (4096, 4096)]))
-FULL = os.environ.get("FSPMD_FULL") == "1"
 SOME = EVERY if FULL else EVERY[::5]
 
 

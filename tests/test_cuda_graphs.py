@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import test_backends as others
 import test_global_programs as chains
 import test_passes_together as together
 import torch
+from full import FULL
 from processes import Processes
 from simulated import GRID, MESH
 from test_jit import REFUSED_OF_JAX, oracle
@@ -32,7 +32,6 @@ from fspmd.programs.cuda_graphs import CudaGraphs, by_cuda_graphs, by_graphs
 from fspmd.programs.facts import memory_of
 from fspmd.programs.passes.table import PASSES
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
 
 

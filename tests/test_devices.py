@@ -16,6 +16,7 @@ import stand_in_programs
 import torch
 import torch.utils.backend_registration as registration
 from device_programs import PROGRAMS
+from full import FULL
 from processes import Processes
 
 ELSEWHERE = {"a group of one rank", "Gloo on four processes"}  # they make process groups
@@ -52,7 +53,7 @@ def test_on_the_cpu(name: str) -> None:
     PROGRAMS[name]("cpu")
 
 
-@pytest.mark.skipif(not os.environ.get("FSPMD_FULL"), reason="it takes long, and other tests have groups of processes")
+@pytest.mark.skipif(not FULL, reason="it takes long, and other tests have groups of processes")
 def test_in_a_group_of_one_rank() -> None:
     with Processes(1) as pool:
         pool.run(device_programs.of_one_rank, "cpu")

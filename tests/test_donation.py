@@ -10,6 +10,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from full import FULL
 from global_programs import leaf, program, run
 from simulated import MESH
 from torch import Tensor
@@ -23,7 +24,6 @@ from fspmd.programs.passes.aliases import in_flight, written
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 Function = Callable[..., Any]
-FULL = os.environ.get("FSPMD_FULL") == "1"
 N = 64
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from dispatch_cases import FULL
+from full import FULL
 from opinfo.sweep import REFUSED, dtype_of, function_of, ops, samples
 from torch import Tensor
 

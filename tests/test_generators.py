@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from dispatch_cases import FULL
+from full import FULL
 from torch import Tensor
 
 from fspmd import RecordError, jit

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_cases import check_lies_as_told
+from full import FULL
 from global_programs import Program, leaf, program, run
 from processes import Processes
 from torch import Tensor
@@ -22,8 +22,6 @@ from torch import Tensor
 import fspmd
 from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh, psum, shard_map
 from fspmd.local_view.connected import connected
-
-FULL = os.environ.get("FSPMD_FULL") == "1"
 
 #: writes into views that had to be moved, into what such a view was taken of, and into pending sums
 REFUSED = ("writes into a copy", "would not see the write", "would change how its operand lies")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +29,7 @@ from dtensor_programs import (
     layouts_of_dtensors,
     specs_as_dtensors,
 )
+from full import FULL
 from gloo_programs import (
     ALONE,
     MISTAKES,
@@ -58,7 +58,6 @@ from torch import Tensor
 
 from fspmd import MeshError
 
-FULL = bool(os.environ.get("FSPMD_FULL"))
 _CHUNK = 500
 
 

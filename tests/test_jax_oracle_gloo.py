@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import traceback
 from collections.abc import Iterator
 
 import pytest
 import test_jax_oracle as oracle
+from full import FULL
 from processes import Processes
 
 PARTS = (
     16  # the programs of one mesh size are dealt to this many tests; a sample of these runs unless FSPMD_FULL is set
 )
-FULL = bool(os.environ.get("FSPMD_FULL"))
 SIZES = sorted({math.prod(program.mesh_shape) for program in oracle.PROGRAMS.values()} - {1}) if FULL else [4]
 
 

@@ -10,7 +10,6 @@ import copy
 import gc
 import itertools
 import math
-import os
 import pickle
 import random
 import threading
@@ -31,6 +30,7 @@ import test_passes as passes
 import test_random_programs as bodies
 import torch
 import torch.nn.functional as F
+from full import FULL
 from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
@@ -47,7 +47,6 @@ from fspmd.programs.replay import PUBLIC, callable_of
 from fspmd.tracing import recorder
 from fspmd.transport.local_tensor import LocalTensor
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
 Function = Callable[..., Any]
 

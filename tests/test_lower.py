@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ import test_global_programs as chains
 import test_random_programs as bodies
 import torch
 import torch.nn.functional as F
+from full import FULL
 from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH
@@ -52,8 +52,6 @@ from fspmd import (
     value_and_grad,
 )
 from fspmd.trees import flatten
-
-FULL = os.environ.get("FSPMD_FULL") == "1"
 
 
 def lowered(f: Callable[..., Any], *args: Any) -> Any:

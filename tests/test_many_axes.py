@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from full import FULL
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, explain, make_mesh, reshard
 from fspmd.global_view.choices import ways
@@ -20,7 +20,6 @@ from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.redistribution.steps import priced
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 FIVE = (2, 2, 2, 2, 2)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import FULL, values
+from dispatch_cases import values
+from full import FULL
 from opinfo import sweep
 from torch import Tensor
 

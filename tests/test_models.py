@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from full import FULL
 from model_cases import CASES
 from model_programs import Placed, counted, generated, on_processes, unsharded
 from processes import Processes
@@ -23,7 +23,6 @@ from processes import Processes
 from fspmd import Mesh, OnBlocks, RecordError, Style, communication_log, make_mesh
 
 transformers.logging.set_verbosity_error()
-FULL = os.environ.get("FSPMD_FULL") == "1"
 #: what a step in float64 may differ by, where the model itself computes its norms and its loss in float32
 CLOSE = 2e-6
 

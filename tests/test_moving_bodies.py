@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import FULL, Case, check_case, outputs_of, placements, values
+from dispatch_cases import Case, check_case, outputs_of, placements, values
+from full import FULL
 from processes import Processes
 from torch.nn import functional as F
 

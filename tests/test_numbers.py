@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import FULL, values
+from dispatch_cases import values
+from full import FULL
 from number_cases import Numbered, may_be_planned_anew, numbered
 from number_programs import NUMBERED, check_numbers
 from opinfo.sweep import DRAWS, REFUSED, UNDEFINED, Report, compare, gradients, on_one_rank, ops, placements

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import FULL
+from full import FULL
 from simulated import MESH
 
 import fspmd

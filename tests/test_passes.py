@@ -7,7 +7,6 @@ judge of values is the function run without `jit`; gains are counted in the prog
 from __future__ import annotations
 
 import functools
-import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import test_global_programs as chains
 import test_random_programs as bodies
 import torch
 import torch.nn.functional as F
+from full import FULL
 from hypothesis import HealthCheck, given, settings
 from processes import Processes
 from simulated import GRID, MESH, layouts
@@ -62,7 +62,6 @@ from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import schedule
 from fspmd.redistribution.cost import moves
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
 Function = Callable[..., Any]
 

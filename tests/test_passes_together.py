@@ -5,7 +5,6 @@ The judge of values and gradients is the function run without `jit`, with the nu
 
 from __future__ import annotations
 
-import os
 import random
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from full import FULL
 from simulated import GRID, MESH
 from test_passes import SLOW
 from torch import Tensor
@@ -43,7 +43,6 @@ from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES
 from fspmd.transport.local_tensor import LocalTensor
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 F64 = torch.float64
 SIX = make_mesh((6,), ("x",), transport="simulation")
 #: with options, beside those of the table

@@ -6,11 +6,11 @@ not, recomputed or not. `programs` holds the programs' meaning. A sample runs al
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from full import FULL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import (
@@ -34,7 +34,6 @@ from torch import Tensor
 
 from fspmd import P, device_get, make_mesh, shard_map
 
-FULL = os.environ.get("FSPMD_FULL") == "1"
 NAMES = ("x", "y", "z")
 UNARY = tuple(name for name in LOCAL if name not in BINARY)
 COLLECTIVES = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import pytest
 import torch
+from full import FULL
 from processes import Processes
 from simulated import layouts
 from torch import Tensor
@@ -20,7 +20,6 @@ from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
-FULL = os.environ.get("FSPMD_FULL") == "1"
 MESHES = (
     make_mesh((4,), ("x",), transport="simulation"),
     make_mesh((2, 2), ("x", "y"), transport="simulation"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import pytest
 import reshard_programs
 import torch
+from full import FULL
 from processes import Processes
 from simulated import layouts
 from test_redistribute import check_blocks, value
@@ -40,7 +40,6 @@ from fspmd.transport.local_tensor import shards_of
 from fspmd.watching.watch import communicates
 
 F64 = torch.float64
-FULL = os.environ.get("FSPMD_FULL") == "1"
 
 
 def mesh(sizes: tuple[int, ...], names: str, ranks: Any = None, transport: str | None = "simulation") -> Mesh:

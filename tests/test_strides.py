@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
 from collections.abc import Callable
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from full import FULL
 from torch import Tensor
 
 from fspmd import FspmdError, P, device_get, device_put, jit, make_mesh, reshard
 
 MESH = make_mesh((2, 2), ("x", "y"))
-CHAINS = 400 if os.environ.get("FSPMD_FULL") else 24
+CHAINS = 400 if FULL else 24
 LAST = torch.channels_last
 CALLS: list[Callable[..., Any]] = [
     lambda x: x.transpose(0, -1),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import re
 from functools import cache
@@ -15,6 +14,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from full import FULL
 from processes import Processes
 from simulated import MESH, layouts
 from torch import Tensor, func
@@ -37,9 +37,6 @@ from transform_programs import (
 
 import fspmd
 from fspmd import Mesh, P, Sharded, device_get, device_put, make_mesh, pcast, psum, shard_map
-
-FULL = os.environ.get("FSPMD_FULL") == "1"
-
 
 # --- chains of transforms -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_cases import FULL, values
+from dispatch_cases import values
+from full import FULL
 from torch import Tensor
 
 from fspmd import FspmdError, P, Sharded, device_put, make_mesh
