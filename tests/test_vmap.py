@@ -231,6 +231,15 @@ def test_blocks_of_a_mapped_value_may_be_uneven() -> None:
     close(fspmd.jvp(mapped, given, tuple(one.cos() for one in given)), want)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_rows_of_uneven_blocks_are_mapped_in_a_body(checked: bool) -> None:
+    """How many there are differs from rank to rank."""
+    x, y = torch.linspace(-1, 2, 20, dtype=F64).view(2, 5, 2)
+    body = fspmd.vmap(fspmd.grad(lambda x, y: (x * x @ y).sin()))
+    mapped = shard_map(body, mesh=GRID, in_specs=P("y"), out_specs=P("y"), check_vma=checked)
+    close(mapped(x, y), func.vmap(func.grad(lambda x, y: (x * x @ y).sin()))(x, y))
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_functions_of_no_element_are_not_asked_for(size: int) -> None:
     """Torch maps these over one element or more, and some ranks have none; what is drawn is the same for all."""

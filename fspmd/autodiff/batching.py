@@ -125,7 +125,7 @@ def _dims_of(in_dims: Dims, args: tuple[Any, ...], leaves: list[Any], names: lis
     if all(dim is None for dim in result):
         raise ArgumentError(f"vmap got in_dims={in_dims!r}, but at least one argument must be mapped: give it an int")
     mapped = [(leaf.shape[d], d, label) for leaf, d, label in zip(leaves, result, labels, strict=True) if d is not None]
-    if len({size for size, _, _ in mapped}) > 1:
+    if any(size != mapped[0][0] for size, _, _ in mapped[1:]):  # in a body ints may differ from rank to rank
         lines = [Failure(f"dim {d} of {label} has size {size}", ShapeError) for size, d, label in mapped]
         refuse("vmap: mapped dims must all have one size", lines)
     return result
