@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,11 +153,12 @@ def _mlp_row(world: World) -> Overhead:
 
 
 def _trained_rows(world: World, what: str, layout: dict[str, tuple[P, tuple[int, ...]]]) -> list[Overhead]:
-    """Loss and gradients that lie as the weights, by ``.backward()`` and by `value_and_grad`."""
+    """Loss and gradients that lie as the weights, by ``.backward()``, by `value_and_grad`, and `grad`."""
     plain, ours, theirs = values_of(world, layout)
     trained = [name for name in layout if name != "x"]
     weights = {name: ours[name].detach() for name in trained}
-    gradient = fspmd.value_and_grad(lambda weights, x: _mean_square({**weights, "x": x}))
+    loss = lambda weights, x: _mean_square({**weights, "x": x})  # noqa: E731
+    functional = {"value_and_grad": fspmd.value_and_grad(loss), "grad": fspmd.grad(loss)}
 
     def by_torch() -> None:
         torch.autograd.grad(_mean_square(plain), [plain[name] for name in trained])
@@ -175,13 +177,13 @@ def _trained_rows(world: World, what: str, layout: dict[str, tuple[P, tuple[int,
         {
             "plain": calls(by_torch),
             "ours": calls(backward),
-            "value_and_grad": calls(lambda: gradient(weights, ours["x"])),
+            **{name: calls(functools.partial(f, weights, ours["x"])) for name, f in functional.items()},
             "theirs": calls(by_dtensor),
         }
     )
     return [
         Overhead(f"MLP, {what}, {how}", found["plain"], found[name], found["theirs"], 1 / 5)
-        for how, name in ((".backward()", "ours"), ("value_and_grad", "value_and_grad"))
+        for how, name in ((".backward()", "ours"), *zip(functional, functional, strict=True))
     ]
 
 
