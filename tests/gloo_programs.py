@@ -302,10 +302,10 @@ def leaves_differentiated() -> list[Any]:
     return [one.tolist() for one in (value, first, again, value + first.sum(), 4 * first)]
 
 
-def leaves_on_processes() -> tuple[list[Any], int]:
-    """The same of a weight that every rank has, beside a cut batch; and how often a gradient of it communicates."""
+def leaves_on_processes(*specs: P) -> tuple[list[Any], int]:
+    """The same of a weight and a batch that lie so; and how often a gradient of the weight communicates."""
     mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
-    w, x = (device_put(one, p, mesh=mesh) for one, p in zip(_weight_and_batch(), (P(), P("x")), strict=True))
+    w, x = (device_put(one, p, mesh=mesh) for one, p in zip(_weight_and_batch(), specs, strict=True))
     c = device_put(torch.ones((), dtype=torch.float64), P(), mesh=mesh).requires_grad_()
     value, first = fspmd.value_and_grad(_used_twice)(w, x)
     again = fspmd.grad(lambda w: fspmd.grad(_used_twice)(w, x).square().sum())(w)

@@ -56,7 +56,7 @@ from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
 from saved_programs import checkpoints, optimizer_states, pickled_blocks
 from torch import Tensor
 
-from fspmd import MeshError
+from fspmd import MeshError, P
 
 _CHUNK = 500
 
@@ -163,12 +163,19 @@ def test_gradients_of_empty_blocks_leave_no_collective_out(four: Processes, chec
         assert found == pytest.approx(want, rel=1e-12)
 
 
-def test_leaves_cast_for_their_gradients(four: Processes) -> None:
+@pytest.mark.parametrize(
+    ("w", "x", "most"),
+    [
+        (P(), P("x"), 1),  # both uses of the weight share the sum of its gradient
+        (P("x"), P(None, "x"), 2),  # each product is a pending sum, whose gradient all ranks have
+    ],
+)
+def test_gradients_of_gradients_on_processes(four: Processes, w: P, x: P, most: int) -> None:
     want = leaves_differentiated()
-    for found, calls in four.run(leaves_on_processes):
+    for found, calls in four.run(leaves_on_processes, w, x):
         for one, other in zip(found, want, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)
-        assert calls == 1  # both uses of the weight share a sum
+        assert calls == most
 
 
 def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:
