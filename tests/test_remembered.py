@@ -275,6 +275,9 @@ def test_without_and_with_gradients() -> None:
     with torch.inference_mode():
         q = p * 2
         torch.testing.assert_close(device_get(torch.sin(q) + torch.cos(q)), (2 * value).sin() + (2 * value).cos())
+    torch.testing.assert_close(
+        device_get(torch.sin(q * 2) + q[1:].mT.cos().sum()), (r := 4 * value).sin() + (r[1:] / 2).cos().sum()
+    )
 
 
 def _held(x: Sharded) -> list[weakref.ref[Tensor]]:

@@ -48,7 +48,8 @@ class _Made:
 
 def remember_base(x: Tensor, base: Tensor, spec: TensorSpec, again: Callable[[Tensor], Tensor]) -> None:
     """``x`` is a pending sum that was made ``again`` of another, which lies so."""
-    if x is not base and not (is_transformed() or x.is_inference() or is_shared_unseen(base)):
+    is_unknown = is_transformed() or x.is_inference() or base.is_inference()  # when it is written into
+    if x is not base and not (is_unknown or is_shared_unseen(base)):
         setattr(x, MADE, _Made(x, base, spec, again))
 
 
