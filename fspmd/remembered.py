@@ -33,7 +33,7 @@ MADE: Final = "_fspmd_made"
 _MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
 _WRITES: Final = "_fspmd_writes"  # on memory: how often fspmd wrote into it, and the version after that
 _ASKED: Final = "_fspmd_asked"
-_ASKING: Final = frozenset({"register_hook", "retain_grad"})  # methods by which a tensor is asked for its gradient
+ASKING: Final = frozenset({"register_hook", "retain_grad"})  # methods by which a tensor is asked for its gradient
 _grad_enabled = torch.is_grad_enabled
 Stamp = tuple[int, int, int]
 
@@ -176,7 +176,7 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
 
 def forget(x: Tensor) -> None:
     """A tensor is in other memory now, or has left its graph."""
-    for name in (_MOVES, _CASTS, _ORIGIN, MADE, *_ASKING):
+    for name in (_MOVES, _CASTS, _ORIGIN, MADE, *ASKING):
         x.__dict__.pop(name, None)
     setattr(x, _MEMORY, x.__dict__.get(_MEMORY, 0) + 1)
 
@@ -273,13 +273,13 @@ def is_hooked(x: Tensor) -> bool:
 
 def bypass(x: Tensor) -> None:
     """Something made of a tensor has a gradient that does not come by it; whoever asks for that later gets an error."""
-    for name in _ASKING:
+    for name in ASKING:
         setattr(x, name, functools.partial(refuse_partial, f"{name}()", describe(x.dtype, x.shape)))
 
 
 def is_bypassed(x: Tensor) -> bool:
     """Whether the gradient of a tensor is not all that it would be."""
-    return not _ASKING.isdisjoint(x.__dict__)
+    return not ASKING.isdisjoint(x.__dict__)
 
 
 def refuse_partial(what: str, shown: str, *_: Any) -> NoReturn:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fspmd.errors import ShapeError, VarianceError
 from fspmd.local_view.parts import PARTS, parted
+from fspmd.local_view.saved_results import Way, tensors_in, unasked, way_of
 from fspmd.local_view.unbind import bind, unbind
-from fspmd.pairs import Call, apply, call
+from fspmd.pairs import Call, apply, call, is_transformed
 from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import Frame, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
@@ -24,6 +25,7 @@ from fspmd.transport.local_tensor import LocalTensor, call_per_rank, common_fram
 from fspmd.transport.randomness import per_rank_generators
 from fspmd.variance import storage_of, unwrapped
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SYMBOLS = frozenset(SYMBOLS)
 _unwrap = torch._C._functorch.get_unwrapped
 _tracks = torch._C._functorch.is_gradtrackingtensor
@@ -105,15 +107,14 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     held = uneven_frame((*args, *kwargs.values()), numbers)
     if held is None:
         return func(*args, **kwargs)
-    operands = _tensors((*args, *kwargs.values()))
+    operands = tensors_in((*args, *kwargs.values()))
     followed = torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands)
     name = _name_of(func)
     if pure and (followed or name in _OF_SIZE_ONE):
         out = _rank_by_rank(func, args, kwargs)
         if out is not NotImplemented:
             return out
-    apart = call("apart", held.mesh, held.axes)
-    copies = tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+    copies = _held_apart(held, args, kwargs)
     try:
         return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
     except (ShapeError, VarianceError, RuntimeError) as error:
@@ -134,11 +135,15 @@ def _name_of(func: Any) -> str:
     return getattr(getattr(func, "func", func), "__name__", "")  # of a partial, what it calls
 
 
-def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The operands of a call that writes into values it makes of some of them: all held apart where one is."""
-    held = common_frame(map(unwrapped, _tensors((*args, *kwargs.values()))), None)
+    held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), None)
     if held is None:
         return args, kwargs
+    return _held_apart(held, args, kwargs)
+
+
+def _held_apart(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     apart = call("apart", held.mesh, held.axes)
     return tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
 
@@ -153,26 +158,39 @@ def differentiated(x: Tensor, forward: bool = False) -> bool:
     return True
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _tensors(value)
-
-
 def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call on each rank's plain blocks; NotImplemented where a result is a view, which would lose its base."""
-    held = common_frame(map(unwrapped, _tensors((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
+    """The call on each rank's plain blocks; NotImplemented where a result is a view, which would lose its base.
+
+    And where it has a gradient in its own derivative, and the call may be differentiated on the blocks of all ranks.
+    """
+    held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
     assert held is not None  # called with an uneven block or number among the arguments
-    columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
+    way: Way = "apart"
+    if torch.is_grad_enabled() and not is_transformed():
+        way = way_of(func, args, kwargs, functools.partial(_of_first, held), functools.partial(_held_apart, held))
+    if way == "at once":
+        return NotImplemented
     results = []
-    for row in zip(*columns, strict=True):
-        out = func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True)))
-        if not _storages((out,)).isdisjoint(_storages(row)):
+    for row, named in _rows(held, args, kwargs):
+        out = func(*row, **named)
+        if not _storages((out,)).isdisjoint(_storages((*row, *named.values()))):
             return NotImplemented
         results.append(out)
-    return _bound(results, held)
+    out = _bound(results, held)
+    return unasked(out, _name_of(func)) if way == "unseen" else out
+
+
+def _rows(
+    held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of each rank."""
+    columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
+    for row in zip(*columns, strict=True):
+        yield row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True))
+
+
+def _of_first(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return next(_rows(held, args, kwargs))
 
 
 def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
