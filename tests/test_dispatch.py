@@ -200,7 +200,7 @@ def test_a_leaf_may_be_saved_and_copied_after_use() -> None:
 
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 def test_writes_into_a_sharded(mesh: Mesh) -> None:
-    """The operand stays as it lies; a write that would need another layout is refused."""
+    """The operand stays as it lies, whatever the others do; of a pending sum, too."""
     programs: list[tuple[Callable[..., Any], int]] = [
         (lambda x, y: x.add_(y, alpha=2), 2),
         (lambda x, y: x.mul_(y).clamp_(min=-0.1), 2),
@@ -210,7 +210,6 @@ def test_writes_into_a_sharded(mesh: Mesh) -> None:
         (lambda x: x.exp_(), 1),
         (lambda x: x.cumsum_(0).tril_(), 1),
     ]
-    refused = done = 0
     for f, count in programs:
         plain = [x.requires_grad_() for x in values(((5, 6), (6,))[:count])]
         expected = f(plain[0] * 2, *plain[1:])
@@ -219,20 +218,13 @@ def test_writes_into_a_sharded(mesh: Mesh) -> None:
         for specs in placements(mesh, ((5, 6), (6,))[:count], 40):
             given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
             x = given[0] * 2
-            try:
-                out = f(x, *given[1:])
-            except VarianceError:
-                refused += 1
-                continue
-            done += 1
-            assert out is x
+            assert f(x, *given[1:]) is x
             check_lies_as_told(x)
             torch.testing.assert_close(device_get(x), expected, rtol=1e-12, atol=1e-12, msg=str(specs))
             x.backward(weight)
             for leaf, grad in zip(given, grads, strict=True):
                 if grad is not None and leaf.grad is not None:
                     torch.testing.assert_close(device_get(leaf.grad), grad, rtol=1e-11, atol=1e-11, msg=str(specs))
-    assert min(refused, done) > 5
 
 
 @pytest.mark.parametrize(

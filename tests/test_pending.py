@@ -184,3 +184,42 @@ def test_places_that_are_pending_are_settled() -> None:
     )
     assert torch.equal(device_get(x.index_select(0, rows)), plain[terms.sum(0)])
     assert torch.equal(device_get(x[rows]), plain[terms.sum(0)])
+
+
+#: what is no sum of terms, written into a pending sum of [6, 8]
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "clamp_": lambda x, w: x.clamp_(min=0.1),
+    "sigmoid_": lambda x, w: x.sigmoid_(),
+    "add_ of a number": lambda x, w: x.add_(1.5),
+    "pow_": lambda x, w: x.pow_(2),
+    "lerp_": lambda x, w: x.lerp_(w, w),
+    "masked_fill_": lambda x, w: x.masked_fill_(w > 0, 3.0),
+    "fill_": lambda x, w: x.fill_(2.0),
+    "by itself": lambda x, w: x.mul_(x),
+    "a row": lambda x, w: x[2].exp_(),
+    "relu in place": lambda x, w: F.relu(x, inplace=True),
+    "a list": lambda x, w: torch._foreach_clamp_min_([x], 0.1),
+}
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_of_what_is_no_sum_is_of_the_value(name: str, mesh: Any, followed: bool) -> None:
+    """It lies as before, views that were taken before see the write, and gradients are those of torch."""
+    if followed and name in ("a list", "by itself"):
+        return  # which torch cannot
+    plain, x = _terms(6, 8, mesh=mesh)
+    w, found = torch.randn(6, 8, dtype=F64), []
+    for value, weight in ((plain, w.clone()), (x, device_put(w, P(), mesh=mesh))):
+        leaves = [one.detach().requires_grad_(followed) for one in (value, weight)]
+        written = leaves[0] * 2.0
+        rows = written[1:4]
+        written.sin()  # settled once, which the write ends
+        WRITES[name](written, leaves[1])
+        assert value is plain or written.spec is x.spec
+        found.append([written.detach(), rows.detach(), (written * 1.0).sin().detach()])
+        if followed:
+            (written.sin().sum() + (rows * rows).sum()).backward()
+            found[-1] += [one.grad for one in leaves if one.grad is not None]
+    torch.testing.assert_close([device_get(one) for one in found[1]], found[0])

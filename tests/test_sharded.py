@@ -172,12 +172,6 @@ def test_compiled_functions_call_it(x: Any) -> None:
     found.backward()
 
 
-def test_a_write_that_would_end_a_pending_sum() -> None:
-    x = device_put(PLAIN, P(unreduced={"x"}), mesh=LINE)
-    with pytest.raises(VarianceError, match=r"a sum pending over 'x' that would end; write x = x.sigmoid"):
-        x.sigmoid_()
-
-
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(x: Any, name: str) -> None:
     call, error, message = MISTAKES[name]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from cmath import isfinite
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
+from fspmd.copies import refuse_copy
 from fspmd.global_view.origins import knowing_base, noting
 from fspmd.global_view.outcomes import Place, at
-from fspmd.global_view.propagate import OpPlan, Question, ask, is_float, plan_of
-from fspmd.global_view.refusals import refuse_write
+from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, is_float, plan_of
+from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.once import ended
+from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import has_moves
-from fspmd.spec import TensorSpec
+from fspmd.sharded import Sharded, above
+from fspmd.spec import P, TensorSpec
 
 
 def propagate(
@@ -30,10 +35,25 @@ def propagate(
     question = ask(func, args, kwargs, operands)
     if question is None:
         return None
+    if question.fixed and question.operands[0][1].partition.unreduced and question.best() is None:
+        return as_whole(functools.partial(_write_sum, func))
     if question.linear and (numbers := _scales(question, (*args, *kwargs.values()))):
         by_numbers = _ByNumbers(func, len(args), question, numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
     return _propagate(func, len(args), question)
+
+
+def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A write of what is no sum of terms into a pending sum: one rank then has its value as a term, others zeros.
+
+    So views of it see the write, and it lies as before.
+    """
+    x: Sharded = args[0]
+    refuse_copy(x.local, shown(func))
+    lies = x.spec.partition
+    value = x.spec.with_partition(P(*lies, reduced=lies.reduced))
+    new = above.dispatch(func, (), (Sharded(redistribute(x.local, x.spec, value), value), *args[1:]), kwargs)
+    return above.dispatch(Tensor.copy_, (), (x, new))
 
 
 def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
