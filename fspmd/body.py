@@ -75,6 +75,7 @@ class Body:
 class _State(threading.local):
     body: Body | None = None
     tracker: Any = None
+    completes = False  # in a function of the user, on blocks, whose gradients are to be there on all ranks
     rank_mapped = False  # in a function that rank_map runs
     seeks_mesh: Callable[[Mesh], None] | None = None  # told of the mesh of the first shard_map, where one is sought
 

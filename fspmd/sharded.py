@@ -31,6 +31,10 @@ class Sharded(Tensor):
 
     ``shape`` and ``dtype`` are those of the global tensor. In a simulation ``local`` holds the blocks of all ranks.
 
+    Write into the Sharded, not into ``local``: what was gathered or summed of a block for one use serves the next. A
+    later use of a block that was written into is refused on the rank that wrote. Torch counts no writes by
+    ``x.local.data``, NumPy or pointers: those are not seen, and later uses may have the value of before.
+
     It is a ``torch.Tensor`` so that libraries which ask for one take it. Torch functions reach it through
     ``__torch_function__``, above autograd, and run on the block. What torch keeps below Python is a shell without data:
     a function that gets there is refused.

@@ -345,6 +345,21 @@ def lent_without_a_gradient(ranks: tuple[int, ...]) -> str:
     return str(x.grad)
 
 
+def cut_off_in(where: str, ranks: tuple[int, ...]) -> list[float | None]:
+    """Sums of the gradients of a batch and a weight, of a Function that gives None on other ranks."""
+    mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
+    x = device_put(torch.linspace(0, 1, 48, dtype=torch.float64).view(8, 6), P("x"), mesh=mesh).requires_grad_()
+    w = device_put(torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3), P(), mesh=mesh).requires_grad_()
+    if where == "rule":
+        out = fspmd.rule(lambda y: _Cut.apply(y, ranks), "m n -> m n")(x @ w).sin().sum()
+    else:
+        body = lambda x, w: psum(_Cut.apply(x @ w, ranks).sin().sum(), "x")  # noqa: E731
+        checks = where == "checked"
+        out = shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P(), check_vma=checks)(x, w)
+    out.backward()
+    return [None if one.grad is None else float(one.grad.local.sum()) for one in (x, w)]
+
+
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
 

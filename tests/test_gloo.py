@@ -40,6 +40,7 @@ from gloo_programs import (
     complaints,
     convolved_on_processes,
     convolved_thrice_differentiated,
+    cut_off_in,
     leaves_differentiated,
     leaves_on_processes,
     lent_without_a_gradient,
@@ -183,6 +184,17 @@ def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:
     assert "gave None for it on this rank alone" in first
     assert others == ["tensor(3.)"] * 3
     assert four.run(lent_without_a_gradient, ()) == ["None"] * 4
+
+
+@pytest.mark.parametrize("where", ["checked", "unchecked", "rule"])
+def test_none_for_a_gradient_on_some_ranks_is_zero(four: Processes, where: str) -> None:
+    """All ranks have gradients then, and none is left waiting: those of what the others computed alone."""
+    rows = torch.linspace(0, 1, 48, dtype=torch.float64).view(4, 2, 6).requires_grad_()
+    w = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3).requires_grad_()
+    found = four.run(cut_off_in, where, (0, 2))
+    x_grad, w_grad = torch.autograd.grad((rows[[0, 2]] @ w).sin().sum(), (rows, w))
+    for rank, sums in enumerate(found):
+        assert sums == pytest.approx([float(x_grad[rank].sum()), float(w_grad.sum())])
 
 
 # --- ragged exchanges -----------------------------------------------------------------------------------------------

@@ -40,13 +40,14 @@ from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.signatures import by_signature, stand_in_order
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.connected import connected
+from fspmd.local_view.hooks import completing
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import moves as kernel_moves
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
-from fspmd.rules import Factors, Row, Site, Whole, row_of, writes
+from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -277,7 +278,7 @@ def plan_of(
             copies=question.views,
             lying=question.lying,
         )
-    local: Callable[..., Any] = func
+    local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
     elif row.blocks is not None:

@@ -36,11 +36,13 @@ from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _installed = False
 _BODY = "_fspmd_body"
+_ZEROS = "_fspmd_zeros"  # on the backward of a Function: what makes zeros for each argument that has a gradient
 transforms_active = torch._C._are_functorch_transforms_active
 _Reentrant: Any = torch.utils.checkpoint.CheckpointFunction
 
@@ -71,6 +73,8 @@ def _wrap_apply() -> None:
         tracker = state.tracker
         if body is None and Sharded in map(type, args):
             _check_followed(cls, args)
+        if body is None and state.completes:
+            return _bind_zeros(original(cls, *args, **kwargs), args)
         if body is None or cls.__module__.startswith("fspmd.") or not (tracker is None or is_active(tracker)):
             return original(cls, *args, **kwargs)  # inside a torch function the tracker has cast the operands already
         result = INVARIANT
@@ -81,7 +85,7 @@ def _wrap_apply() -> None:
             if result is not INVARIANT:
                 args = tracker.cast_all(args, result)
         if result is INVARIANT:
-            return _bind_body(original(cls, *args, **kwargs), body, tracker)
+            return _bind_body(original(cls, *args, **kwargs), args, body, tracker)
         before, tracker.marks_invariant = tracker.marks_invariant, True
         try:
             out = original(cls, *args, **kwargs)
@@ -90,7 +94,7 @@ def _wrap_apply() -> None:
         for one in out if isinstance(out, tuple) else (out,):
             if isinstance(one, torch.Tensor) and getattr(one, ATTRIBUTE, None) is None:
                 set_variance(one, result)  # made where no tracker sees, or an argument handed back
-        return _bind_body(out, body, tracker)
+        return _bind_body(out, args, body, tracker)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
@@ -110,8 +114,47 @@ def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
     raise ArgumentError(f"{cls.__name__}.apply, an autograd.Function of tensors, got {x!r}; {instead}")
 
 
-def _bind_body(out: Any, body: Body, tracker: Tracker | None) -> Any:
-    """Backward of these outputs' Function runs in the body, and knows their types."""
+def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A function whose own Functions give zeros for None in backward, which one rank alone may give."""
+    before, state.completes = state.completes, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        state.completes = before
+
+
+def _bind_zeros(out: Any, args: tuple[Any, ...]) -> Any:
+    """Backward of these outputs' Function gives zeros for None."""
+    zeros = [_zeros_like(x) if is_plain(x) and x.requires_grad else None for x in args]
+    for one in out if isinstance(out, tuple) else (out,):
+        if isinstance(one, torch.Tensor) and isinstance(one.grad_fn, BackwardCFunction):
+            setattr(one.grad_fn, _ZEROS, zeros)
+    return out
+
+
+def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What makes them, without the tensor itself."""
+    shapes, dtype, device = [block.shape for block in blocks_of(x)], x.dtype, x.device
+
+    def make() -> torch.Tensor:
+        made = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        return made[0] if held is None else LocalTensor(made, held)
+
+    held = x.frame if type(x) is LocalTensor else None
+    return make
+
+
+def _completed(found: Any, zeros: list[Callable[[], torch.Tensor] | None] | None) -> Any:
+    """The gradients that a Function gave, with zeros where it gave None for what has a gradient."""
+    given = found if isinstance(found, tuple) else (found,)
+    if zeros is None or len(zeros) != len(given):
+        return found
+    return tuple(make() if g is None and make is not None else g for g, make in zip(given, zeros, strict=True))
+
+
+def _bind_body(out: Any, args: tuple[Any, ...], body: Body, tracker: Tracker | None) -> Any:
+    """Backward of these outputs' Function runs in the body, and knows their types; it gives zeros for None."""
+    _bind_zeros(out, args)
     outs = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, torch.Tensor)]
     types = {one.output_nr: get_variance(one) for one in outs}
     for one in outs:
@@ -127,17 +170,18 @@ def _wrap_backward() -> None:
 
     def apply(self: Any, *args: Any) -> Any:
         bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
+        zeros = getattr(self, _ZEROS, None)
         if bodies is None:
-            return original(self, *args)
+            return _completed(original(self, *args), zeros)
         if bodies[1] is None:
             with again(bodies[0], mode_for(*bodies)):
-                return original(self, *args)
+                return _completed(original(self, *args), zeros)
         types = getattr(self, OUTPUT_TYPES)
         for i, gradient in enumerate(args):
             if gradient is not None:
                 set_variance(gradient, types.get(i, INVARIANT).dual)
         with again(bodies[0], mode_for(*bodies)):
-            return original(self, *args)
+            return _completed(original(self, *args), zeros)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]
 
