@@ -245,6 +245,16 @@ def collectives_in_order(seeds: range) -> list[Any]:
             for passes in (None, ["coalesce"], [Overlap(overtake=True)]):
                 torch.testing.assert_close(device_get(with_passes(passes)(f, x)), expected)
                 found.append([(c.kind, c.axes) for c in jit(f, passes=passes).lower(x).collectives()])
+    rows = device_put(torch.ones(8, 2, dtype=F64).cumsum(0), P(("x", "y")), mesh=mesh)
+    for checked in (False, True):
+        f = shard_map(_own_place, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")), check_vma=checked)
+        step = value_and_grad(lambda x, f=f: f(x).square().sum())
+        for passes in ([], list(PASSES)):
+            torch.testing.assert_close(device_get(with_passes(passes)(step, rows)), device_get(step(rows)))
+            lowered = jit(step, passes=passes).lower(rows)
+            assert lowered.program.unlike == ""
+            found.append([(c.kind, c.axes) for c in lowered.collectives()])
+        assert len(found[-1]) < len(found[-2])
     few = [device_put(torch.ones(2, 2, dtype=F64), to, mesh=mesh) for to in (P(None, ("x", "y")), P(("x", "y")))]
     g = checkpoint(lambda u, v: u.sin() @ v + u.sin() * v.cos())
     with communication_log() as log:  # torch repeats a run until it has what it saved: not the same of empty blocks
@@ -285,6 +295,13 @@ def _own_need(x: Tensor) -> Tensor:
     """The first rank alone needs a sum."""
     one = psum(x.sum(), "x")
     return x + one * 0 if axis_index(("x", "y")).item() == 0 else x
+
+
+def _own_place(x: Tensor) -> Tensor:
+    """On the first ranks both sums are of the same row; there and elsewhere two others are of the same."""
+    first, own = x.narrow(0, 0, 1), x.narrow(0, axis_index(("x", "y")) // 2, 1)
+    found = [psum(one.sin().sum(), ("x", "y")) for one in (first, own, torch.narrow(x, 0, axis_index("x"), 1))]
+    return x * torch.stack(found).sum() * psum(x.sin() * x, "x") * psum(x.sin() * x, "x")
 
 
 def _equal_by_size(x: Tensor) -> Tensor:
@@ -371,6 +388,10 @@ def _product(to: P) -> Function:
     return f
 
 
+def _learns_length(x: Tensor) -> Tensor:
+    return x + psum(x.narrow(0, 0, axis_index("x") % 1 + 1), "x")
+
+
 _UNLIKE = "leaves alone {}; ranks may have other steps: {} (test_passes.py:"
 #: functions of values that lie so on (4,), of so many rows, and what the text of their programs says
 _LEFT: dict[str, tuple[Function, P, int, list[str]]] = {
@@ -385,6 +406,15 @@ _LEFT: dict[str, tuple[Function, P, int, list[str]]] = {
             "dead_code leaves this alone: ranks may have other steps, and may need it\n",
         ],
     ),
+    **{
+        f"a length that is the rank's, {'checked' if checked else 'unchecked'}": (
+            shard_map(_learns_length, in_specs=P("x"), out_specs=P("x"), check_vma=checked),
+            P("x"),
+            8,
+            ["coalesce " + _UNLIKE.format("all collectives", "Python has learnt a value that is made of axis_index")],
+        )
+        for checked in (False, True)
+    },
     "blocks are empty": (
         _product(P("x")),
         P(None, "x"),

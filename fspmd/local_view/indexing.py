@@ -6,6 +6,7 @@ Torch would ask such a 0-d tensor for one Python int. Where it stands alone it g
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fspmd.variance import get_variance
 _transforms_active = torch._C._are_functorch_transforms_active
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _SELECTS = frozenset((Tensor.select, torch.select))
+_START = 2  # of narrow, among its arguments
 _BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, *_SELECTS))
 INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, *_BY_NUMBER))
 
@@ -48,13 +50,20 @@ def _number(entry: Any) -> Any:
     return int(entry) if _is_number(entry) and recorder() is None else entry
 
 
+def _place(entry: Any) -> Any:
+    """The same of where so many rows begin, from which no other step of a record follows."""
+    records = recorder() if _differs(entry) else None
+    with nullcontext() if records is None else records.placing():
+        return _number(entry)
+
+
 def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[...]``, ``x[...] = value``, ``x.narrow(dim, start, length)`` or ``x.select(dim, i)``."""
     if func in _SELECTS and any(map(_differs, (*args, *kwargs.values()))):
         return index_by_tensor(Tensor.__getitem__, as_index(*args, **kwargs), {})
     if func in _BY_NUMBER:
-        args = tuple(map(_number, args))
-        kwargs = {key: _number(a) for key, a in kwargs.items()}
+        args = tuple([_place(a) if i == _START else _number(a) for i, a in enumerate(args)])
+        kwargs = {key: _place(a) if key == "start" else _number(a) for key, a in kwargs.items()}
         return _with_numbers(func, args, kwargs)
     x, index, *value = args
     entries = tuple(map(_bounds, index)) if isinstance(index, tuple) else (_bounds(index),)

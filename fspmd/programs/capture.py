@@ -87,7 +87,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
-        program.uneven, program.unlike = recorder.uneven, recorder.unlike
+        program.uneven, program.unlike, program.places = recorder.uneven, recorder.unlike, recorder.places
     places = {id(x): i for i, x in enumerate(tensors)}
     written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
     if not imagines:

@@ -37,5 +37,5 @@ def rebuilt(program: Program, graph: fx.Graph, known: dict[fx.Node, fx.Node]) ->
     gradients = [one if one is None else known[one] for one in program.gradients]
     constants = {known[node]: x for node, x in program.constants.items()}
     made = Program.of(graph, inputs, results, constants, cotangents, gradients)
-    made.uneven, made.unlike = program.uneven, program.unlike
+    made.uneven, made.unlike, made.places = program.uneven, program.unlike, program.places
     return made

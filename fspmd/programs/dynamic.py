@@ -48,6 +48,13 @@ def _select(records: Any, input: Any, dim: int, index: Any) -> Any:
     return _getitem(records, *as_index(input, dim, index))
 
 
+def _narrow(records: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
+    if type(length) is not int or not (is_plain(input) and is_plain(start) and records.is_constant(start)):
+        return NotImplemented
+    with records.placing():
+        return torch.narrow(input, dim, start, length)
+
+
 def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     found = _taken(records, x, index)
     if found is None:
@@ -109,6 +116,8 @@ INSTEAD: Final[dict[Any, Callable[..., Any]]] = {
     Tensor.__setitem__: _setitem,
     Tensor.select: _select,
     torch.select: _select,
+    Tensor.narrow: _narrow,
+    torch.narrow: _narrow,
 }
 
 

@@ -85,7 +85,8 @@ class Program:
 
     ``uneven`` says why a block may have another shape on another rank, ``unlike`` why ranks may have other steps:
     Python has learnt which rank it runs on, or a block is empty. Where one of them says nothing, that is so on no
-    rank. ``left`` says, by pass, what it leaves alone in all the program, and why.
+    rank. ``places``: numbers of steps may be places that each rank has for itself. ``left`` says, by pass, what it
+    leaves alone in all the program, and why.
     """
 
     graph: fx.Graph
@@ -94,6 +95,7 @@ class Program:
     cotangents: list[fx.Node]
     uneven: str = ""
     unlike: str = ""
+    places: bool = False
     left: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -48,6 +48,8 @@ class Values(RecordingMode):
         self.written: set[fx.Node] = set()  # arguments
         self.uneven = ""  # why blocks may have another shape on other ranks; empty where they have one on all
         self.unlike = ""  # why ranks may have other steps; empty where all have the same
+        self.places = False  # numbers of steps may be places that each rank has for itself
+        self.are_places = False  # what is learnt now
         self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
         self.made: set[fx.Node] = set()  # those among them that are our own, and stay what they are
         self._gradients: dict[fx.Node, Any] = {}  # of what is captured
@@ -179,9 +181,20 @@ class Values(RecordingMode):
         waiting = [self.node_of(x) for x in values if is_plain(x)]
         while waiting and not self.unlike:
             node = waiting.pop()
-            if node in self._of_rank:
+            if node in self._of_rank and self.are_places:
+                self.places = True
+            elif node in self._of_rank:
                 self.is_unlike(lambda: "Python has learnt a value that is made of axis_index")
             waiting += node.all_input_nodes
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """What is learnt within is where so many rows begin, from which no other step follows."""
+        before, self.are_places = self.are_places, True
+        try:
+            yield
+        finally:
+            self.are_places = before
 
     def is_value(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the recorded function, or was computed in it, and is no constant."""

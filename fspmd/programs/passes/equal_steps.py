@@ -25,7 +25,8 @@ def equal_steps(program: Program) -> int:
 
     Steps of forward and of backward stay apart: what `checkpoint` computes again is computed again. Collectives go on
     all ranks or on none: those of steps that are equal because of a number, where it may be the size of a block that is
-    another one on other ranks, stay, and all where ranks may have other steps.
+    another one on other ranks, stay, and all where ranks may have other steps. Where a number may be a place that each
+    rank has for itself, steps with numbers stay apart, so that all ranks have the same steps.
     """
     memory: Memory | None = None
     known: dict[Hashable, fx.Node] = {}
@@ -33,7 +34,7 @@ def equal_steps(program: Program) -> int:
     gone = 0
     for node in list(program.graph.nodes):
         key = _key(node) if _may_stand_for_others(node) else None
-        if key is None:
+        if key is None or (program.places and _has_numbers(node)):
             continue
         first = known.setdefault(key, node)
         if first is node:
