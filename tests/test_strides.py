@@ -202,3 +202,25 @@ def test_jit() -> None:
                 assert torch.equal(device_get(found), expected)
     with pytest.raises(FspmdError, match="storage_offset"):
         f(x[1:])[1].storage_offset()
+
+
+@pytest.mark.parametrize("partition", [P(), P("x"), P(None, "x")], ids=repr)
+def test_what_torch_copies_is_no_view_of_a_block(partition: P) -> None:
+    """A block that was moved lies otherwise than the global tensor, and could be viewed."""
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: x.contiguous(),
+        lambda x: x.reshape(-1),
+        lambda x: x.flatten(),
+        lambda x: x.reshape(2, 12),
+        lambda x: x.contiguous().view(-1),
+        lambda x: x.reshape(x.shape),
+        lambda x: x.clone(memory_format=torch.contiguous_format),
+    ]
+    for call in calls:
+        whole, x = _value()
+        whole, x = whole.t(), reshard(x.t(), partition)
+        expected, found = call(whole), call(x)
+        expected.add_(1)
+        found.add_(1)
+        assert torch.equal(device_get(found), expected)
+        assert torch.equal(device_get(x), whole)

@@ -21,6 +21,12 @@ def copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwarg
     return as_copies(local(*args, **kwargs), tensors_of((*args, *kwargs.values())), name, own)
 
 
+def in_own_memory(local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result, as a copy where it views a block: torch copies the global tensor, which lies otherwise."""
+    out = local(*args, **kwargs)
+    return out if out is not args[0] and out._base is None else out.clone()
+
+
 def as_even_block(sizes: Shape, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """The same elements as a block of a layout whose blocks are all of one shape."""
     return x.reshape(sizes)

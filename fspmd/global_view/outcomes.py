@@ -147,26 +147,45 @@ def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
 
 
 def on_meta(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+    *,
+    new: bool = False,
 ) -> Outcome | None:
-    """What the call gives for global tensors without data; None where it is no tensors, or depends on values."""
+    """What the call gives for global tensors without data; None where it is no tensors, or depends on values.
+
+    ``new``: as if they lay in memory as new tensors do.
+    """
     mesh = operands[0][1].mesh
     if name_of(func) in ("vector_norm", "linalg_vector_norm") and _keeps_dims_of_one():
         func = _norm_without_data
     try:
         try:
             if not torch._C._is_any_autocast_enabled():  # of which the meta device knows nothing
-                return _outcome("meta", func, args, kwargs, operands)
+                return _outcome("meta", func, args, kwargs, operands, new)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             pass
         with FakeMode():
-            return _outcome(mesh.device_type, func, args, kwargs, operands)
+            return _outcome(mesh.device_type, func, args, kwargs, operands, new)
     except (
         NotImplementedError,
         DataDependentOutputException,
         DynamicOutputShapeException,
     ):  # the shape of the result depends on values
         return None
+
+
+def may_view(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> bool:
+    """Whether a call gives one view of its operand, if that lies in memory as a new tensor does."""
+    try:
+        outcome = on_meta(func, args, kwargs, operands, new=True)
+    except Exception:  # some views are possible of others alone
+        return False
+    return outcome is not None and outcome.views and outcome.kind is None
 
 
 @functools.lru_cache(maxsize=1)
@@ -207,11 +226,16 @@ def differentiated(
 
 
 def _outcome(
-    device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+    device: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+    new: bool,
 ) -> Outcome | None:
     made: list[Tensor] = []
     given = (*args, *kwargs.values())
-    before = [_laid(at(given, place)) for place, _ in operands]
+    before = [None if new else _laid(at(given, place)) for place, _ in operands]
 
     def make(spec: TensorSpec) -> Tensor:
         laid = before[len(made)]
@@ -231,9 +255,9 @@ def _outcome(
     same = views and all(_is_all_of(one, made[0]) for one in found)
     unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)
     lying = [_lying(one, made, before, operands, unknown) for one in found]
-    new = [Lying(Laid(packed(shape))) for shape, _ in results]
+    as_new = [Lying(Laid(packed(shape))) for shape, _ in results]
     return Outcome(
-        results, None if isinstance(out, Tensor) else type(out), views, same, None if lying == new else lying
+        results, None if isinstance(out, Tensor) else type(out), views, same, None if lying == as_new else lying
     )
 
 

@@ -17,6 +17,7 @@ from fspmd.global_view.on_blocks import (
     as_block,
     as_even_block,
     copying,
+    in_own_memory,
     of_first,
     rank_by_rank,
     untouched,
@@ -32,6 +33,7 @@ from fspmd.global_view.outcomes import (
     kernel_complaint,
     lies_as_new,
     like_first,
+    may_view,
     on_meta,
     on_one_element,
 )
@@ -106,6 +108,7 @@ class Question(NamedTuple):
     products: Products | None  # the call on views, of which strategies are found, where dims are `Flat`
     plain: frozenset[int] = frozenset()  # operands that are no `Sharded`
     lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
+    apart: bool = False  # blocks may be viewed where torch copies
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
     @property
@@ -218,8 +221,9 @@ def ask(
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
     kind, fixed = outcome.kind, writes(func)
     views = outcome.views and not fixed
-    names, lying = tuple(kwargs), outcome.lying
-    return Question(row, ordered, results, kind, factors, linear, fixed, views, names, products, bare, lying)
+    apart = not (as_new or outcome.views or fixed) and may_view(func, args, kwargs, ordered)
+    known = Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, bare)
+    return known._replace(lying=outcome.lying, apart=apart)
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
@@ -267,17 +271,7 @@ def plan_of(
         body = as_local_call(row.body, shown(func), site, places, final, linear=bool(question.linear))
         if question.views:
             body = functools.partial(copying, body, shown(func), False)
-        return made(
-            result,
-            bool(moves),
-            tuple(moves),
-            (),
-            body,
-            not question.names,
-            by_name,
-            copies=question.views,
-            lying=question.lying,
-        )
+        return made(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
@@ -301,11 +295,11 @@ def plan_of(
         taken = [step for _, legs in moves for leg in legs for step in leg.calls]
         own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
         local = functools.partial(copying, local, shown(func), own)
+    if question.apart:
+        local = functools.partial(in_own_memory, local)
     in_order = stand_in_order(local, positional, question.names)
     name = shown(func) if written else ""
-    return made(
-        result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies, lying=question.lying
-    )
+    return made(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies)
 
 
 def _argument(place: Place) -> int:
