@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import custom_function_call  # how a transform runs a custom Function
 from torch._ops import HigherOrderOperator
 
 from fspmd.errors import ArgumentError
@@ -318,7 +319,7 @@ def learn(func: Any) -> Op:
         ArgumentError: it runs functions that torch compiles; no types are known of what these compute.
     """
     name = name_of(func)
-    if isinstance(func, HigherOrderOperator):
+    if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
         raise ArgumentError(f"{name}() runs functions that torch compiles, not in bodies. {INSTEAD_OF_COMPILED}")
     schema = getattr(func, "_schema", None)
     seeded = schema is not None and torch.Tag.nondeterministic_seeded in func.tags

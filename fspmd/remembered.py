@@ -193,7 +193,9 @@ def is_shared_unseen(x: Tensor) -> bool:
 
 def wrote(x: Tensor, soon: bool = False) -> None:
     """Fspmd has written into a tensor, on all ranks, or will ``soon``; what is remembered of its memory ends."""
-    memory = _memory_of(x := unwrapped(x))
+    if (x := unwrapped(x)).is_inference():
+        return  # it has no version, and nothing is remembered of it
+    memory = _memory_of(x)
     setattr(memory, _WRITES, (getattr(memory, _WRITES, _UNWRITTEN)[0] + 1, x._version + soon))
 
 

@@ -52,9 +52,8 @@ def check_case(name: str, case: Case, mesh: Mesh, most: int) -> None:
     expected = outputs_of(f(*plain))
     weights = [torch.arange(1.0, x.numel() + 1, dtype=F64).reshape(x.shape).cos().to(x.dtype) for x in expected]
     followed = [x for x in expected if x.requires_grad]
-    grads = torch.autograd.grad(
-        followed, plain, [w for x, w in zip(expected, weights, strict=True) if x.requires_grad], retain_graph=True
-    )
+    sent = [w for x, w in zip(expected, weights, strict=True) if x.requires_grad]
+    grads = _derived(lambda: torch.autograd.grad(followed, plain, sent, retain_graph=True))
     for specs in placements(mesh, shapes, most):
         given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
         outs = outputs_of(f(*given))
@@ -67,6 +66,8 @@ def check_case(name: str, case: Case, mesh: Mesh, most: int) -> None:
             torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12, msg=f"{name} {specs}: {out}")
             if want.requires_grad:
                 total = total + (found * weight).sum()
+        if grads is None:
+            continue
         total.backward()
         for leaf, grad in zip(given, grads, strict=True):
             assert leaf.grad is not None, specs
@@ -74,11 +75,23 @@ def check_case(name: str, case: Case, mesh: Mesh, most: int) -> None:
             torch.testing.assert_close(device_get(leaf.grad), grad, rtol=1e-11, atol=1e-11, msg=f"{name} {specs}: grad")
 
 
+def _derived(gradients: Callable[[], Any]) -> Any:
+    """Gradients of torch's own; None where this version of torch knows no derivative."""
+    try:
+        return gradients()
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        return None
+
+
 def check_second_derivatives(name: str, case: Case, mesh: Mesh, most: int) -> None:
     """Gradients of gradients of some layouts of the operands against unsharded torch, where that has any."""
     f, shapes = case
     plain = [x.requires_grad_() for x in values(shapes)]
-    expected = _second_derivatives(f, plain)
+    expected = _derived(lambda: _second_derivatives(f, plain))
+    if expected is None:
+        return
     for specs in placements(mesh, shapes, most):
         given = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(plain, specs, strict=True)]
         for found, want in zip(_second_derivatives(f, given), expected, strict=True):

@@ -20,11 +20,6 @@ from fspmd.spec import TensorSpec
 
 aten: Final = torch.ops.aten
 
-_ATTENTION: Final = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-
 
 def _of_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
     """Of a convolution, with groups or without: as many as forward for each of input and weight that is wanted."""
@@ -32,8 +27,23 @@ def _of_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
     return int(sum(wanted[:2]) * flop_counter.conv_flop_count(x, w, grad, transposed))
 
 
+def _of_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Scores, of each head of the queries, and their products with values; keys may have fewer heads."""
+    return int(2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]))
+
+
+def _of_its_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Scores again, gradients of values and of scores, and of these those of queries and keys."""
+    return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
+
+
+_ATTENTIONS: Final = [f"_scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")]
 _OWN: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table lacks, or has of all results at hand
     aten.convolution_backward: _of_gradients,
+    aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_its_gradients,
+    **{getattr(aten, name): _of_attention for name in _ATTENTIONS},  # of which torch 2.11 wants as many heads of keys
+    **{getattr(aten, f"{name}_backward"): _of_its_gradients for name in _ATTENTIONS},
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
     aten.dot: lambda a, b, **_: 2 * prod(a),
@@ -152,7 +162,7 @@ def _formula(target: Any) -> Callable[..., int] | None:
     if packet in _OWN:
         return flop_counter.shape_wrapper(_OWN[packet])  # type: ignore[no-any-return]
     registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
-    return registry.get(_ATTENTION.get(packet, packet))
+    return registry.get(packet)
 
 
 def _given(node: fx.Node, name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -194,8 +194,19 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
             outside = functools.partial(_outside, rows, site.blocks(after, d))
             empty = per_rank(site, ("empty", d), site.axes[d], outside)
             filling = torch.full((), value, dtype=x.dtype, device=x.device)
-            x = torch.where(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
+            x = _chosen(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
     return torch.constant_pad_nd(x, own, value)
+
+
+def _chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """``torch.where``, of unsigned integers, too, which that of torch 2.11 does not take: of their bits."""
+    signed = _SIGNED.get(other.dtype)
+    if signed is None:
+        return torch.where(which, one, other)
+    return torch.where(which, one.view(signed), other.view(signed)).view(other.dtype)
+
+
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _mirrored(before: int, behind: int, size: int, i: Tensor) -> Tensor:
