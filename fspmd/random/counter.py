@@ -28,6 +28,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _LEA: Final = 0xDABA0B6EB09322E3
 _CHUNK: Final = 1 << 15  # words at a time on a CPU: as many as stay in a core's cache
 _CHUNK_ELSEWHERE: Final = 1 << 24
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class Key(NamedTuple):
@@ -188,6 +189,8 @@ def draw(block: Block, law: Distribution, seed: int | Tensor, device: torch.devi
 
     A ``seed`` that is a tensor is read when the numbers are drawn; where ranks differ in it, each has its own numbers.
     """
+    if type(seed) is int and not _transforms_active():
+        return _drawn(block, law, seed, device, stream)
     with outside_transforms():  # or the result of the step would be wrapped, whose value no record knows
         if isinstance(seed, LocalTensor):
             return LocalTensor([_drawn(block, law, int(one), device, stream) for one in seed.shards], seed.frame)

@@ -20,15 +20,17 @@ from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.random.poisson import counts
 from fspmd.remembered import wrote
-from fspmd.rules.likes import Handler, Value, drawn_like, settle
+from fspmd.rules.likes import Handler, Value, drawn_like, settle, settled
 from fspmd.rules.values import check_values
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, above, is_sharded, pair
 from fspmd.spec import P, TensorSpec
+from fspmd.tracing import step
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import shards_of
+from fspmd.transport.local_tensor import LocalTensor, shards_of
 from fspmd.transport.randomness import draw_seed
 from fspmd.variance import unwrapped
 
+transforms_active = torch._C._are_functorch_transforms_active
 Then = Callable[[Tensor], Tensor]
 
 
@@ -133,8 +135,20 @@ def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
     p = settle(p.detach()) if is_sharded(p) else p
     _check_each("bernoulli", "p", p, lambda p: (p >= 0) & (p <= 1), "between 0 and 1")
     with torch.no_grad():
-        hit = drawn_like(x, lambda dtype: FRACTIONS, None, torch.float64, generator) < p
-        return hit.to(x.dtype)
+        fractions = drawn_like(x, lambda dtype: FRACTIONS, None, torch.float64, generator)
+        spec = settled(x.spec)
+        if not is_sharded(p) or settled(p.spec, spec.dtype) is not spec or spec.flat or transforms_active():
+            return (fractions < p).to(x.dtype)
+        return pair(_hits(fractions.local, p.local, spec.dtype), spec)
+
+
+@step
+def _hits(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where each is below its probability, block by block."""
+    if type(fractions) is not LocalTensor:
+        return (fractions < p).to(dtype)
+    pairs = zip(fractions.shards, shards_of(p, fractions.frame), strict=True)
+    return LocalTensor([(one < q).to(dtype) for one, q in pairs], fractions.frame)
 
 
 def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None = None, inplace: bool = False) -> Value:

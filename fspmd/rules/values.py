@@ -27,18 +27,19 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
     if isinstance(values, (int, float)):
         values = torch.tensor(values)
     if isinstance(values, Tensor):
-        _require(unwrapped(fits(values.detach())), message)
+        _require(unwrapped(values.detach()), fits, message)
 
 
 @reading
-def _require(good: Tensor, message: str) -> None:
-    if good.is_meta:
+def _require(values: Tensor, fits: Callable[[Any], Any], message: str) -> None:
+    if values.is_meta:
         return  # values that nobody has
-    with outside_transforms():
-        for block in blocks_of(good):
-            if block.device.type != "cpu":
-                torch.ops.aten._assert_async.msg(block.all(), message)
-            elif not block.all():
+    with outside_transforms(), torch._C.DisableTorchFunction():
+        for block in blocks_of(values):
+            good = fits(block).all()
+            if good.device.type != "cpu":
+                torch.ops.aten._assert_async.msg(good, message)
+            elif not good:
                 raise ArgumentError(message)
 
 

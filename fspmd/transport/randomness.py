@@ -8,7 +8,7 @@ asked for, every rank draws what a process of its own would: the numbers of a ge
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,15 @@ from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
 _CPU = torch.device("cpu")
+_NOTHING = nullcontext()
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @state
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
     device = _CPU if generator is None else generator.device
-    with torch._C.DisableTorchFunction(), outside_transforms():
+    with torch._C.DisableTorchFunction(), outside_transforms() if _transforms_active() else _NOTHING:
         return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
 
 
