@@ -69,6 +69,7 @@ from fspmd.modules.styles import (
     Style,
     VocabParallel,
 )
+from fspmd.modules.wrappers import install as _install_wrappers
 from fspmd.placing.broadcast import broadcast, pad_to_blocks, unpad
 from fspmd.placing.chunks import install as _install_chunks
 from fspmd.placing.creation import (
@@ -111,6 +112,7 @@ from fspmd.watching.watch import Communication
 _install_methods()
 _install()
 _install_optim()
+_install_wrappers()
 _install_chunks()
 if _collects:
     _gc.enable()

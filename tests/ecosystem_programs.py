@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fspmd import P, communication_log, device_get, device_put, functional_call, make_mesh, reshard
+from fspmd import (
+    ArgumentError,
+    P,
+    attach,
+    communication_log,
+    device_get,
+    device_put,
+    functional_call,
+    make_mesh,
+    reshard,
+)
 
 
 def _module() -> nn.Module:
@@ -63,6 +73,21 @@ def check_scaled(mesh: Any) -> None:
             assert [scale for _, scale in steps] == [scale for _, scale in wanted]  # it shrinks at the same step
             torch.testing.assert_close(device_get(params), expected, rtol=1e-2, atol=5e-3)
             assert sent == 1  # a number over y, in which gradients are cut
+
+
+def refusals_of_wrappers() -> list[str]:
+    """What torch's wrappers of modules, which sum gradients and cut parameters themselves, say of `Sharded` ones."""
+    from torch.distributed.fsdp import fully_shard  # which takes long
+
+    mesh = make_mesh((2, 2), ("x", "y"), device="cpu")
+    module, said = _module(), []
+    params = device_put({name: p.detach() for name, p in module.named_parameters()}, SPECS, mesh=mesh)
+    attach(module, {name: p.requires_grad_() for name, p in params.items()})
+    for wrapper in (nn.parallel.DistributedDataParallel, fully_shard):
+        with pytest.raises(ArgumentError) as raised:
+            wrapper(module)
+        said.append(str(raised.value))
+    return said
 
 
 def on_processes() -> tuple[str, str, list[float]]:

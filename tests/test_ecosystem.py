@@ -12,14 +12,15 @@ import optree
 import pytest
 import torch
 import torchmetrics
-from ecosystem_programs import check_scaled, on_processes
+from accelerate import Accelerator
+from ecosystem_programs import check_scaled, on_processes, refusals_of_wrappers
 from einops.layers.torch import EinMix, Rearrange, Reduce
 from jaxtyping import Float, Int, jaxtyped
 from processes import Processes
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensordict import TensorDict, tensorclass
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torch.utils.tensorboard import SummaryWriter
 
@@ -28,11 +29,14 @@ from fspmd import (
     P,
     Sharded,
     SpecError,
+    Style,
+    attach,
     device_get,
     device_put,
     grad,
     jit,
     make_mesh,
+    parallelize,
     psum,
     reshard,
     shard_map,
@@ -183,6 +187,39 @@ def test_tools_on_processes(four: Processes) -> None:
     for text, postfix, found in four.run(on_processes):
         assert (text, postfix) == ("5.5", "loss=5.5000")
         assert found == pytest.approx(likely)
+
+
+def test_modules_are_not_wrapped_by_torch(four: Processes) -> None:
+    for ddp, fsdp in four.run(refusals_of_wrappers):
+        assert ddp.startswith("DistributedDataParallel got a module with the parameter Sharded f32[8@y, 6]")
+        assert fsdp.startswith("fully_shard got a module with the parameter Sharded f32[")
+        assert "call the module as it is" in ddp
+        assert ddp.partition(",")[2].endswith(fsdp[-60:])
+
+
+def test_accelerate_trains_and_saves_what_is_whole(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    module, alone = (nn.Linear(6, 8).double() for _ in range(2))
+    alone.load_state_dict(module.state_dict())
+    attach(module, parallelize(dict(module.named_parameters()), {"**": Style(weight=0, vector=0)}, LINE)[0])
+    found, wanted = (torch.optim.AdamW(one.parameters()) for one in (module, alone))
+    model, optimizer = accelerator.prepare(module, found)
+    for _ in range(2):
+        accelerator.backward(model(WHOLE[:, :, 0]).square().sum())
+        alone(WHOLE[:, :, 0]).square().sum().backward()
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(device_get(norm), nn.utils.clip_grad_norm_(alone.parameters(), 0.5))
+        optimizer.step()
+        wanted.step()
+    torch.testing.assert_close(device_get(model.state_dict()), alone.state_dict())
+    with pytest.raises(ArgumentError, match=r"storage\(\) speaks of .* to save it, save device_get\(tree\), or use"):
+        accelerator.save_state(str(tmp_path))
+    accelerator.save(device_get(model.state_dict()), tmp_path / "whole", safe_serialization=True)
+    with torch.no_grad():
+        model.weight.zero_()
+    model.load_state_dict(load_file(tmp_path / "whole"))
+    torch.testing.assert_close(device_get(model.weight.detach()), alone.weight.detach())
+    accelerator.end_training()
 
 
 # --- reports --------------------------------------------------------------------------------------------------------

@@ -71,11 +71,12 @@ ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.backward: lambda: above.backward,
 }
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
+_SAVED: Final = f"{_BLOCK}; to save it, save device_get(tree), or use torch.distributed.checkpoint"
 _NEW: Final = "x.new_empty(size)"
 #: methods that speak of memory, of which a rank has but a block -> what to write
 _OF_MEMORY: Final = {
-    **dict.fromkeys(("data_ptr", "storage", "untyped_storage", "storage_type", "is_set_to", "as_subclass"), _BLOCK),
-    **dict.fromkeys(("__dlpack__", "__dlpack_device__"), _BLOCK),
+    **dict.fromkeys(("data_ptr", "storage", "untyped_storage"), _SAVED),
+    **dict.fromkeys(("storage_type", "is_set_to", "as_subclass", "__dlpack__", "__dlpack_device__"), _BLOCK),
     **dict.fromkeys(("share_memory_", "pin_memory", "record_stream", "apply_", "map_", "map2_"), _BLOCK),
     **{"resize_": _NEW, "resize_as_": _NEW, "set_": "x = y, or x.copy_(y)"},
 }
