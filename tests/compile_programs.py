@@ -126,6 +126,34 @@ _WAYS = {
 }
 
 
+def collectives_of_all(backends: tuple[str, ...]) -> list[str]:
+    """What is wrong of collectives of all processes in functions that are compiled, since nobody sees their types."""
+    n = torch.distributed.get_world_size()
+    mesh = fspmd.make_mesh((n,), ("x",), device="cpu")
+    whole = torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+
+    def body(x: Tensor) -> Tensor:
+        return psum((x.sin() ** 2).sum(0), "x") * x.cos() * fspmd.all_gather(x, "x", axis=1, tiled=True).sum(1, True)
+
+    def alone(x: Tensor) -> Tensor:
+        rows = x.view(n, -1, 3).sum((0, 2))[:, None].repeat(n, 1)
+        return (x.sin() ** 2).sum(0) * x.cos() * rows
+
+    expected = torch.autograd.grad(alone(whole).sum(), whole)[0]
+    wrong = []
+    for backend in backends:
+        torch._dynamo.reset()
+        compiled = torch.compile(body, backend=backend)
+        x = device_put(whole.detach(), P("x"), mesh=mesh).requires_grad_()
+        for f in (compiled, lambda x, f=compiled: f(x) * 1):
+            x.grad = None
+            out = shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)(x)
+            out.sum().backward()
+            if not (torch.allclose(device_get(out), alone(whole)) and torch.allclose(device_get(x.grad), expected)):
+                wrong.append(backend)
+    return wrong
+
+
 def compiled_functions(
     transport: str, backends: tuple[str, ...] = ("eager", "aot_eager"), sample: int = 1
 ) -> list[str]:

@@ -22,7 +22,7 @@ from collective_cases import (
     same,
     some_cases,
 )
-from compile_programs import compiled_functions
+from compile_programs import collectives_of_all, compiled_functions
 from dtensor_programs import (
     dtensors_where_none_are_taken,
     gradients_of_dtensors,
@@ -306,6 +306,11 @@ def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
     assert (
         four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5, seconds=120) == [[]] * 4
     )
+
+
+def test_compiled_functions_with_collectives_of_all_processes(four: Processes) -> None:
+    backends = ("eager", "aot_eager", "inductor") if FULL else ("eager",)
+    assert four.run(collectives_of_all, backends, seconds=200) == [[]] * 4
 
 
 def test_steps_of_training_while_results_are_alive(four: Processes) -> None:

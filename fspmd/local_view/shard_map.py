@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
+from fspmd import collectives
 from fspmd.body import RUNNING, state
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.foreign import foreign_name
@@ -35,6 +36,10 @@ from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
 
 MISSING: Any = object()
+
+for _name in collectives.__all__:
+    if inspect.isfunction(_collective := getattr(collectives, _name)):
+        leave_to_python(_collective, "collectives run as they are, between what is compiled")
 
 
 Q = ParamSpec("Q")
