@@ -34,6 +34,7 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
+from fspmd.local_view.modes import leave_to_python
 from fspmd.local_view.tracking import own
 from fspmd.remembered import ask_gradient
 from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
@@ -41,6 +42,8 @@ from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
+
+leave_to_python(depends_on_others, "it looks at the graph that autograd has made")
 
 _run_backward: Final[Any] = Variable._execution_engine.run_backward
 
