@@ -16,7 +16,7 @@ def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     found = mesh or current_mesh()
     if found is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
-    _check_member(found, what)
+    check_member(found, what)
     return found
 
 
@@ -30,9 +30,10 @@ def check_outside(what: str) -> None:
         )
 
 
-def _check_member(mesh: Mesh, what: str) -> None:
+def check_member(mesh: Mesh, what: str, error: Exception | None = None) -> None:
+    """Raise `MeshError` in a process outside of a mesh, where it may have come of ``error``."""
     if mesh.coordinate() is None:
         raise MeshError(
             f"{what}: this process is not a member of {mesh!r}; call it on members only: "
             "if mesh.coordinate() is not None: ..."
-        )
+        ) from error

@@ -478,3 +478,16 @@ def steps_of_training() -> float:
     gathered = [process_allgather(one.local) for one in found]  # replicas must not differ
     assert all(torch.equal(one[:2], one[2:]) for one in gathered)
     return max(float((a - b).abs().max()) for a, b in zip(device_get(found), expected, strict=True))
+
+
+def complaints_outside_a_mesh() -> list[str]:
+    """Of functions that need to know where this process is; on members they run."""
+    whole, pair = (make_mesh((n,), ("x",), device="cpu") for n in (4, 2))
+    x = fspmd.reshard(device_put(torch.arange(32.0).view(8, 4), P("x"), mesh=whole), P("x"), mesh=pair)
+    said = []
+    for f in (lambda x: torch.cat([x, x]), lambda x: x.flip(0), lambda x: x.view(4, 8), torch.rand_like):
+        try:
+            f(x)
+        except fspmd.MeshError as error:
+            said.append(str(error))
+    return said

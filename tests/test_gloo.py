@@ -38,6 +38,7 @@ from gloo_programs import (
     clipped_and_stepped,
     complaint,
     complaints,
+    complaints_outside_a_mesh,
     convolved_on_processes,
     convolved_thrice_differentiated,
     cut_off_in,
@@ -311,6 +312,14 @@ def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
 def test_compiled_functions_with_collectives_of_all_processes(four: Processes) -> None:
     backends = ("eager", "aot_eager", "inductor") if FULL else ("eager",)
     assert four.run(collectives_of_all, backends, seconds=200) == [[]] * 4
+
+
+def test_a_process_outside_a_mesh_is_told_so(four: Processes) -> None:
+    *members, third, fourth = four.run(complaints_outside_a_mesh)
+    assert members == [[], []]
+    for said in (third, fourth):
+        assert len(said) == 4
+        assert all("this process is not a member of mesh(x=2); call it on members only" in one for one in said)
 
 
 def test_steps_of_training_while_results_are_alive(four: Processes) -> None:

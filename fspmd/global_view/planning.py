@@ -31,6 +31,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
+from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
@@ -301,5 +302,6 @@ def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[s
             f"{shown(func)} of {given} was called under torch's FakeTensorMode, of which its blocks are none; call it "
             "outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)"
         ) from error
+    check_member(sharded_values(args, kwargs)[0].spec.mesh, shown(func), error)
     given = ", ".join(repr(x) if is_sharded(x) else described(x) for x in tensors_of(args, kwargs))
     error.add_note(f"raised by {shown(func)} of {given}; sizes and places are those of a rank's block")
