@@ -146,9 +146,22 @@ def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
 def _hits(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     """Where each is below its probability, block by block."""
     if type(fractions) is not LocalTensor:
-        return (fractions < p).to(dtype)
+        return _hits_of_block(fractions, p, dtype)
     pairs = zip(fractions.shards, shards_of(p, fractions.frame), strict=True)
-    return LocalTensor([(one < q).to(dtype) for one, q in pairs], fractions.frame)
+    return LocalTensor([_hits_of_block(one, q, dtype) for one, q in pairs], fractions.frame)
+
+
+def _hits_of_block(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
+    if fractions.device.type != "cpu" or fractions.numel() <= _PART:
+        return (fractions < p).to(dtype)
+    found = torch.empty_like(fractions, dtype=dtype)
+    parts = (x.reshape(-1).split(_PART) for x in (found, fractions, p))
+    for to, one, q in zip(*parts, strict=True):
+        to.copy_(one < q)
+    return found
+
+
+_PART: Final = 1 << 15  # as many as stay in a core's cache
 
 
 def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None = None, inplace: bool = False) -> Value:
