@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import optree
-from torch.utils import _pytree as torch_trees
+
+from fspmd.torch_internals import torch_trees
 
 _NODES: Final[dict[type, Any]] = torch_trees.SUPPORTED_NODES
 _CONTAINERS: Final = (dict, list, tuple)  # of Python; whether a class made of one is a leaf optree has its own say

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
-
 from fspmd.errors import AxisError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described, quoted
+from fspmd.torch_internals import EnableTorchFunction
 from fspmd.transport import Transport, transport_of
 from fspmd.transport.frame import UNEVEN
 
@@ -160,7 +159,7 @@ def within(body: Body | None, tracker: Any) -> Iterator[None]:
         if tracker is None:
             yield
         else:
-            with torch._C._EnableTorchFunction(), tracker:  # backward may have been started with it disabled
+            with EnableTorchFunction(), tracker:  # backward may have been started with it disabled
                 yield
     finally:
         state.body, state.tracker = before

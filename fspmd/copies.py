@@ -10,13 +10,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from fspmd.errors import VarianceError
+from fspmd.torch_internals import batch_dim_of, is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of
-
-_functorch = torch._C._functorch
 
 _COPY: Final = "_fspmd_copy"
 _COPIES: Final = "_fspmd_copies"  # on a block: what is a copy where a view of it should be
@@ -29,8 +27,8 @@ def is_packed(x: Tensor, whole: Sequence[int] | None = None) -> bool:
 
     Those that do not matter to the block, too; ``whole``: not those of dims of which the whole tensor has one element.
     """
-    while _functorch.is_functorch_wrapped_tensor(x):
-        dim, x = _functorch.maybe_get_bdim(x), _functorch.get_unwrapped(x)
+    while is_wrapped(x):
+        dim, x = batch_dim_of(x), wrapped_by(x)
         x = x if dim < 0 else x.select(dim, 0)
     for block in blocks_of(x):
         step = 1

@@ -6,23 +6,21 @@ import logging
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
+
+from fspmd.torch_internals import aten_grouped_mm, fake_tensor
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
     """Within it torch works out shapes and dtypes, and its logger says nothing of what fails."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _GROUPED and args[0].dtype is not torch.bfloat16:  # which torch's kernels take, but not this one
+        if func is aten_grouped_mm and args[0].dtype is not torch.bfloat16:  # torch's kernels take those, this one not
             given: list[torch.Tensor] = [*args[:3], *(kwargs or {}).values()]
             a, b = given[:2]
             groups = () if a.dim() != b.dim() else a.shape[:1] if a.dim() == 3 else given[2].shape
             with self:
                 return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
         return super().__torch_dispatch__(func, types, args, kwargs or {})
-
-
-_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 class _NotOurs(logging.Filter):

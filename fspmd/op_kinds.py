@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import custom_function_call  # how a transform runs a custom Function
-from torch._ops import HigherOrderOperator
 
+# how a transform runs a custom Function
 from fspmd.errors import ArgumentError
+from fspmd.torch_internals import HigherOrderOperator, OpOverload, custom_function_call, is_any_autocast_enabled
 from fspmd.variance import get_variance
 
 Predicate = Callable[..., bool]
@@ -355,7 +355,7 @@ def learn(func: Any) -> Op:
 @functools.lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """The name of a torch function, method, property or op; of a property that tells of its operand ``get name``."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return func._schema.name.split("::")[-1]
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
@@ -387,11 +387,8 @@ def written_operands(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str,
                 yield one
 
 
-_any_autocast = torch._C._is_any_autocast_enabled
-
-
 def autocasts() -> tuple[Any, ...]:
     """Whether torch computes in other dtypes than it is asked to, and in which."""
-    if not _any_autocast():
+    if not is_any_autocast_enabled():
         return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

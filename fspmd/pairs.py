@@ -14,11 +14,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
-from fspmd.tracing import dispatch_modes, refuse_traced
+from fspmd.torch_internals import DisableTorchFunction, count_dispatch_modes, forward_ad, profiler, transforms_active
+from fspmd.tracing import refuse_traced
 from fspmd.transport import Options, Pending, transport_of
 
 
@@ -164,10 +164,7 @@ _CALLS: Final[WeakValueDictionary[Any, Call]] = WeakValueDictionary()
 
 # --- differentiable application -------------------------------------------------------------------------------------
 
-_untracked = torch._C.DisableTorchFunction  # a tracker is for the user's torch calls, not for ours
-_transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
-_forward_ad = torch.autograd.forward_ad
 
 
 _Watch = Callable[[Any, Call], Call]
@@ -242,12 +239,12 @@ def watched(x: Any, call: Call) -> Call:
 
 def apply(x: Tensor, call: Call) -> Tensor:
     """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
-    if dispatch_modes():
+    if count_dispatch_modes():
         refuse_traced(repr(call))
     if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
-    with _untracked():
-        if _transforms_active() or _forward_ad._current_level >= 0:
+    with DisableTorchFunction():
+        if transforms_active() or forward_ad._current_level >= 0:
             try:
                 return _Transformable.apply(x, call)  # type: ignore[no-any-return]
             except RuntimeError as error:
@@ -264,14 +261,14 @@ def apply(x: Tensor, call: Call) -> Tensor:
 
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` or forward mode is at work, to which autograd is not all there is."""
-    return bool(_transforms_active()) or _forward_ad._current_level >= 0
+    return bool(transforms_active()) or forward_ad._current_level >= 0
 
 
 def given(x: Tensor, call: Call, y: Tensor) -> Tensor:
     """``call(x)``, of which ``y`` has the values: forward nothing is done, backward what is done ever."""
     if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
-    with _untracked():
+    with DisableTorchFunction():
         return _Given.apply(x, y.detach(), call)  # type: ignore[no-any-return]
 
 
@@ -316,7 +313,7 @@ def lend(x: Tensor, call: Call) -> Tensor:
         or not (x.requires_grad and _grad_enabled())
     ):
         return apply(x, call)
-    if _transforms_active() or _forward_ad._current_level >= 0:
+    if transforms_active() or forward_ad._current_level >= 0:
         return apply(x, call)
     y = x.view_as(x)
     y._backward_hooks = {0: functools.partial(_back, x, call)}
@@ -390,8 +387,8 @@ class _Route:
 def depart(x: Tensor, call: Call) -> Flight:
     """Start without waiting. In backward the roles change: `land`'s gradient starts, `depart`'s waits."""
     flight = Flight(watched(x, call))
-    with _untracked():
-        if _transforms_active() or _forward_ad._current_level >= 0:
+    with DisableTorchFunction():
+        if transforms_active() or forward_ad._current_level >= 0:
             flight.pending = Pending(_Transformable.apply(x, flight.route.call))
         elif x.requires_grad and _grad_enabled():
             flight.token = _Depart.apply(x, flight)
@@ -402,7 +399,7 @@ def depart(x: Tensor, call: Call) -> Flight:
 
 def land(flight: Flight) -> Tensor:
     """Wait for the result."""
-    with _untracked():
+    with DisableTorchFunction():
         if flight.token is not None:
             return _Land.apply(flight.token, flight)  # type: ignore[no-any-return]
         assert flight.pending is not None
@@ -436,7 +433,7 @@ class _Land(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         route: _Route = ctx.route
-        with _untracked():
+        with DisableTorchFunction():
             route.back = depart(g, route.call.transposed)
             token = route.back.token
             return (g.new_empty(0) if token is None else token), None

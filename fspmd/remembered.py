@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.spec import describe
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
 
@@ -215,7 +216,7 @@ def _writes(x: Tensor) -> tuple[int, int]:
 
 
 def _memory_of(x: Tensor) -> torch.UntypedStorage:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return blocks_of(x)[0].untyped_storage()
 
 
@@ -239,7 +240,7 @@ def is_unwritten(x: Tensor, before: Stamp) -> bool:
 
 
 def _refuse_written(x: Tensor) -> NoReturn:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         shown = describe(x.dtype, x.shape)
     raise ArgumentError(
         f"a block {shown} was written into by hand (x.local, or a block in a function) after the value it belongs to "

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from fspmd.errors import ArgumentError
+from fspmd.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 
-_autograd: Final[Any] = torch._C._autograd
 _NOTHING: Final = nullcontext()
 
 
@@ -21,19 +21,19 @@ _NOTHING: Final = nullcontext()
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Within, what is saved is kept: ``torch.func`` refuses to run under such hooks, and trials are none of theirs."""
     hooks = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := top_saved_tensors_hooks(True)) is not None:
         hooks.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+            push_saved_tensors_hooks(pack, unpack)
 
 
 def is_checkpointed() -> bool:
     """Whether what is saved here a checkpoint has."""
-    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
@@ -51,7 +51,7 @@ class Kept:
         """Within, tensors are saved here, too, if a checkpoint has them."""
         if not is_checkpointed():
             return _NOTHING
-        pack, unpack = _autograd._top_saved_tensors_default_hooks(True)
+        pack, unpack = top_saved_tensors_hooks(True)
         here = ref(self)
 
         def save(x: Tensor) -> Any:

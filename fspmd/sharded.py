@@ -21,6 +21,7 @@ from fspmd.pairs import apply, call
 from fspmd.remembered import forget, remember_no_moves
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
+from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.variance import INVARIANT, Variance, get_variance, show
@@ -68,10 +69,10 @@ class Sharded(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """What reached the shell: aten functions run as they do above; a gradient that would be lost is refused."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is aten_number:
             return args[0].item()
         given = [x for x in (*args, *(kwargs or {}).values()) if type(x) is Sharded]
-        if wrapped := [x for x in given if torch._C._functorch.is_functorch_wrapped_tensor(x.local)]:
+        if wrapped := [x for x in given if is_wrapped(x.local)]:
             raise ArgumentError(
                 f"{func} got {wrapped[0]!r}, whose block a transform of torch has wrapped; instead of torch.vmap and "
                 "torch.func use fspmd.vmap, fspmd.grad ..., or return device_get(x) from the function"
@@ -135,19 +136,19 @@ class Sharded(Tensor):
             IndexError: there is no such dim.
         """
         _check_known(self, "strides", "stride()")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _STRIDE(self) if dim is None else _STRIDE(self, dim)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         """What torch tells of the global tensor after the same calls, as `stride`."""
         _check_known(self, "strides", "is_contiguous()")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return bool(_IS_CONTIGUOUS(self, memory_format=memory_format))
 
     def storage_offset(self) -> int:
         """What torch tells of the global tensor after the same calls, as `stride`."""
         _check_known(self, "later", "storage_offset()")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return int(_OFFSET(self))
 
     def is_floating_point(self) -> bool:
@@ -406,7 +407,7 @@ _OFFSET: Final[Any] = Tensor.storage_offset
 _GETITEM: Final[Any] = Tensor.__getitem__
 #: The shell that torch knows of a Sharded: shape, strides and dtype, no data. It is on the meta device, so that torch
 #: itself refuses to make it the memory of another tensor (``plain.data = x``) and then to read where nothing is.
-shell: Final[Callable[..., Sharded]] = Tensor._make_wrapper_subclass
+shell: Final[Callable[..., Sharded]] = make_wrapper_subclass
 STRIDED: Final = torch.strided
 META: Final = torch.device("meta")
 
@@ -454,7 +455,7 @@ def of_form(form: Form, local: Any) -> Sharded:
 
 def relay(x: Sharded, like: Sharded) -> None:
     """x has the shape, dtype, spec and form of another, and keeps its blocks."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         _DATA.__set__(x, like)
     x.spec, x.form = like.spec, like.form
 
@@ -581,7 +582,7 @@ class ValueType:
     __slots__ = ("_text", "dtype", "shape", "variance")
 
     def __init__(self, x: Tensor) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.dtype = x.dtype
             self.shape = tuple(x.shape)
             self.variance: Variance = get_variance(x) if isinstance(x, Tensor) else INVARIANT

@@ -9,10 +9,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fspmd.errors import RecordError
+from fspmd.torch_internals import (
+    PROXY_KEY,
+    TorchDispatchMode,
+    clear_transforms,
+    count_dispatch_modes,
+    dispatch_mode_of,
+    dispatch_mode_stack,
+    jit_tracing,
+    transforms_active,
+)
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -34,7 +42,6 @@ class RecordingMode(DispatchMode):
     repeats = False  # what runs now ran before, and its results were not kept
 
 
-_transforms_active = torch._C._are_functorch_transforms_active
 _active = 0  # recordings under way, in any thread
 _thread = 0  # that began the last of them
 
@@ -60,15 +67,12 @@ def recorder() -> Any:
     """Who records what this thread does; None while nobody does."""
     if not _active:
         return None
-    for mode in reversed(_get_current_dispatch_mode_stack()):
+    for mode in reversed(dispatch_mode_stack()):
         if isinstance(mode, RecordingMode):
             return None if mode.paused else mode
     return None
 
 
-dispatch_modes = torch._C._len_torch_dispatch_stack
-_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-_tracing_state = torch._C._get_tracing_state
 _is_exporting = torch.compiler.is_exporting
 
 
@@ -77,7 +81,11 @@ def is_traced() -> bool:
 
     Such a graph has no collectives: those of processes it does not see, and simulated ones are sums of one process.
     """
-    return (dispatch_modes() and _mode(_PROXY) is not None) or _tracing_state() is not None or _is_exporting()
+    return (
+        (count_dispatch_modes() and dispatch_mode_of(PROXY_KEY) is not None)
+        or jit_tracing() is not None
+        or _is_exporting()
+    )
 
 
 def refuse_traced(what: str) -> None:
@@ -180,9 +188,9 @@ def python(function: Callable[Q, R]) -> Callable[Q, R]:
 
 def outside_transforms() -> Any:
     """Where no ``torch.func`` transform wraps the tensors that are made."""
-    if not _transforms_active():
+    if not transforms_active():
         return nullcontext()
-    return temporarily_clear_interpreter_stack()
+    return clear_transforms()
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:

@@ -17,17 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from fspmd.spec import P, describe
+from fspmd.torch_internals import DisableTorchFunction, is_wrapped, wrapped_by
 
 ATTRIBUTE: Final = "_fspmd_variance"
 OUTPUT_TYPES: Final = "_fspmd_output_types"  # on the graph node of a custom autograd.Function: types by output
 BORROWED: Final = "_fspmd_borrowed"  # set on what pcast returns, which aliases its argument
 _EMPTY: Final[frozenset[str]] = frozenset()
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_unwrap = torch._C._functorch.get_unwrapped
 
 
 class Variance:
@@ -94,8 +92,8 @@ def get_variance(x: Tensor) -> Variance:
 
 def inherited(x: Tensor) -> Variance:
     """The type of a tensor that carries none itself."""
-    while _wrapped(x):
-        x = _unwrap(x)
+    while is_wrapped(x):
+        x = wrapped_by(x)
         found: Variance | None = getattr(x, ATTRIBUTE, None)
         if found is not None:
             return found
@@ -107,14 +105,14 @@ def inherited(x: Tensor) -> Variance:
 
 def unwrapped(x: Tensor) -> Tensor:
     """What ``torch.func`` transforms wrap; a tensor that none wraps is itself."""
-    while _wrapped(x):
-        x = _unwrap(x)
+    while is_wrapped(x):
+        x = wrapped_by(x)
     return x
 
 
 def storage_of(x: Tensor) -> int:
     """The number of the storage that a tensor's values lie in, also within ``torch.func`` transforms."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         found: int = unwrapped(x).untyped_storage()._cdata
     return found
 
@@ -125,8 +123,8 @@ def set_variance(x: Tensor, variance: Variance) -> Tensor:
         return x
     setattr(x, ATTRIBUTE, variance)
     inner = x
-    while _wrapped(inner):
-        inner = _unwrap(inner)
+    while is_wrapped(inner):
+        inner = wrapped_by(inner)
         setattr(inner, ATTRIBUTE, variance)
     return x
 

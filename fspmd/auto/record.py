@@ -35,6 +35,7 @@ from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import DisableTorchFunction, aten_number, transforms_active
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor
@@ -152,7 +153,7 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):
             raise self._in_body(state.body.name)
-        if func is torch.ops.aten._local_scalar_dense.default and _memory(args[0]) in self._numbers:
+        if func is aten_number and _memory(args[0]) in self._numbers:
             raise RecordError(f"auto_spec cannot record {self.name}: on values without data it asks what one is")
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
@@ -192,7 +193,7 @@ class Recorder(DispatchMode):
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """In place of the one that runs calls."""
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             raise RecordError(f"auto_spec cannot record {shown(func)} under vmap or jvp; give it the function within")
         kwargs = kwargs or {}
         if any(type(x) is LocalTensor for x in tensors_of(args, kwargs)):
@@ -348,7 +349,7 @@ def _without_data(args: Any, kwargs: Any) -> Any:
 
 
 def _memory(x: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return int(x.untyped_storage()._cdata) if type(x) is not LocalTensor else id(x)
 
 

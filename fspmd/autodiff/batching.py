@@ -20,6 +20,7 @@ from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import current_level, is_batched, level_of
 from fspmd.transport.randomness import kept
 from fspmd.trees import DIMS, flatten_values, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
@@ -235,8 +236,7 @@ def _out_dims(out_dims: Dims, treedef: Any, outs: list[Tensor], labels: list[str
 
 def _is_mapped(x: Tensor) -> bool:
     """Whether a value in a mapped function has one element per place of the mapped dim."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == functorch.maybe_current_level()
+    return bool(is_batched(x) and level_of(x) == current_level())
 
 
 def _without(spec: TensorSpec, dim: int) -> TensorSpec:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import optree
-import torch
 from torch import Tensor
 
 from fspmd.body import state
@@ -18,7 +17,6 @@ from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
 from fspmd.trees import flatten_values, leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
-transforms_active = torch._C._are_functorch_transforms_active
 _TENSORS: Final = frozenset((Sharded, Tensor))
 Function = Callable[..., Any]
 T = TypeVar("T")

@@ -8,8 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fspmd.autodiff.leaves import check_function, transforms_active
+from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
+from fspmd.torch_internals import transforms_active
 from fspmd.wrapping import wraps
 
 Q = ParamSpec("Q")

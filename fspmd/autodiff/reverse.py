@@ -7,7 +7,6 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from fspmd.autodiff.cotangents import cotangents_of, scalar_of
 from fspmd.autodiff.leaves import (
@@ -28,7 +27,6 @@ from fspmd.autodiff.leaves import (
     rewrapped,
     show_leaf,
     taken_apart,
-    transforms_active,
     typed,
 )
 from fspmd.body import state
@@ -39,13 +37,14 @@ from fspmd.local_view.tracking import own
 from fspmd.remembered import ask_gradient
 from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
+from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 from fspmd.trees import leaf_paths, parameter_names
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
 
 leave_to_python(depends_on_others, "it looks at the graph that autograd has made")
 
-_run_backward: Final[Any] = Variable._execution_engine.run_backward
+_run_backward: Final[Any] = execution_engine.run_backward
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -150,7 +149,7 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
     """New leaves of autograd, or views of what it follows; the values that have them; whether any is a view."""
     inner = state.body
     fresh, values, connected = [], [], False
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         for leaf in leaves:
             whole = type(leaf) is Sharded
             x = leaf.local if whole else leaf
@@ -182,7 +181,7 @@ def _autograd(
     grads: list[Any] = []
     DEPTH.value += 1
     try:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             found: Sequence[Tensor | None] = [None] * len(inputs)
             if outputs:
                 # torch.autograd.grad without its checks and logs, which take as long as the derivatives of several ops

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes, state
@@ -21,6 +20,7 @@ from fspmd.collectives.steps import T
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import apply, call
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import Variance, get_variance, set_variance, show
 
 _PCASTS = {
@@ -86,7 +86,7 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
         else:
             mend = f"from {WORDS[letter]} one can cast to {quoted(t for source, t in _PCASTS if source == letter)} only"
         raise VarianceError(f"pcast of {show(x)} over {axis} to {to!r}: {mend}")
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         y = apply(x, call(row[0], body.mesh, axes))
     state.tracker.borrow(y, variance)
     return set_variance(y, variance.moved(axes, row[1]))
@@ -106,7 +106,7 @@ def axis_index(axis_name: AxisName) -> Tensor:
     """
     body = bound_body("axis_index")
     axes = resolve_axes(body, axis_name, "axis_index")
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         index = body.transport.index(body.mesh, axes)
     return set_variance(index, Variance(varying=axes)) if body.checked else index
 

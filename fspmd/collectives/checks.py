@@ -8,7 +8,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fspmd.body import Body
@@ -17,6 +16,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import as_axis_name, described
 from fspmd.spec import short_dtype
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import is_uneven
@@ -177,7 +177,7 @@ def check_alike(
     n = math.prod(body.sizes(axes))
     wanted = lengths or (() if size is None else (size // n,) * n)
     _, table = groups(frame(body.mesh, body.mesh.axis_names), axes)
-    with torch._C.DisableTorchFunction(), outside_transforms():
+    with DisableTorchFunction(), outside_transforms():
         if asks:
             found = body.transport.layouts(tensors, body.mesh)
         else:  # even blocks: all are like this one

@@ -15,6 +15,7 @@ from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import call, watched
+from fspmd.torch_internals import DisableTorchFunction, is_batched
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
@@ -71,7 +72,7 @@ def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = Tr
 def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather: bool) -> Any:
     body = bound_body(what)
     axes = resolve_axes(body, axis_name, what)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         check_alike(body, (out, x), axes, what)
         _check(what, body, axes, out, x, gather)
         moves = watched(x, call("all_gather" if gather else "psum_scatter", body.mesh, axes))
@@ -81,7 +82,7 @@ def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather:
             set_variance(out, Variance(before.varying | frozenset(axes), before.unreduced, before.reduced))
 
     def finish() -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             pending.wait()
         return out
 
@@ -97,7 +98,7 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
                 f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous: moving it in "
                 f"one piece would take a copy; pass a contiguous {name}"
             )
-        if torch._C._functorch.is_batchedtensor(value) or forward_ad.unpack_dual(value, level=0).tangent is not None:
+        if is_batched(value) or forward_ad.unpack_dual(value, level=0).tangent is not None:
             raise ArgumentError(f"{what} writes in place and takes no part in vmap or jvp; use {what[:-5]}")
     n = math.prod(body.sizes(axes))
     block, whole = (x, out) if gather else (out, x)

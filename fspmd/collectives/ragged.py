@@ -17,6 +17,7 @@ from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described
 from fspmd.pairs import Call, apply, depart, land
+from fspmd.torch_internals import DisableTorchFunction, is_batched
 from fspmd.tracing import outside_transforms, step
 from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
@@ -106,7 +107,7 @@ def ragged_all_to_all(
     n = math.prod(body.sizes(axes))
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
     count = len(index_groups[0]) if index_groups else n
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         check_alike(body, (*numbers, operand[:0], output[:0]), axes, what)
         _check_shapes(operand, output, numbers, count)
         after = _result_type(body, (operand, output, *numbers), axes, what)
@@ -121,7 +122,7 @@ def ragged_all_to_all(
             landed = functools.partial(land, depart(operand, exchange))
 
     def finish() -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = carriers.where(mask, landed(), output)
             return set_variance(result, after) if body.checked else result
 
@@ -135,7 +136,7 @@ def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:
     for name, value in zip(_NAMES, numbers, strict=True):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool:
             raise ArgumentError(f"ragged_all_to_all got {name}, {show(value)}; pass integers")
-        if torch._C._functorch.is_batchedtensor(value):
+        if is_batched(value):
             raise ArgumentError(f"ragged_all_to_all under vmap got a batch of {name}; map over operand and output only")
     if operand.dtype is not output.dtype:
         raise ArgumentError(

@@ -28,6 +28,7 @@ from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call, watched
 from fspmd.sharded import Sharded, is_plain
+from fspmd.torch_internals import DisableTorchFunction, forward_ad, transforms_active
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show
@@ -62,8 +63,8 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     ):
         known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
         if known is not None and not (body.uneven and body.asks):
-            with torch._C.DisableTorchFunction():
-                if x.dtype is not torch.bool and not torch._C._are_functorch_transforms_active():
+            with DisableTorchFunction():
+                if x.dtype is not torch.bool and not transforms_active():
                     y = apply(x, known[0])
                     if known[1] is not None:
                         setattr(y, ATTRIBUTE, known[1])
@@ -106,7 +107,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
             return None
         check_adds(leaf.dtype, what)
         if leaf.dtype is torch.bool:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
         step = _psum_step(body, leaves[i], axes, index_groups, what)
         if mean:
@@ -124,7 +125,7 @@ def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
     if index_groups is None or len({len(group) for group in index_groups}) == 1:
         return n if index_groups is None else len(index_groups[0])
     size_at = {i: len(group) for group in index_groups for i in group}
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         sizes = torch.tensor([size_at[i] for i in range(n)], device=body.mesh.device)
         count = torch.ops.aten.index.Tensor(sizes, [body.transport.index(body.mesh, axes)])
     return set_variance(count, Variance(varying=axes)) if body.checked else count
@@ -253,7 +254,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
         find = call(sums, body.mesh, axes, o)
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
-        if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        if transforms_active() or forward_ad._current_level >= 0:
             return Step(None, after, after=lambda x: _Extremum.apply(x, watched(x, find), watched(x, count), within))
         x = leaves[i]
         followed = x.requires_grad and torch.is_grad_enabled()
@@ -286,13 +287,13 @@ class _Extremum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             g = apply(g, ctx.count.transposed)
             return _shared(g, ctx.saved_tensors, ctx.count, ctx.within), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             parts = _shared(tangent, ctx.saved_tensors, ctx.count, ctx.within)
             return apply(parts if ctx.within is None else parts.sum(ctx.within.dims, keepdim=True), ctx.count)
 

@@ -20,6 +20,7 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import Call, Flight, apply, depart, land
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance
 
 T = TypeVar("T", default=Any)  # a tree, and the tree that comes of it
@@ -121,7 +122,7 @@ def run(
     kept: list[Variance] | None = None
     if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
         kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         waiting: list[Callable[[], None]] = []
         results = list(leaves)
         for members in _packs(body, leaves, steps):
@@ -129,7 +130,7 @@ def run(
             waiting.append(start(leaves, steps, members, results, wait))
 
     def finish() -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for complete in waiting:
                 complete()
             for i, step in enumerate(steps):

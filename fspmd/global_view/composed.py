@@ -33,6 +33,7 @@ from fspmd.remembered import wrote
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import kept
 
@@ -101,7 +102,7 @@ class _Either:
 
 def _is_followed(x: Sharded | Tensor) -> bool:
     """Whether it will have a gradient."""
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = transforms_active()
     return is_float(x.dtype) and (transformed or (torch.is_grad_enabled() and bool(x.requires_grad)))
 
 

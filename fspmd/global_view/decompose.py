@@ -17,8 +17,6 @@ from typing import Any, Final
 import optree
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fspmd.fake_mode import FakeMode
@@ -26,6 +24,17 @@ from fspmd.forms import packed
 from fspmd.rules import handler_of, row_of
 from fspmd.rules.losses import DECOMPOSED
 from fspmd.sharded import Sharded, lies
+from fspmd.torch_internals import (
+    DataDependentOutputException,
+    DispatchKey,
+    DynamicOutputShapeException,
+    OpOverload,
+    OpOverloadPacket,
+    aten_embedding_bag,
+    core_aten_decompositions,
+    decomposition_table,
+    has_kernel_for,
+)
 from fspmd.tracing import outside_transforms
 
 Function = Callable[..., Any]
@@ -116,12 +125,12 @@ def _without_copies(graph: fx.Graph) -> None:
 
 
 def _writes(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node gives the memory of an operand; the data of a pure one are its own."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
@@ -316,17 +325,17 @@ def _own(func: Function) -> dict[Any, Function]:
     """
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or packet in _OWN_GRADIENTS:
+    if not isinstance(packet, OpOverloadPacket) or packet in _OWN_GRADIENTS:
         return {}
     overloads = [getattr(packet, name) for name in packet.overloads()]
     found = {one: decomposition_table[one] for one in overloads if one in decomposition_table}
     for one in overloads:
-        has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, one.name())
+        has = functools.partial(has_kernel_for, one.name())
         if one not in found and has(_EXPLICIT) and not has("Autograd"):
-            found[one] = functools.partial(one._op_dk, getattr(torch._C.DispatchKey, _EXPLICIT))
+            found[one] = functools.partial(one._op_dk, getattr(DispatchKey, _EXPLICIT))
     return found
 
 
 _EXPLICIT: Final = "CompositeExplicitAutograd"
 #: options of theirs bear on the gradient alone (``scale_grad_by_freq``), and decompositions leave them out
-_OWN_GRADIENTS: Final = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag)
+_OWN_GRADIENTS: Final = (torch.ops.aten.embedding, aten_embedding_bag)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, alike
+from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import hidden, outside_transforms
 
 
@@ -27,7 +28,7 @@ class Followed:
 
     def results(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``out``, what the parts of a call give; nothing is communicated."""
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if not torch.is_grad_enabled() or transforms_active():
             return out
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         flags = tuple([isinstance(x, Tensor) and x.requires_grad for x in leaves])
@@ -49,7 +50,7 @@ def _told(func: Any, leaves: list[Any], treedef: Any, flags: tuple[bool, ...]) -
     try:
         # what it saves is nothing of the user's: a checkpoint that is under way would count it
         nothing_seen = saved_tensors_hooks(lambda x: x, lambda x: x)
-        with outside_transforms(), torch._C.DisableTorchFunction(), nothing_seen:
+        with outside_transforms(), DisableTorchFunction(), nothing_seen:
             made = [
                 torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=flag) if isinstance(x, Tensor) else x
                 for x, flag in zip(leaves, flags, strict=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.operators import BINARY, REFLECTED, UNARY
 from fspmd.sharded import Sharded, above
+from fspmd.torch_internals import TensorBase
 
 
 class ShardedAttributeError(ArgumentError, AttributeError):
@@ -64,7 +65,7 @@ def _asked_of_local(name: str) -> Any:
 
 
 _OF_LOCAL: Final = (
-    *(name for name in dir(torch._C.TensorBase) if name.startswith("is_") and not callable(getattr(Tensor, name))),
+    *(name for name in dir(TensorBase) if name.startswith("is_") and not callable(getattr(Tensor, name))),
     *("layout", "itemsize", "grad_fn", "retains_grad", "output_nr", "_version", "_backward_hooks"),
 )
 _ASKED_OF_LOCAL: Final = ("is_shared", "is_pinned", "is_inference", "get_device", "_is_view")

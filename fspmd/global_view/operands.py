@@ -11,8 +11,8 @@ from fspmd.copies import moved_from
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
 from fspmd.redistribution.once import along, cast_once
+from fspmd.torch_internals import transforms_active
 
-_transforms_active = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -32,7 +32,7 @@ def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
 def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     """Cast what will have a gradient; gives the casts."""
     found: list[Tensor] = []
-    follows = _transforms_active()
+    follows = transforms_active()
     if not (follows or _grad_enabled()):
         return found
     for place, casts in plan.casts:

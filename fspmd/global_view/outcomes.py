@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fspmd.fake_mode import FakeMode
 from fspmd.forms import Laid, Strided, packed
@@ -18,6 +17,13 @@ from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    is_alias_of,
+    is_any_autocast_enabled,
+)
 
 Shape = tuple[int, ...]
 #: where a tensor stands: its number among the arguments (positional ones first), and in a list there
@@ -59,7 +65,7 @@ def on_one_element(
 ) -> Outcome | None:
     """What a function of elements gives for global tensors without data, or None: the meta device takes far longer."""
     shape = _broadcast([spec.shape for _, spec in operands])
-    if shape is None or torch._C._is_any_autocast_enabled():
+    if shape is None or is_any_autocast_enabled():
         return None
     made: list[Tensor] = []
 
@@ -133,7 +139,7 @@ def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
     """Whether all operands have one floating dtype, which autocast leaves alone."""
     first = specs[0].dtype
     alike = first.is_floating_point and {spec.dtype for spec in specs} == {first}
-    return alike and not torch._C._is_any_autocast_enabled()
+    return alike and not is_any_autocast_enabled()
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
@@ -163,7 +169,7 @@ def on_meta(
         func = _norm_without_data
     try:
         try:
-            if not torch._C._is_any_autocast_enabled():  # of which the meta device knows nothing
+            if not is_any_autocast_enabled():  # of which the meta device knows nothing
                 return _outcome("meta", func, args, kwargs, operands, new)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             pass
@@ -214,7 +220,7 @@ def differentiated(
         return made[-1]
 
     try:
-        with torch._C.DisableTorchFunction(), torch.enable_grad():
+        with DisableTorchFunction(), torch.enable_grad():
             out = _on(make, func, args, kwargs, operands)
             results = [x for x in ((out,) if isinstance(out, Tensor) else out) if x.requires_grad]
             leaves = [x for x in made if x.requires_grad]
@@ -299,7 +305,7 @@ def _lying(
 ) -> Lying:
     """How a result lies, of operands ``made``, which lie so, but begin where their memory does."""
     # of views of floats as integers autograd keeps no base
-    base = next((k for k, x in enumerate(made) if torch._C._is_alias_of(one, x)), None)  # type: ignore[attr-defined]
+    base = next((k for k, x in enumerate(made) if is_alias_of(one, x)), None)
     laid = None if base is None else before[base]
     start = 0 if laid is None else laid.start
     if unknown:

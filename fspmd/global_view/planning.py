@@ -13,7 +13,6 @@ from typing import Any, Final
 import optree
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
@@ -35,6 +34,7 @@ from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import LocalTensor
 
 _NUMBERS: Final = ("alpha", "beta")

@@ -13,6 +13,7 @@ from fspmd.messages import quoted
 from fspmd.op_kinds import INSTEAD_OF_COMPILED, name_of
 from fspmd.operators import OPERATORS
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import is_any_autocast_enabled
 
 #: of whose operands the meta device does not ask that they have one dtype, as other devices do
 _OF_ONE_DTYPE = frozenset(
@@ -35,7 +36,7 @@ def shown(func: Any) -> str:
 
 def check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
     """Raises where the meta device would let pass what other devices do not."""
-    if name_of(func).strip("_") not in _OF_ONE_DTYPE or torch._C._is_any_autocast_enabled():
+    if name_of(func).strip("_") not in _OF_ONE_DTYPE or is_any_autocast_enabled():
         return
     if len({spec.dtype for spec in specs}) > 1:
         widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))

@@ -17,6 +17,7 @@ from fspmd.global_view.refusals import shown
 from fspmd.messages import counted, described
 from fspmd.rules import FLOATS, NONE, Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
 from fspmd.sharded import Sharded, above
+from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 _LINEAR: Final = ("", "sum", "product", "first")
 
@@ -156,6 +157,6 @@ def _misfits(whole: Whole, factors: Factors, free: frozenset[int]) -> Iterator[s
 
 def is_dispatched(func: Any) -> bool:
     """Whether a call with a `Sharded` reaches `dispatch` by itself."""
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or hasattr(func, "_opoverload"):
+    if isinstance(func, (OpOverload, OpOverloadPacket)) or hasattr(func, "_opoverload"):
         return True
     return func in torch.overrides.get_testing_overrides()

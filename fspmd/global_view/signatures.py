@@ -13,6 +13,7 @@ import torch
 from fspmd.global_view.outcomes import Place
 from fspmd.op_kinds import name_of
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 
 def by_signature(
@@ -52,7 +53,7 @@ def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
 @functools.cache
 def parameters(func: Any) -> list[str]:
     """The names of a function's parameters; torch's own in C are known by their schemas."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return [argument.name for argument in func._schema.arguments]
     try:
         return list(inspect.signature(func).parameters)
@@ -62,7 +63,7 @@ def parameters(func: Any) -> list[str]:
 
 def required(func: Any) -> list[list[str]]:
     """The types of the arguments that a call must have, of each overload; of a Python function all are tensors."""
-    if found := [func._schema] if isinstance(func, torch._ops.OpOverload) else schemas(func):
+    if found := [func._schema] if isinstance(func, OpOverload) else schemas(func):
         return [[str(one.type) for one in schema.arguments if not one.has_default_value()] for schema in found]
     try:
         own = inspect.signature(func).parameters.values()
@@ -87,5 +88,5 @@ def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
 def schemas(func: Any) -> list[Any]:
     """Of the overloads of torch's own functions in C."""
     packet: Any = getattr(torch.ops.aten, name_of(func), None)
-    known = isinstance(packet, torch._ops.OpOverloadPacket)  # not a method of the namespace, as `__eq__` is
+    known = isinstance(packet, OpOverloadPacket)  # not a method of the namespace, as `__eq__` is
     return [getattr(packet, name)._schema for name in packet.overloads()] if known else []

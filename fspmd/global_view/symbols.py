@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch import SymFloat
-from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fspmd.torch_internals import constant_source
 
 
 class Symbols:
@@ -16,7 +17,7 @@ class Symbols:
 
     def of(self, x: float, number: int) -> float | SymFloat:
         """A symbol for the operand of this number."""
-        source = ConstantSource(f"operand_{number}")
+        source = constant_source(f"operand_{number}")
         symbol = self.env.create_symbol(x, source, DimDynamic.DYNAMIC, None, None, do_not_specialize_zero_one=True)
         self._numbers[symbol] = number
         return self.env.create_symfloatnode(symbol, hint=x, source=source)

@@ -22,6 +22,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import has_moves
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import transforms_active
 
 
 def propagate(
@@ -120,7 +121,7 @@ class _ByBlocks:
         if not (elsewhere or self.weighed):
             return self.first
         followed = _NONE
-        if torch._C._are_functorch_transforms_active():
+        if transforms_active():
             followed = frozenset([i for i, _ in self.floating])
         elif torch.is_grad_enabled():
             followed = frozenset([i for i, place in self.floating if at(blocks, place).requires_grad])

@@ -14,22 +14,29 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fspmd.body import Body
 from fspmd.pairs import Call, apply, watched
+from fspmd.torch_internals import (
+    AccumulateGrad,
+    current_level,
+    forward_ad,
+    is_batched,
+    is_wrapped,
+    level_of,
+    next_sequence,
+    pop_transform,
+    transforms_active,
+    wrapped_by,
+)
 
 INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves: in which body
-_LEAF: Final[Any] = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
-_functorch: Final[Any] = torch._C._functorch
-_forward_ad = torch.autograd.forward_ad
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def now() -> int:
     """A number that graph nodes made later exceed."""
-    number: int = torch._C._autograd._get_sequence_nr()
+    number: int = next_sequence()
     return number
 
 
@@ -38,16 +45,16 @@ def _nodes(x: Any) -> Iterator[Node]:
     while isinstance(x, Tensor):
         if x.requires_grad:
             yield x.grad_fn or _node(x)
-        if not _functorch.is_batchedtensor(x) and (_forward_ad._current_level >= 0 or _transforms_active()):
-            yield from _nodes(_forward_ad.unpack_dual(x, level=0).tangent)
-        x = _functorch.get_unwrapped(x) if _functorch.is_functorch_wrapped_tensor(x) else None
+        if not is_batched(x) and (forward_ad._current_level >= 0 or transforms_active()):
+            yield from _nodes(forward_ad.unpack_dual(x, level=0).tangent)
+        x = wrapped_by(x) if is_wrapped(x) else None
 
 
 def _node(x: Tensor) -> Node:
     """Where one graph begins. Torch finds that of a leaf by an op, which must be done at the leaf's own level."""
     with ExitStack() as inner_levels:
-        while x.grad_fn is None and (_functorch.maybe_current_level() or 0) > max(_functorch.maybe_get_level(x), 0):
-            inner_levels.enter_context(temporarily_pop_interpreter_stack())
+        while x.grad_fn is None and (current_level() or 0) > max(level_of(x), 0):
+            inner_levels.enter_context(pop_transform())
         return get_gradient_edge(x).node
 
 
@@ -65,19 +72,19 @@ def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[A
 
 def depends_on_others(outputs: list[Any]) -> bool:
     """Whether the outputs were computed from autograd leaves other than those that derivatives make for themselves."""
-    if _forward_ad._current_level < 0 and not _transforms_active():
+    if forward_ad._current_level < 0 and not transforms_active():
         stack: list[Any] = [x.grad_fn or _node(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]
     else:
         stack = [node for x in outputs for node in _nodes(x)]
     seen: set[Any] = {None, *stack}
     for node in stack:
-        if type(node) is _LEAF and INNER not in node.variable.__dict__:
+        if type(node) is AccumulateGrad and INNER not in node.variable.__dict__:
             return True
     for node in stack:  # grows; as in `_graph`, in as few steps as can be: every derivative asks
         for parent, _ in node.next_functions:
             if parent not in seen:
                 seen.add(parent)
-                if type(parent) is not _LEAF:
+                if type(parent) is not AccumulateGrad:
                     stack.append(parent)
                 elif INNER not in parent.variable.__dict__:
                     return True
@@ -93,7 +100,7 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
     inputs = {node for x in arguments for node in _nodes(x)}
 
     def inside(node: Any) -> bool:
-        if type(node) is not _LEAF:
+        if type(node) is not AccumulateGrad:
             made: int = node._sequence_nr()
             return made >= start
         within = getattr(node.variable, INNER, None)  # leaves that others made are taken for older than the body
@@ -162,7 +169,8 @@ def _sum_what_leaves(node: Any, outside: set[Node], total: Call) -> None:
         began = now()
 
     def after(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        for made in list(_graph(gradients, lambda node: type(node) is not _LEAF and node._sequence_nr() >= began)):
+        recent = _graph(gradients, lambda node: type(node) is not AccumulateGrad and node._sequence_nr() >= began)
+        for made in list(recent):
             _sum_what_leaves(made, outside, total)
         return tuple(g if g is None or i not in ways_out else apply(g, total) for i, g in enumerate(gradients))
 

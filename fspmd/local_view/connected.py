@@ -16,14 +16,12 @@ from torch import Tensor
 from fspmd.local_view.modes import BodyMode
 from fspmd.op_kinds import OPS, learn
 from fspmd.saved_tensors import without_saved_tensor_hooks
-
-_engine = torch.autograd.Variable._execution_engine
-_transforms_active = torch._C._are_functorch_transforms_active
+from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 
 
 def connected(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, a call without side effects; empty operands have gradients as others would."""
-    if not torch.is_grad_enabled() or _transforms_active() or not any(map(_is_empty, (*args, *kwargs.values()))):
+    if not torch.is_grad_enabled() or transforms_active() or not any(map(_is_empty, (*args, *kwargs.values()))):
         return func(*args, **kwargs)
     leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -84,7 +82,7 @@ class _Link:
         self.arrived[place] = g
         if g.requires_grad:
             nothing = g.new_zeros(())
-            _engine.queue_callback(lambda: self.arrived.__setitem__(place, nothing))
+            execution_engine.queue_callback(lambda: self.arrived.__setitem__(place, nothing))
 
     def sources(self, place: int) -> list[Tensor]:
         """What the gradient of an operand depends on where blocks are not empty: operands, gradients of results."""
@@ -99,7 +97,7 @@ def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence
     leaves = list(leaves)
     operands = [leaves[i].requires_grad_() for i in followed]
     try:
-        with torch._C.DisableTorchFunction(), torch.enable_grad(), without_saved_tensor_hooks():
+        with DisableTorchFunction(), torch.enable_grad(), without_saved_tensor_hooks():
             args, kwargs = optree.tree_unflatten(treedef, leaves)
             out = optree.tree_leaves(func(*args, **kwargs))
             results = [x for x in out if isinstance(x, Tensor) and x.requires_grad]

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fspmd.body import Body
@@ -17,12 +16,12 @@ from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.redistribute import redistribute, to_blocks
 from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def argument_failure(
@@ -112,7 +111,7 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
 
     def moved(local: Tensor) -> Tensor:
         x = redistribute(local, source, target)
-        if widen is not None and (x.requires_grad or _transforms_active()):
+        if widen is not None and (x.requires_grad or transforms_active()):
             x = apply(x, widen)
         return x if variance is None else set_variance(x, variance)
 
@@ -136,7 +135,7 @@ def _plain_entry(
             if not spec.even:
                 body.mark_uneven()
             y = to_blocks(x, spec)
-        if widen is not None and (y.requires_grad or _transforms_active()):
+        if widen is not None and (y.requires_grad or transforms_active()):
             y = apply(y, widen)
         if variance is None:
             return set_variance(y, inherited)

@@ -21,14 +21,13 @@ from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
+from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
-
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +226,7 @@ def make_exit(
 
 def _followed(x: Tensor) -> bool:
     """Whether autograd may follow a value; under ``torch.func`` the value does not tell."""
-    return x.requires_grad or bool(_transforms_active())
+    return x.requires_grad or bool(transforms_active())
 
 
 def _unknown(x: Any) -> None:
@@ -241,7 +240,7 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
         (target.unreduced & variance.varying, "varying_to_unreduced"),
     ):
         if axes:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 x = apply(x, call(row, body.mesh, body.mesh.ordered(axes)))
     kept = (outer_axes & group for group in (variance.varying, variance.unreduced, variance.reduced))
     groups = zip((target.varying, target.unreduced, target.reduced), kept, strict=True)
@@ -254,7 +253,7 @@ def _held(x: Tensor, partition: P, body: Body) -> Tensor:
     want = frame(body.mesh, partition.axes | partition.unreduced)
     if frame_of(x, body.mesh) is want:
         return x
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return apply(x, call("apart", body.mesh, want.axes)).clone()
 
 
@@ -342,6 +341,6 @@ def _whole(x: Tensor, lies: TensorSpec | P, body: Body) -> Tensor:
     """In an enclosing body a result is whole over the inner axes; as a P says it lies where its blocks are even."""
     outer = get_variance(x)
     partition = lies if isinstance(lies, P) else lies.partition
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         y = from_even_blocks(x, lies, body.mesh) if isinstance(lies, P) else from_blocks(x, lies)
     return set_variance(y, outer.moved(partition.mentioned, "I") if body.checked else outer)

@@ -20,10 +20,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch._functorch.eager_transforms
-import torch._functorch.vmap
 import torch.utils.checkpoint
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -35,6 +32,14 @@ from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
+from fspmd.torch_internals import (
+    ScriptMethod,
+    pop_transform,
+    transforms_active,
+    transforms_module,
+    vmap_module,
+    wrap_script_module,
+)
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.randomness import go_on, kept_states
@@ -43,7 +48,6 @@ from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, joi
 _installed = False
 _BODY = "_fspmd_body"
 _ZEROS = "_fspmd_zeros"  # on the backward of a Function: what makes zeros for each argument that has a gradient
-transforms_active = torch._C._are_functorch_transforms_active
 _Reentrant: Any = torch.utils.checkpoint.CheckpointFunction
 
 
@@ -187,27 +191,25 @@ def _wrap_backward() -> None:
 
 
 def _wrap_vmap_exit() -> None:
-    torch_vmap: Any = torch._functorch.vmap
-    original = torch_vmap._remove_batch_dim
+    original = vmap_module._remove_batch_dim
 
     def remove_batch_dim(batched: torch.Tensor, *args: Any) -> torch.Tensor:
         out: torch.Tensor = original(batched, *args)
         return out if state.tracker is None else set_variance(out, get_variance(batched))
 
-    torch_vmap._remove_batch_dim = remove_batch_dim
+    vmap_module._remove_batch_dim = remove_batch_dim
 
 
 def _wrap_derivatives() -> None:
-    transforms: Any = torch._functorch.eager_transforms
-    original = transforms._wrap_tensor_for_grad
+    original = transforms_module._wrap_tensor_for_grad
 
     def wrap(x: Any, level: int) -> Any:
         if state.body is not None and state.body.mapped:
-            with temporarily_pop_interpreter_stack():  # a cast that the transform does not see
+            with pop_transform():  # a cast that the transform does not see
                 x = own(x)
         return original(x, level)
 
-    transforms._wrap_tensor_for_grad = wrap
+    transforms_module._wrap_tensor_for_grad = wrap
 
 
 def _wrap_recomputation() -> None:
@@ -295,18 +297,18 @@ def _wrap_script() -> None:
             tracker = state.tracker
             if tracker is None or not is_active(tracker):
                 return original(self, *args, **kwargs)
-            if isinstance(self, torch._C.ScriptMethod) and torch.is_grad_enabled():
+            if isinstance(self, ScriptMethod) and torch.is_grad_enabled():
                 _check_frozen(self, (*args, *kwargs.values()))
             return tracker.__torch_function__(script, (), (self, *args), kwargs)
 
         kind.__call__ = run
 
-    wrap(torch._C.ScriptFunction)
-    wrap(torch._C.ScriptMethod)
+    wrap(torch.jit.ScriptFunction)
+    wrap(ScriptMethod)
 
 
 def _check_frozen(method: Any, operands: Any) -> None:
-    module: Any = torch.jit._recursive.wrap_cpp_module(method.owner)
+    module: Any = wrap_script_module(method.owner)
     varying = next((x for x in tensors_of(operands) if get_variance(x) is not INVARIANT), None)
     if varying is not None and any(p.requires_grad for p in module.parameters()):
         raise VarianceError(
@@ -338,5 +340,5 @@ def _l1_loss(
         options = {"size_average": size_average, "reduce": reduce, "reduction": reduction, "weight": weight}
         given = input, target, weight
         return handle_torch_function(torch.nn.functional.l1_loss, given, input, target, **options)
-    plain: Any = torch.nn.functional._l1_loss_of_torch  # type: ignore[attr-defined]
+    plain = globals()["_l1_loss_of_torch"]
     return plain(input, target, size_average, reduce, reduction, weight)

@@ -22,12 +22,12 @@ from fspmd.local_view.uneven import (
     rank_number,
 )
 from fspmd.op_kinds import OPS, learn
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
 from fspmd.variance import get_variance
 
-_transforms_active = torch._C._are_functorch_transforms_active
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _SELECTS = frozenset((Tensor.select, torch.select))
 _START = 2  # of narrow, among its arguments
@@ -71,7 +71,7 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not any(alone):
         entries = tuple(map(_number, entries))
         return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
-    is_copy = bool(value) or recorder() is not None or _transforms_active()  # else it is a view, as torch's is
+    is_copy = bool(value) or recorder() is not None or transforms_active()  # else it is a view, as torch's is
     if is_copy and not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
         return _by_aten(x, entries, value)
     return _by_selecting(func, x, entries, alone, value)

@@ -17,9 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from fspmd.body import RUNNING, Body, state
 from fspmd.errors import ArgumentError
-
-_mode_count, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
-_push_mode, _pop_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+from fspmd.torch_internals import (
+    EnableTorchFunction,
+    compiled_frames,
+    count_function_modes,
+    eval_frame,
+    function_mode_at,
+    pop_function_mode,
+    push_function_mode,
+)
 
 
 class BodyMode(TorchFunctionMode):
@@ -30,16 +36,16 @@ class BodyMode(TorchFunctionMode):
 
 def lift_mode() -> BodyMode | None:
     """Take off the mode of the enclosing body, if it is the topmost, so that one body alone sees each call."""
-    count = _mode_count()
-    if not count or not isinstance(_mode_at(count - 1), BodyMode):
+    count = count_function_modes()
+    if not count or not isinstance(function_mode_at(count - 1), BodyMode):
         return None
-    mode: BodyMode = _pop_mode()
+    mode: BodyMode = pop_function_mode()
     return mode
 
 
 def put_back(mode: BodyMode) -> None:
     """What `lift_mode` took off."""
-    _push_mode(mode)
+    push_function_mode(mode)
 
 
 class _Stance:
@@ -50,17 +56,16 @@ class _Stance:
     before: Any = None
 
 
-_frames: Any = torch._C._dynamo.eval_frame
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import, and without it nothing is compiled
 
 
 def push_mode(mode: BodyMode) -> Any:
     """Have the mode see torch's calls, and functions run as they are; gives what `pop_mode` takes."""
-    _push_mode(mode)
+    push_function_mode(mode)
     if _DYNAMO not in sys.modules:
         return None
     with _Stance.lock:
-        found = _frames.set_eval_frame(None)
+        found = eval_frame.set_eval_frame(None)
         if not _Stance.count:
             _Stance.before = torch.compiler.set_stance("force_eager")
         _Stance.count += 1
@@ -69,18 +74,18 @@ def push_mode(mode: BodyMode) -> Any:
 
 def pop_mode(pushed: Any) -> None:
     """The end of it."""
-    _pop_mode()
+    pop_function_mode()
     if pushed is not None:
         with _Stance.lock:
             _Stance.count -= 1
             if not _Stance.count:
                 _Stance.before.__exit__(None, None, None)
-            _frames.set_eval_frame(pushed[0])
+            eval_frame.set_eval_frame(pushed[0])
 
 
 def check_not_compiled(pushed: Any, name: str) -> None:
     """Raise `ArgumentError` where a body was the first of this process to compile anything, which nobody stopped."""
-    if pushed is None and _DYNAMO in sys.modules and torch._dynamo.utils.counters["frames"]["total"]:
+    if pushed is None and _DYNAMO in sys.modules and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"
@@ -93,13 +98,13 @@ def leave_to_python(function: Any, why: str) -> None:
     As ``torch.compiler.disable``, which would wrap it.
     """
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def is_active(mode: BodyMode) -> bool:
     """Whether the mode sees torch calls now: it sees none inside a torch function that it was asked about."""
-    return any(_mode_at(i) is mode for i in range(_mode_count()))
+    return any(function_mode_at(i) is mode for i in range(count_function_modes()))
 
 
 @contextmanager
@@ -108,7 +113,7 @@ def again(body: Body | None, mode: BodyMode | None) -> Iterator[None]:
     before = state.body, state.tracker
     RUNNING.append(body)
     state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
-    with torch._C._EnableTorchFunction():  # backward may have been started with it disabled
+    with EnableTorchFunction():  # backward may have been started with it disabled
         below = lift_mode()
         pushed = None if mode is None else push_mode(mode)
         try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.errors import RecordError
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import python, step
 from fspmd.transport.local_tensor import blocks_of
 
@@ -36,7 +37,7 @@ class _Python:
         self.fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.follows = torch.is_grad_enabled()
-        active = torch._C._are_functorch_transforms_active()
+        active = transforms_active()
         tensors = [leaves[i] for i in self.places]
         self.wanted = [self.follows and _is_smooth(x) and (active or x.requires_grad) for x in tensors]
         self.out: list[Any] = []

@@ -16,6 +16,7 @@ from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import recorder
 from fspmd.transport import transport_of
 from fspmd.transport.frame import Frame, frame
@@ -59,7 +60,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     def mapped(leaves: list[Any], seed: int) -> Any:
         state.rank_mapped = True
         try:
-            with torch._C.DisableTorchFunction(), within(None, None):
+            with DisableTorchFunction(), within(None, None):
                 return run(fn, leaves, treedef, body.mesh, axes, seed)
         finally:
             state.rank_mapped = False

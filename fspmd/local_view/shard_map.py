@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from fspmd import collectives
@@ -31,6 +30,7 @@ from fspmd.local_view.tracking import Tracker
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.sharded import is_plain
+from fspmd.torch_internals import EnableTorchFunction, is_torch_function_enabled, transforms_active
 from fspmd.tracing import refuse_traced
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
@@ -146,8 +146,8 @@ def shard_map(
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Blocks in, the body, `Sharded` out."""
-    if not _sees_functions():  # in a hook or a custom backward, of a derivative that disabled it
-        with torch._C._EnableTorchFunction():
+    if not is_torch_function_enabled():  # in a hook or a custom backward, of a derivative that disabled it
+        with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, outer, outer_tracker = plan.body, state.body, state.tracker
     refuse_traced(body.name)
@@ -202,7 +202,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
 
 def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:
     """Whether results of an unchecked body may depend on a differentiable tensor that is no argument."""
-    if _transforms_active():
+    if transforms_active():
         return True
     return any(getattr(x, "requires_grad", False) for x in leaves) and (plan.closes or holds_trainable(function))
 
@@ -218,8 +218,6 @@ def _flatten_result(out: Any) -> tuple[list[Any], Any]:
 
 
 _TENSORS = {Tensor}
-_transforms_active = torch._C._are_functorch_transforms_active
-_sees_functions = torch._C._is_torch_function_enabled
 
 
 def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:

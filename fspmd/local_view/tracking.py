@@ -41,6 +41,7 @@ from fspmd.local_view.uneven import (
 from fspmd.op_kinds import OPS, Op, learn
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
+from fspmd.torch_internals import is_dead_wrapper, transforms_active
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.transport.rank_draws import draw_apart
@@ -54,9 +55,6 @@ from fspmd.variance import (
     set_variance,
     storage_of,
 )
-
-_transforms_active = torch._C._are_functorch_transforms_active
-_is_dead = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009 (made under a transform that has ended)
 
 _CASTS = (("I", "R", "invariant_to_reduced"), ("I", "V", "invariant_to_varying"), ("R", "V", "reduced_to_varying"))
 
@@ -96,7 +94,7 @@ class Tracker(BodyMode):
             if not plain:
                 kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if isinstance(out, Tensor) and not _transforms_active():
+        if isinstance(out, Tensor) and not transforms_active():
             setattr(out, ATTRIBUTE, result)
         else:
             annotate(out, result)
@@ -230,13 +228,13 @@ class Tracker(BodyMode):
         """``x`` as a value of type ``to``; made once per body, shared by all uses."""
         if getattr(x, ATTRIBUTE, None) is to or not torch.is_grad_enabled():
             return x
-        if not (x.requires_grad or _transforms_active()):
+        if not (x.requires_grad or transforms_active()):
             return x
         known = self.casts.get(id(x))
         if known is None or known[0] is not x or known[1] != x._version:
             known = self.casts[id(x)] = (x, x._version, {})
         found = known[2].get(to)
-        if found is None or _is_dead(found):
+        if found is None or is_dead_wrapper(found):
             found = known[2][to] = self._cast(x, to)
         return found
 

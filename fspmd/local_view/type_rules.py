@@ -15,6 +15,7 @@ from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted,
 from fspmd.op_kinds import Op, written_operands
 from fspmd.remembered import wrote
 from fspmd.spec import describe
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame
 from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, inherited, join, show, storage_of
 
@@ -136,12 +137,12 @@ def check_writes(
 def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn:
     """Python cannot branch on a value that differs from rank to rank."""
     x = next(x for x in reversed(tensors) if get_variance(x).varying)  # sizes and places come after what is cut
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         shown = describe(x.dtype, x.shape).replace(", ", ",")
     raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))
 
 
 def show_value(x: Tensor) -> str:
     """A tensor's dtype, shape and type, for messages."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return show(x)

@@ -18,6 +18,7 @@ from fspmd.local_view.parts import PARTS, parted
 from fspmd.local_view.saved_results import Way, tensors_in, unasked, way_of
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.pairs import Call, apply, call, is_transformed
+from fspmd.torch_internals import DisableTorchFunction, forward_ad, is_gradtracking, is_wrapped, wrapped_by
 from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import Frame, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
@@ -27,9 +28,6 @@ from fspmd.variance import storage_of, unwrapped
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SYMBOLS = frozenset(SYMBOLS)
-_unwrap = torch._C._functorch.get_unwrapped
-_tracks = torch._C._functorch.is_gradtrackingtensor
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
@@ -150,11 +148,11 @@ def _held_apart(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def differentiated(x: Tensor, forward: bool = False) -> bool:
     """Whether reverse mode (or also forward mode) follows a value, at any level of ``torch.func`` transforms."""
-    forward = forward and torch.autograd.forward_ad._current_level >= 0
-    while not x.requires_grad and not (forward and _tracks(x)):
-        if not _wrapped(x):
+    forward = forward and forward_ad._current_level >= 0
+    while not x.requires_grad and not (forward and is_gradtracking(x)):
+        if not is_wrapped(x):
             return False
-        x = _unwrap(x)
+        x = wrapped_by(x)
     return True
 
 
@@ -255,7 +253,7 @@ def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | No
 
 def rank_number(x: Tensor) -> Any:
     """A 0-d integer tensor as a Python int: one per rank in a simulation."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if type(x) is LocalTensor:
             return local_int(x.frame, [int(shard) for shard in shards_of(x, x.frame)])
         return int(x)

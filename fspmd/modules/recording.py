@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from fspmd.errors import ArgumentError
 from fspmd.op_kinds import learn, name_of
+from fspmd.torch_internals import fan_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ _OVERWRITING: Final = {"fill_", "zero_", "copy_", "uniform_", "normal_", "log_no
 
 
 def _kaiming(tensor: Tensor, a: float, mode: Any, nonlinearity: Any, **_: Any) -> tuple[Any, tuple[float, ...]]:
-    fan = nn.init._calculate_correct_fan(tensor, mode)
+    fan = fan_of(tensor, mode)
     bound = nn.init.calculate_gain(nonlinearity, a) * (3.0 / fan) ** 0.5 if fan else 0.0
     return Tensor.uniform_, (-bound, bound)
 

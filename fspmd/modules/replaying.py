@@ -20,6 +20,7 @@ from fspmd.placing import creation
 from fspmd.placing.placement import device_put
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P
+from fspmd.torch_internals import trunc_normal_without_grad
 
 
 class Replay:
@@ -304,7 +305,7 @@ def _trunc_normal_(
     return tensor
 
 
-_TRUNCATED: Final = {nn.init.trunc_normal_, nn.init._no_grad_trunc_normal_}
+_TRUNCATED: Final = {nn.init.trunc_normal_, trunc_normal_without_grad}
 #: inits that look at the whole tensor
 _WHOLE: Final = INITS - _TRUNCATED
 _BY_NUMBERS: Final = {

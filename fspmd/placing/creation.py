@@ -23,6 +23,7 @@ from fspmd.random.blocks import Law, drawn, fill, shuffled
 from fspmd.random.counter import Block
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import draw_seed
 
@@ -266,7 +267,7 @@ _WHOLE: Final = P()
 def _meta(function: Callable[..., Tensor], *args: Any, dtype: torch.dtype | None) -> Tensor:
     """What torch makes of these arguments, without data: its shape and dtype, and its complaints."""
     try:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return function(*args, dtype=dtype, device="meta")
     except (TypeError, RuntimeError, ValueError) as error:
         given = ", ".join(map(repr, args))

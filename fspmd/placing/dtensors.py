@@ -13,7 +13,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import optree
-import torch
 
 from fspmd.entries import Entry, Factors, Flat, axes_within, blocks, entry_of, factors_of, joined
 from fspmd.errors import ArgumentError, MeshError, SpecError
@@ -23,6 +22,7 @@ from fspmd.messages import described
 from fspmd.outside import check_outside
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import DisableTorchFunction, strided_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -179,7 +179,6 @@ def _given(x: Sharded) -> Any:
 
 def _placements(x: Sharded) -> list[Placement]:
     from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     spec, mesh = x.spec, x.spec.mesh
     found: dict[str, Placement] = {axis: Partial() for axis in spec.partition.unreduced}
@@ -192,13 +191,13 @@ def _placements(x: Sharded) -> list[Placement]:
                 f"reshard(x, P(...)), with {entry_of(axes)!r} for that dim"
             )
         for axis, pieces in cuts:
-            found[axis] = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+            found[axis] = Shard(dim) if pieces == 1 else strided_shard(dim, pieces)
     return [found.get(axis) or Replicate() for axis in mesh.axis_names]
 
 
 def _global_stride(x: Sharded) -> tuple[int, ...]:
     """Of the global tensor whose dims lie in memory in the order of the block's."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         own = x.local.stride()
     stride, step = [1] * x.ndim, 1
     for dim in sorted(range(x.ndim), key=lambda d: (own[d], -d)):

@@ -15,6 +15,7 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described, quoted
 from fspmd.sharded import Sharded, above
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import is_recording
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, expand
@@ -22,7 +23,6 @@ from fspmd.transport.local_tensor import LocalTensor, expand
 _MOST: Final = 16  # rows and columns of a picture; of more the first and the last are shown
 _COLOURS: Final = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
 _CELL: Final = "border:1px solid #888;padding:6px 12px;text-align:center;color:#000;background:"
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def visualize_sharding(x: Sharded | TensorSpec) -> Picture:
@@ -185,7 +185,7 @@ def _caption(x: Sharded) -> str:
 def _values(x: Sharded) -> str:
     if not _has_values(x):
         return ""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         text = repr(_whole(x.local.detach(), x.spec))
     if not _is_number(x):
         return text
@@ -194,7 +194,7 @@ def _values(x: Sharded) -> str:
 
 
 def _has_values(x: Sharded) -> bool:
-    if is_recording() or _transforms_active() or state.body is not None:
+    if is_recording() or transforms_active() or state.body is not None:
         return False
     return type(x.local) in (Tensor, LocalTensor, torch.nn.Parameter) and not x.local.is_meta
 

@@ -19,6 +19,7 @@ from fspmd.placing.scatter import check_leaves
 from fspmd.placing.sources import hear_all
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import is_recording
 from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame
@@ -310,7 +311,7 @@ _FACTORS: Final = (-0x61C8864680B583EB, -0x4B47D1B3A1E0D4A5)  # odd, as in split
 
 def _digest(x: Tensor) -> tuple[int, ...]:
     """Of each block 64 bits, which differ where values or their order do."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         return tuple(map(_sum_by_place, blocks_of(x)))
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
 from fspmd.programs.keys import key_of
 from fspmd.programs.misses import Facts, differences, facts_of
 from fspmd.programs.program import Program
 from fspmd.programs.records import Record, replayed, stale
+from fspmd.torch_internals import FakeTensor
 
 
 class Compiled:

@@ -7,7 +7,6 @@ from functools import partial
 from operator import getitem
 from typing import Any, Final
 
-import torch
 from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
@@ -17,6 +16,7 @@ from fspmd.programs.inductor import by_inductor
 from fspmd.programs.program import value_of
 from fspmd.programs.replay import Maker, Part, compiled, taken
 from fspmd.programs.segments import is_plain
+from fspmd.torch_internals import OpOverload
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Backend = str | Compiler
@@ -89,7 +89,7 @@ def module_of(part: Part) -> fx.GraphModule:
         return known[node]
 
     for step in part.steps:
-        torchs = step.target is getitem or isinstance(step.target, torch._ops.OpOverload)
+        torchs = step.target is getitem or isinstance(step.target, OpOverload)
         if torchs and all(map(is_plain, (*step.args, *step.kwargs.values()))):
             known[step] = graph.node_copy(step, placed)
         else:

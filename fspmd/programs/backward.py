@@ -16,6 +16,7 @@ from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import Maker, Part, compiled, has_randomness
 from fspmd.programs.telling import told_before
+from fspmd.torch_internals import EnableTorchFunction
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
 from fspmd.transport.randomness import go_on, kept_states
@@ -289,7 +290,7 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     now = kept_states()
     if drawn is not None:
         go_on(drawn)
-    with torch._C._EnableTorchFunction():  # derivatives may have disabled what `Sharded` values need
+    with EnableTorchFunction():  # derivatives may have disabled what `Sharded` values need
         outs = halves.again(inputs)
     go_on(now)
     followed = [outs[i] for i in halves.chosen]

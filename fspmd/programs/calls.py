@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call
 from fspmd.programs.program import Value, owner
+from fspmd.torch_internals import OpOverload
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
 from fspmd.transport.rows import Routes
@@ -169,4 +169,4 @@ def _views(node: fx.Node, memory: fx.Node) -> Iterator[fx.Node]:
 
 def is_aten(node: fx.Node) -> bool:
     """Whether a step is a function of torch whose schema says what it does."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"

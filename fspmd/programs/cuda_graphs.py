@@ -21,6 +21,7 @@ from fspmd.programs.calls import is_aten, is_collective
 from fspmd.programs.program import device_of, owner
 from fspmd.programs.replay import Part, compiled
 from fspmd.programs.segments import local_steps, results_of, segmented
+from fspmd.torch_internals import foreach_copy_
 from fspmd.transport.local_tensor import blocks_of
 
 _WARM_UP: Final = 3  # runs before a capture, as torch has them
@@ -148,7 +149,7 @@ class Graph:
             self._capture(values)
             self.read = read
         if self.moves:
-            torch._foreach_copy_(self.buffers, [block for i in self.moves for block in blocks_of(values[i])])
+            foreach_copy_(self.buffers, [block for i in self.moves for block in blocks_of(values[i])])
         self.replay()
         return [x.clone() if leaves else x for x, leaves in zip(self.results, self.leaves, strict=True)]
 

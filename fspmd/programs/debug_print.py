@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final
+from typing import Any
 
 import optree
 import torch
@@ -18,11 +18,10 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.placing.placement import device_get
 from fspmd.sharded import Sharded, is_plain
+from fspmd.torch_internals import DisableTorchFunction, batch_dim_of, is_batched, is_wrapped, level_of, wrapped_by
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.frame import frame, union
 from fspmd.transport.local_tensor import column, common_frame
-
-functorch: Final = torch._C._functorch
 
 
 def debug_print(fmt: str, *values: Any, **named: Any) -> None:
@@ -87,16 +86,16 @@ class _Line:
 def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
     """What ``torch.func`` has wrapped, and along which dims it lies in examples."""
     levels: list[tuple[int, int]] = []
-    while isinstance(x, Tensor) and functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            levels.append((functorch.maybe_get_level(x), functorch.maybe_get_bdim(x)))
-        x = functorch.get_unwrapped(x)
+    while isinstance(x, Tensor) and is_wrapped(x):
+        if is_batched(x):
+            levels.append((level_of(x), batch_dim_of(x)))
+        x = wrapped_by(x)
     return x, tuple(reversed(levels))
 
 
 @reading
 def _print(line: _Line, values: list[Any]) -> None:
-    with torch._C.DisableTorchFunction(), outside_transforms(), torch.no_grad():
+    with DisableTorchFunction(), outside_transforms(), torch.no_grad():
         for where, here, own in _of_ranks(line, [x.detach() if is_plain(x) else x for x in values]):
             for example in _of_examples(line, own):
                 text = where + line.text(example)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, DonationError
 from fspmd.programs.arguments import Chosen
 from fspmd.programs.reuse import own
+from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, swap_memory
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
 
@@ -33,14 +34,14 @@ class Donated(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, name: str) -> Donated:
-        x: Any = _make(cls, like.shape, dtype=like.dtype, device=like.device)
+        x: Any = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         x.donated_as = name
         return x  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _refusal((args, kwargs))
 
@@ -50,9 +51,6 @@ class Donated(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<a tensor of shape {tuple(self.shape)}, donated as {self.donated_as}>"
-
-
-_make: Any = Tensor._make_wrapper_subclass
 
 
 def _refusal(arguments: Any) -> DonationError:
@@ -104,7 +102,7 @@ def give_away(x: Tensor, name: str) -> Tensor:
         return kept
     other: Any = Donated(x, name)
     one: Any = x
-    torch._C._swap_tensor_impl(one, other)
+    swap_memory(one, other)
     one.__class__, other.__class__, one.donated_as = Donated, Tensor, name
     return other  # type: ignore[no-any-return]
 

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
 from fspmd.foreign import ADVICE, IS, foreign_name
-from fspmd.programs.facts import functorch
 from fspmd.programs.replaced import replaced
 from fspmd.sharded import Sharded, is_plain
+from fspmd.torch_internals import is_wrapped, pad_packed_sequence, torch_c, wrapped_by
 from fspmd.watching.causes import trace
 
 Knows = Callable[[Tensor], bool]
@@ -85,7 +85,7 @@ _READING: Final[dict[Any, str]] = {
 #: functions that read values of their second argument, a tensor
 _PLACED: Final[dict[Any, str]] = {
     **dict.fromkeys((torch.tensor_split, _T.tensor_split), "x.tensor_split(y) with a tensor of places; it"),
-    getattr(torch._VF, "_pad_packed_sequence"): "pad_packed_sequence of sizes that were computed; it",  # noqa: B009
+    pad_packed_sequence: "pad_packed_sequence of sizes that were computed; it",
 }
 #: what Python asks of a tensor with one element, where constructors such as torch.FloatTensor hide that from dispatch
 _NUMBERS: Final = frozenset({_T.__bool__, _T.__int__, _T.__index__, _T.__float__, _T.__complex__})
@@ -118,7 +118,7 @@ class Escapes(TorchFunctionMode):
         def captures(plain: Any) -> bool:
             return concerns() or plain()
 
-        places: Any = ((torch._C, "_from_dlpack", from_capsule), (torch.cuda, "is_current_stream_capturing", captures))
+        places: Any = ((torch_c, "_from_dlpack", from_capsule), (torch.cuda, "is_current_stream_capturing", captures))
         with replaced(places), self:
             yield
 
@@ -162,8 +162,8 @@ class Escapes(TorchFunctionMode):
 
     def number(self, x: Tensor) -> None:
         """The same of what torch asks for a number; it asks tensors of many elements, too, if they are one."""
-        while functorch.is_functorch_wrapped_tensor(x):
-            x = functorch.get_unwrapped(x)
+        while is_wrapped(x):
+            x = wrapped_by(x)
         if x.numel() == 1 and not self.recorder.is_constant(x):
             raise self.recorder.refusal(constant_of(_NUMBER))
 

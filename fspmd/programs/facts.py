@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fspmd.foreign import foreign_name
+from fspmd.torch_internals import DisableTorchFunction, is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.op_facts import facts_of
 
 aten: Final = torch.ops.aten
-functorch: Final = torch._C._functorch
 
 
 def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -44,9 +44,9 @@ def draws(func: Any) -> bool:
 
 def memory_of(x: Tensor) -> int:
     """What tells the memory of a tensor, and of its views, from that of others."""
-    with torch._C.DisableTorchFunction():
-        while functorch.is_functorch_wrapped_tensor(x):
-            x = functorch.get_unwrapped(x)
+    with DisableTorchFunction():
+        while is_wrapped(x):
+            x = wrapped_by(x)
         return int(blocks_of(x)[0].untyped_storage()._cdata)
 
 

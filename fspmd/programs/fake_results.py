@@ -9,10 +9,18 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.fake_mode import FakeMode
 from fspmd.local_view.type_rules import tensors_of
+from fspmd.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    default_device,
+    dispatch_keys,
+    make_subclass,
+    refuse_pointers,
+    warn_of_pointers,
+)
 from fspmd.tracing import DispatchMode
 from fspmd.transport.op_facts import facts_of
 
@@ -22,8 +30,7 @@ _LITERALS: Final = frozenset(
 _MOST: Final = 4096  # results remembered of each function
 _META: Final = torch.device("meta")
 
-_default_dtype, _default_device = torch.get_default_dtype, torch._C._get_default_device
-_keys_of = torch._C._dispatch_keys
+_default_dtype = torch.get_default_dtype
 
 #: all that a function may ask of a tensor without values, but what shares its memory: dtype, shape, strides, offset,
 #: device, and the keys by which torch dispatches, which tell apart what is conjugated, or of inference mode
@@ -115,11 +122,11 @@ class Imagining(DispatchMode, FakeMode):
         """``FakeTensor(self, block, device)``, which has all of Python's attributes alike for a device."""
         if (state := self._states.get(device)) is None:
             state = self._states[device] = dict(FakeTensor(self, block, device).__dict__)
-        fake = Tensor._make_subclass(FakeTensor, block, False, dispatch_device=True, device_for_backend_keys=device)
+        fake: Tensor = make_subclass(FakeTensor, block, False, dispatch_device=True, device_for_backend_keys=device)
         if self._allow_unsafe_data_ptr_access:
-            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+            warn_of_pointers(fake)
         else:
-            torch._C._set_throw_on_mutable_data_ptr(fake)
+            refuse_pointers(fake)
         fake.__dict__.update(state)
         return fake
 
@@ -130,7 +137,7 @@ _UNTOLD: Final[dict[Any, Any]] = {}  # of functions of which they do not tell
 
 def _is_told(func: Any) -> bool:
     """Whether what its arguments look like tells what a function does."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     facts = facts_of(func)
     return not (facts.strided or facts.inplace_view)  # whose bounds are those of the memory; which changes arguments
@@ -138,7 +145,7 @@ def _is_told(func: Any) -> bool:
 
 def _key(args: Any, kwargs: Any) -> Any:
     """What the arguments of a call look like, and all else that results depend on."""
-    return *map(_seen, args), _seen(kwargs or None), _default_dtype(), _default_device()
+    return *map(_seen, args), _seen(kwargs or None), _default_dtype(), default_device()
 
 
 def _seen(value: Any) -> Any:
@@ -160,7 +167,7 @@ def _seen(value: Any) -> Any:
 def _look(x: Any) -> Look:
     if x.layout is not torch.strided:
         raise _Untold
-    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, _keys_of(x).raw_repr()
+    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, dispatch_keys(x).raw_repr()
 
 
 def _memory(x: Tensor) -> int:

@@ -7,13 +7,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fspmd.programs.escapes import not_dense
 from fspmd.programs.facts import is_dense
 from fspmd.programs.fake_results import Imagining
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import FAKE_KEY, DisableTorchFunction, FakeTensor, FakeTensorMode, dispatch_mode_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -30,14 +30,14 @@ def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:
 
 def active_mode() -> FakeTensorMode:
     """That in which a program is recorded."""
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode: Any = dispatch_mode_of(FAKE_KEY)
     assert mode is not None
     return mode  # type: ignore[no-any-return]
 
 
 def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
     """What takes the place of a tensor in the mode: of views of the same memory such views, too."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, x)
     return fake
 

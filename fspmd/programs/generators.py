@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd.errors import RecordError
 from fspmd.programs.escapes import constant_of, line
 from fspmd.sharded import is_plain
+from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
 from fspmd.tracing import outside_transforms
 from fspmd.transport.randomness import go_on, kept_states
 
@@ -138,7 +138,7 @@ class Generators:
     def check_unread(self, value: Any) -> None:
         """Raises for a seed or a state that somebody has read between steps."""
         if is_plain(value):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 if value.dtype is torch.uint8 and value.numel() in {len(state) for state in self.left.values()}:
                     read = self.is_name(_seed(value.contiguous()))
                 elif value.dtype is torch.int64 and 0 < value.numel() <= _FEW:
@@ -181,7 +181,7 @@ def _number(generator: Any) -> int:
 
 
 def _state(generator: torch.Generator) -> Tensor:
-    with outside_transforms(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with outside_transforms(), disable_dispatch_modes(), DisableTorchFunction():
         return generator.get_state()
 
 

@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
 from fspmd.programs.replay import Part
 from fspmd.programs.segments import local_steps, segmented
+from fspmd.torch_internals import inductor
 from fspmd.transport.frame import Frame, spread
 from fspmd.transport.local_tensor import LocalTensor, common_frame, shards_of
 
@@ -75,11 +75,10 @@ def _firsts(own: Frame, held: Frame) -> list[int]:
 
 
 def _compiled(module: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Any]:
-    from torch._inductor.exc import InvalidCxxCompiler  # some seconds, for those who ask for it
-
+    torch_inductor = inductor()
     try:
-        return torch._inductor.compile(copy.deepcopy(module), list(values))  # type: ignore[no-any-return]
-    except InvalidCxxCompiler as error:
+        return torch_inductor.compile(copy.deepcopy(module), list(values))  # type: ignore[no-any-return]
+    except torch_inductor.exc.InvalidCxxCompiler as error:
         raise ArgumentError(
             "jit(backend='inductor') needs a C++ compiler for tensors on the CPU, and found none; install g++ or "
             "clang, set CXX, or write backend='replay'"

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
-import torch
-
 from fspmd.body import state
 from fspmd.errors import ArgumentError, RecordError
 from fspmd.meshes.world import world_size
@@ -22,12 +20,9 @@ from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, replayed
+from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
 from fspmd.watching.watch import hears_of_records, tell
-
-_transforms_active = torch._C._are_functorch_transforms_active
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
 
 Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")
@@ -275,7 +270,7 @@ class Jitted(Generic[Q, R]):
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         """The function's result: replayed, or recorded where there is no record of arguments of this kind."""
         # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
-        if state.body is not None or _transforms_active() or _saved_tensor_hooks(True) is not None or is_traced():
+        if state.body is not None or transforms_active() or top_saved_tensors_hooks(True) is not None or is_traced():
             return self._function(*args, **kwargs)  # type: ignore[no-any-return]
         if watched := is_seen():
             watched = is_watched()
@@ -306,7 +301,7 @@ class Jitted(Generic[Q, R]):
         Raises:
             RecordError: in a body, a transform or a function that is recorded; what a record cannot hold.
         """
-        if state.body is not None or _transforms_active() or is_recording():
+        if state.body is not None or transforms_active() or is_recording():
             raise RecordError(
                 f"jit({self._name}).lower(...) was called in a shard_map body, a torch.func transform or a function "
                 "that is recorded; lower it outside of them, with a TensorSpec for what it is given there"

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._device import DeviceContext
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
@@ -17,21 +16,25 @@ from fspmd.messages import described
 from fspmd.op_kinds import autocasts
 from fspmd.programs.escapes import not_dense
 from fspmd.programs.facts import is_dense
+from fspmd.torch_internals import (
+    DeviceContext,
+    TensorGuards,
+    count_function_modes,
+    function_mode_at,
+    is_any_autocast_enabled,
+)
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten, flatten_args, flatten_in_order
 
 _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
 _default_dtype = torch.get_default_dtype
-_any_autocast = torch._C._is_any_autocast_enabled
-_function_modes = torch._C._len_torch_function_stack
-_guards = torch._C._dynamo.guards.TensorGuards
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
 
 
 def default_device() -> torch.device | None:
     """Where ``with torch.device(...)`` has new tensors made."""
-    modes = map(torch._C._get_function_stack_at, range(_function_modes()))
+    modes = map(function_mode_at, range(count_function_modes()))
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
@@ -48,9 +51,9 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The leaves of the arguments of a call, and all of its key but what they are."""
     leaves, structure = flatten_in_order((args, kwargs)) if kwargs else flatten_args(args)
-    casts = autocasts() if _any_autocast() else ()
+    casts = autocasts() if is_any_autocast_enabled() else ()
     around: tuple[Any, ...] = structure, _grad_enabled(), _default_dtype(), casts, current_mesh()
-    if _function_modes():
+    if count_function_modes():
         around += (default_device(),)
     return leaves, around if not kwargs else (*around, dict)  # the structure is of a dict, too
 
@@ -84,7 +87,7 @@ def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
         return None
     if len({*map(id, leaves)}) < len(leaves):
         return None
-    check: Callable[..., bool] = _guards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check: Callable[..., bool] = TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
@@ -25,6 +24,7 @@ from fspmd.programs.text import program_text
 from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import is_sharded
+from fspmd.torch_internals import FakeTensorMode
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
 from fspmd.watching.communication_log import CommunicationLog
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import optree
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
 from fspmd.op_kinds import autocasts
 from fspmd.programs.keys import Static, default_device, identity
 from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
 from fspmd.watching.causes import trace

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from torch._subclasses import fake_tensor
-
 from fspmd.errors import ValuesNeededError
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
@@ -24,6 +22,7 @@ from fspmd.programs.misses import facts_of, report
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.records import Record, record_of, recorded, settled, stale
 from fspmd.programs.replay import Maker
+from fspmd.torch_internals import fake_tensor
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

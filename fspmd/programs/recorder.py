@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
@@ -25,7 +23,7 @@ from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.dynamic import INSTEAD
 from fspmd.programs.escapes import Escapes, not_compiled, not_dense
-from fspmd.programs.facts import aten, functorch, is_dense
+from fspmd.programs.facts import aten, is_dense
 from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.other_random import OtherRandom
 from fspmd.programs.python_steps import check_reached, given_alone
@@ -33,6 +31,7 @@ from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.threads import Threads
 from fspmd.programs.values import Values
 from fspmd.remembered import forgetting
+from fspmd.torch_internals import DataDependentOutputException, HigherOrderOperator, aten_zero_tensor, is_wrapped
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
 from fspmd.transport.op_facts import facts_of
@@ -40,7 +39,6 @@ from fspmd.watching.causes import trace
 
 _DEVICE: Final = torch.ops.prim.device.default
 _LIFT: Final = aten.lift_fresh.default
-_NO_TANGENT: Final = torch.ops.aten._efficientzerotensor.default
 #: what torch does without being asked, and replays need not
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
@@ -100,7 +98,7 @@ class Recorder(Values):
         if func is _LIFT:
             with self.pause():
                 return self.constant(func(*args), args[0])
-        if func is _NO_TANGENT:  # torch ends the process where a mode has seen it, and it is multiplied by a number
+        if func is aten_zero_tensor:  # torch ends the process where a mode has seen it and it is multiplied
             func = torch.ops.aten.zeros.default
         facts = facts_of(func)
         fixed = facts.pure and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
@@ -210,7 +208,7 @@ class Recorder(Values):
         if type(value) in (int, float):
             if not self.generators.is_name(value):
                 return
-        elif type(value) is not Tensor or functorch.is_functorch_wrapped_tensor(value):
+        elif type(value) is not Tensor or is_wrapped(value):
             return
         try:
             with self.real():

@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
-from torch.autograd import profiler
 from torch.profiler import record_function
 
 from fspmd.pairs import Call
 from fspmd.programs.facts import draws
+from fspmd.torch_internals import OpOverload, TensorBase, VariableFunctions, profiler, set_grad_enabled
 from fspmd.transport.randomness import draw_seed
 from fspmd.watching.causes import Cause
 from fspmd.watching.watch import communicates, label
@@ -56,7 +56,7 @@ def callable_of(overload: Any) -> Callable[..., Any]:
     name = overload._schema.name.removeprefix("aten::")
     if overload.name() not in PUBLIC:
         return overload._op  # type: ignore[no-any-return]
-    found: Any = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C.TensorBase, name)
+    found: Any = getattr(VariableFunctions, name, None) or getattr(TensorBase, name)
     return found  # type: ignore[no-any-return]
 
 
@@ -70,16 +70,16 @@ def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*values: Any) -> Any:
         before = _grad_enabled()
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             return replay(*values)
         finally:
-            _set_grad_enabled(before)
+            set_grad_enabled(before)
 
     return run
 
 
-_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_grad_enabled = torch.is_grad_enabled
 
 
 def taken(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ def taken(run: Callable[..., Any]) -> Callable[..., Any]:
 def has_randomness(node: fx.Node) -> bool:
     """Whether a step draws from a generator."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return draws(target)
     return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
 
@@ -145,7 +145,7 @@ class _Writer:
         arguments = [self.value(arg) for arg in node.args]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
         target: Any = node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             target = callable_of(target)
         made = f"{self.constant(target, 'f')}({', '.join(arguments)})"
         one, cause = (node.meta.get(name) for name in ("call", "cause"))

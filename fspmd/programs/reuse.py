@@ -14,6 +14,7 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.facts import shard_of
 from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
+from fspmd.torch_internals import storage_uses
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 aten: Final = torch.ops.aten
@@ -122,7 +123,7 @@ def _is_shared(x: Tensor) -> bool:
 def _holders(x: Tensor) -> tuple[int, int, int]:
     """How many hold the memory of a tensor, as Python's object, as torch's, and as the tensor."""
     storage = x.untyped_storage()
-    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    uses: int = storage_uses(storage._cdata)
     return sys.getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
 
 

@@ -17,6 +17,7 @@ from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import owner
 from fspmd.programs.replay import Maker, Part, compiled
+from fspmd.torch_internals import OpOverload
 from fspmd.transport.local_tensor import LocalTensor
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -106,7 +107,7 @@ def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lam
             fits = node.args[0] in found
         else:
             fits = (
-                isinstance(node.target, torch._ops.OpOverload)
+                isinstance(node.target, OpOverload)
                 and node.target is not torch.ops.aten.as_strided.default  # of a whole storage
                 and is_pure(node.target)
                 and bool(parts)  # else it gives no tensor

@@ -15,6 +15,7 @@ from fspmd.messages import counted, micros
 from fspmd.programs.program import Left, Program, owner
 from fspmd.programs.schedule import price_of_step
 from fspmd.spec import TensorSpec, describe
+from fspmd.torch_internals import OpOverload
 from fspmd.watching.causes import Cause
 
 _WIDEST = (44, 44, 56, 28)  # columns grow to that
@@ -130,6 +131,6 @@ def does(node: fx.Node) -> str:
         return f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]"
     if target is operator.getitem:
         return "part"
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name.removeprefix("aten::")
     return str(getattr(target, "__name__", target)).strip("_")

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fspmd.errors import RecordError
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.programs.escapes import Escapes, constant_of, line
 from fspmd.programs.replaced import replaced
+from fspmd.torch_internals import pop_dispatch_mode, push_dispatch_mode
 from fspmd.tracing import DispatchMode
 from fspmd.transport.op_facts import facts_of
 
@@ -100,12 +100,12 @@ class Threads(DispatchMode):
             if thread in self.inside:
                 return f(*args, **kwargs)
             self.inside.add(thread)
-            _push_mode(self)  # entered, it would set what torch keeps for all threads
+            push_dispatch_mode(self)  # entered, it would set what torch keeps for all threads
             try:
                 with _Asked(self):
                     return f(*args, **kwargs)
             finally:
-                _pop_mode()
+                pop_dispatch_mode()
                 self.inside.discard(thread)
 
         return run

@@ -10,18 +10,25 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fspmd import tracing
 from fspmd.body import state
 from fspmd.programs.escapes import line
-from fspmd.programs.facts import aten, functorch, memory_of, shard_of
+from fspmd.programs.facts import aten, memory_of, shard_of
 from fspmd.programs.fakes import active_mode, stand_in
 from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec, describe
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    current_autograd_node,
+    disable_dispatch_modes,
+    is_wrapped,
+    next_sequence,
+    wrapped_by,
+)
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
@@ -89,7 +96,7 @@ class Values(RecordingMode):
             self.check_captured(x)
             node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
             self.captured[node] = x
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._gradients[node] = x.grad if x.is_leaf else None
             self._owners.setdefault(self._memory(x), node)
         self._know(x, node)
@@ -103,8 +110,8 @@ class Values(RecordingMode):
     def _memory(self, x: Tensor) -> int:
         """What tells the memory of a tensor; of one with values, where others have none, that of its stand-in."""
         block = blocks_of(x)[0]
-        while functorch.is_functorch_wrapped_tensor(block):
-            block = functorch.get_unwrapped(block)
+        while is_wrapped(block):
+            block = wrapped_by(block)
         self.check_dense(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
@@ -114,7 +121,7 @@ class Values(RecordingMode):
 
     def copied(self, copy: Tensor, x: Tensor) -> None:
         """A value is a copy, and in torch it would be a view."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
         above = self._memory(x)
         other = [memories for _, memories in self._copies if above in memories]  # x may be a copy, and dead soon
@@ -198,8 +205,8 @@ class Values(RecordingMode):
 
     def is_value(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the recorded function, or was computed in it, and is no constant."""
-        while functorch.is_functorch_wrapped_tensor(x):
-            x = functorch.get_unwrapped(x)
+        while is_wrapped(x):
+            x = wrapped_by(x)
         known = _entry(self._nodes, x) or _entry(self._shards, x)
         return known is not None and known[1].op != "get_attr" and not self.is_constant(x)
 
@@ -258,7 +265,7 @@ class Values(RecordingMode):
 
     def _cause(self) -> tuple[Cause, bool]:
         """Who asked for a step, and whether it computes gradients."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         known = self._causes.get(node._sequence_nr()) if node is not None and not self.repeats else None
         found = known or trace().cause
         self._causes.setdefault(_last_of_autograd(), found)
@@ -283,7 +290,7 @@ class Values(RecordingMode):
     @contextmanager
     def real(self) -> Iterator[None]:
         """The same, and tensors made there have values."""
-        with self.pause(), _disable_current_modes() if self.imagines else nullcontext():
+        with self.pause(), disable_dispatch_modes() if self.imagines else nullcontext():
             yield
 
     @contextmanager
@@ -321,7 +328,7 @@ class _Landing(Pending):
 
 def _last_of_autograd() -> int:
     """The number of the node that autograd made last."""
-    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+    return int(next_sequence()) - 1
 
 
 def _shown(spec: TensorSpec) -> str:

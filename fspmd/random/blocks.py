@@ -15,13 +15,13 @@ from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded, pair
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
 from fspmd.variance import unwrapped
 
-_transforms_active = torch._C._are_functorch_transforms_active
 _alias = torch.ops.aten.alias.default
 Law = Callable[[torch.dtype], Distribution]
 
@@ -33,7 +33,7 @@ def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device
         entries = (None if isinstance(entry, Flat) else entry for entry in like)
         whole = spec.with_partition(P(*entries, unreduced=like.unreduced, reduced=like.reduced))
         return Sharded(redistribute(fill(whole, make, device).local, whole, spec), spec)
-    if not _transforms_active():
+    if not transforms_active():
         return pair(_local(spec, make, device), spec)
     with outside_transforms():  # they would wrap each simulated rank's block, and refuse writes into what is drawn
         local = _local(spec, make, device)

@@ -17,9 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fspmd.tracing import dispatch_modes, outside_transforms, step
+from fspmd.torch_internals import FakeTensor, count_dispatch_modes, transforms_active
+from fspmd.tracing import outside_transforms, step
 from fspmd.transport.local_tensor import LocalTensor
 
 Shape = tuple[int, ...]
@@ -28,7 +28,6 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _LEA: Final = 0xDABA0B6EB09322E3
 _CHUNK: Final = 1 << 15  # words at a time on a CPU: as many as stay in a core's cache
 _CHUNK_ELSEWHERE: Final = 1 << 24
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class Key(NamedTuple):
@@ -55,7 +54,7 @@ def _hash(z: int) -> int:
 
 def number(value: float, dtype: torch.dtype) -> Any:
     """An operand for tensors of that dtype: a tensor without dims, which torch need not make in each call."""
-    return value if dispatch_modes() else _number(value, dtype)
+    return value if count_dispatch_modes() else _number(value, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -189,7 +188,7 @@ def draw(block: Block, law: Distribution, seed: int | Tensor, device: torch.devi
 
     A ``seed`` that is a tensor is read when the numbers are drawn; where ranks differ in it, each has its own numbers.
     """
-    if type(seed) is int and not _transforms_active():
+    if type(seed) is int and not transforms_active():
         return _drawn(block, law, seed, device, stream)
     with outside_transforms():  # or the result of the step would be wrapped, whose value no record knows
         if isinstance(seed, LocalTensor):
@@ -277,7 +276,7 @@ def _groups(groups: int | Tensor, number: int, law: Distribution, key: Key, devi
 
 
 def _room(count: int, device: torch.device) -> _Room | _Fresh:
-    if device.type != "cpu" or dispatch_modes():
+    if device.type != "cpu" or count_dispatch_modes():
         return _Fresh(count, device)
     try:
         return _ROOMS.pop()

@@ -15,7 +15,6 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 
 from fspmd.body import state
 from fspmd.errors import ArgumentError, SpecError
@@ -28,6 +27,15 @@ from fspmd.random.counter import Block, derived
 from fspmd.redistribution.redistribute import from_blocks, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    add_batch_dim,
+    batch_dim_of,
+    is_batched,
+    is_wrapped,
+    level_of,
+    wrapped_by,
+)
 from fspmd.variance import get_variance, set_variance, unwrapped
 
 Shape = int | tuple[int, ...] | list[int]
@@ -276,7 +284,7 @@ def _numbers(
     def make(key: Tensor) -> Any:
         if spec is not None:
             return drawn(spec, law, device, then, key=key)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             found = drawing(dtype, law, device, then)(Block(sizes, (0,) * len(sizes), sizes), key)
         return set_variance(found, get_variance(key))
 
@@ -285,13 +293,13 @@ def _numbers(
 
 def _mapped(make: Callable[[Tensor], Any], key: Tensor) -> Any:
     """Of a key that `vmap` maps over, what is made of each."""
-    if not functorch.is_batchedtensor(key):
-        return make(unwrapped(key) if functorch.is_functorch_wrapped_tensor(key) else key)
-    level, dim = functorch.maybe_get_level(key), functorch.maybe_get_bdim(key)
-    parts = [_mapped(make, one) for one in functorch.get_unwrapped(key).unbind(dim)]
+    if not is_batched(key):
+        return make(unwrapped(key) if is_wrapped(key) else key)
+    level, dim = level_of(key), batch_dim_of(key)
+    parts = [_mapped(make, one) for one in wrapped_by(key).unbind(dim)]
     if not isinstance(parts[0], Sharded):
-        return functorch._add_batch_dim(torch.stack(parts), 0, level)
-    return Sharded(functorch._add_batch_dim(torch.stack([x.local for x in parts]), 0, level), parts[0].spec)
+        return add_batch_dim(torch.stack(parts), 0, level)
+    return Sharded(add_batch_dim(torch.stack([x.local for x in parts]), 0, level), parts[0].spec)
 
 
 def _broadcasts(x: Any, sizes: tuple[int, ...]) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fspmd.random.counter import Block, draw
 from fspmd.random.distributions import uniform
+from fspmd.torch_internals import FakeTensor
 from fspmd.tracing import step
 
 _FEW = 10.0  # below it counts are found by adding up probabilities, from it on by rejection

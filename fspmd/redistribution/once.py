@@ -28,6 +28,7 @@ from fspmd.remembered import (
     remember_cast,
 )
 from fspmd.spec import P, TensorSpec, describe
+from fspmd.torch_internals import transforms_active
 from fspmd.transport.local_tensor import blocks_of
 
 _ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
@@ -136,7 +137,7 @@ def cast_once(x: Tensor, cast: Call) -> Tensor:
     if (known := recall_cast(x, cast)) is not None:
         return known
     y = lend(x, cast)
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms_active():
         remember_cast(x, cast, y)
     return y
 

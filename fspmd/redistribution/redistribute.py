@@ -19,6 +19,7 @@ from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import transforms_active
 from fspmd.transport import Options
 from fspmd.transport.windows import Regroup
 
@@ -51,7 +52,7 @@ def begun(
         return lambda: moved
     calls = moves(before, after, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls
     same = forward == backward
-    if wait or not calls or torch._C._are_functorch_transforms_active():  # under which nothing is split
+    if wait or not calls or transforms_active():  # under which nothing is split
         there = _moved(x.to(forward), calls) if same else _Moved.apply(x, _moved, calls, forward, backward)
         return lambda: there
     flight = depart(_moved((x if same else x.detach()).to(forward), calls[:-1]), calls[-1])

@@ -24,6 +24,7 @@ from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
 from fspmd.rules.whole import NO_RULE, Whole
 from fspmd.rules.windows import block_places, per_rank
+from fspmd.torch_internals import safe_softmax
 
 _PATTERNS = {
     (mask, heads): parse(f"... {heads}l 1, ... {heads}s 1, ... {heads}s 1{', ...' * mask} -> ... {heads}l 1")
@@ -255,4 +256,4 @@ def with_dropout(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return F.dropout(torch._safe_softmax(scores, -1), dropout_p) @ value
+    return F.dropout(safe_softmax(scores, -1), dropout_p) @ value

@@ -18,6 +18,7 @@ from fspmd.collectives import all_gather, axis_index
 from fspmd.entries import blocks
 from fspmd.redistribution.cost import Topology, price
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import forward_ad, transforms_active
 from fspmd.tracing import hidden
 
 Body = Callable[..., Any]
@@ -131,7 +132,7 @@ def widened(x: Tensor) -> Tensor:
 
 def is_followed(x: Tensor) -> bool:
     """Whether a gradient goes through a value, or a transform."""
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    transformed = transforms_active() or forward_ad._current_level >= 0
     return transformed or (x.requires_grad and torch.is_grad_enabled())
 
 

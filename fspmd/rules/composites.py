@@ -23,6 +23,7 @@ from fspmd.rules.values import check_values
 from fspmd.rules.views import vanishing
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import check_batch_size, check_spatial_size
 
 
 def _take(x: Any, index: Any) -> Any:
@@ -146,7 +147,7 @@ def _normed(
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean, var = running_mean, running_var
     if training:
-        F._verify_batch_size(x.size())  # type: ignore[attr-defined]
+        check_batch_size(x.size())
         dims = [dim for dim in range(x.dim()) if dim != 1]
         var, mean = torch.var_mean(wide, dims, correction=0)
         count = x.numel() // x.size(1)
@@ -186,7 +187,7 @@ def _group_norm(
     """A layer norm of each group; of groups that block boundaries cut by two all-reduces of a number per group."""
     if x.dim() < 2 or x.size(1) % num_groups:
         raise RuntimeError(f"Expected channels that divide into {num_groups} groups, but got {tuple(x.shape)}")
-    F._verify_batch_size([x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]])  # type: ignore[attr-defined]
+    check_batch_size([x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]])
     if _cuts_groups(x, num_groups):
         out = _normed_groups(x, num_groups, eps)
     else:
@@ -242,7 +243,7 @@ def _instance_norm(
     """A layer norm of each channel of each sample; the running moments, of the batch's mean, are written."""
     if not use_input_stats:
         return _batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    F._verify_spatial_size(x.size())  # type: ignore[attr-defined]
+    check_spatial_size(x.size())
     if running_mean is not None or running_var is not None:
         with torch.no_grad():
             var, mean = torch.var_mean(x.detach(), tuple(range(2, x.dim())))

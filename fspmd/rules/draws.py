@@ -24,13 +24,13 @@ from fspmd.rules.likes import Handler, Value, drawn_like, settle, settled
 from fspmd.rules.values import check_values
 from fspmd.sharded import Sharded, above, is_sharded, pair
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import step
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, shards_of
 from fspmd.transport.randomness import draw_seed
 from fspmd.variance import unwrapped
 
-transforms_active = torch._C._are_functorch_transforms_active
 Then = Callable[[Tensor], Tensor]
 
 

@@ -19,6 +19,7 @@ from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.whole import Rule, Whole
 from fspmd.rules.windows import block_places, per_rank, still
 from fspmd.sharded import above
+from fspmd.torch_internals import torch_grouped_mm
 
 
 def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -88,7 +89,7 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape):
         return a @ b.sum(0)
     columns = b.shape[2]
-    out = torch._grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
+    out: Tensor = torch_grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
     return out[:, :columns].masked_fill(past, 0)
 
 
@@ -103,7 +104,8 @@ def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape, *offs.shape):
         return (a @ b).expand(offs.shape[0], -1, -1).clone()
     rows, columns = a.shape[0], b.shape[1]
-    return torch._grouped_mm(_fitting(a), _fitting(b), offs=offs)[:, :rows, :columns].contiguous()
+    out: Tensor = torch_grouped_mm(_fitting(a), _fitting(b), offs=offs)
+    return out[:, :rows, :columns].contiguous()
 
 
 def _past(rows: int, offs: Tensor) -> Tensor:

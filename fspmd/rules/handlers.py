@@ -21,6 +21,7 @@ from fspmd.rules.likes import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
 from fspmd.sharded import above
+from fspmd.torch_internals import DisableTorchFunction
 
 
 def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
@@ -101,7 +102,7 @@ def handler_of(func: Any) -> Handler | None:
 
 def _as_written(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A function of ``torch.nn.init``, which calls methods of its tensor alone."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return func(*args, **kwargs)
 
 

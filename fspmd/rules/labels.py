@@ -19,6 +19,7 @@ from fspmd.rules.softmaxes import peak
 from fspmd.rules.tables import filled, in_block, own
 from fspmd.rules.whole import Whole
 from fspmd.sharded import above
+from fspmd.torch_internals import legacy_reduction
 
 
 def of_labels(x: Any, target: Any, ignore_index: int) -> Any:
@@ -71,7 +72,7 @@ def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
     """The name of a reduction, which older options, if given, stand for."""
     if size_average is None and reduce is None:
         return reduction
-    return str(F._Reduction.legacy_get_string(size_average, reduce))  # type: ignore[attr-defined]
+    return str(legacy_reduction(size_average, reduce))
 
 
 def cross_entropy(

@@ -18,6 +18,7 @@ from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import DisableTorchFunction
 
 Handler = Callable[..., Any]
 #: a `Sharded`, with the methods of a tensor, of which type checkers do not know
@@ -105,7 +106,7 @@ def _new_by_type(x: Sharded, *args: Any, **options: Any) -> Sharded:
 
 
 def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         made = torch.tensor(data, dtype=dtype or x.dtype, device=_device(x, options))
     found = Sharded(made, TensorSpec(x.spec.mesh, P(), tuple(made.shape), made.dtype))
     return found.requires_grad_() if options.get("requires_grad") else found

@@ -25,6 +25,7 @@ from fspmd.rules.bodies import (
 )
 from fspmd.rules.extremes import extreme
 from fspmd.rules.moments import root
+from fspmd.torch_internals import aten_cdist, aten_pdist
 
 
 def _power(x: Tensor, p: float) -> Tensor:
@@ -55,13 +56,13 @@ def vector_norm(
 @reducing(1, 0, each=True)
 def distances(site: Site, x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
     """One all-reduce of one number per pair of rows forward, none backward."""
-    return _added_up(site, torch.ops.aten._cdist_forward.default(x, y, p, mode), p)
+    return _added_up(site, aten_cdist(x, y, p, mode), p)
 
 
 @reducing(1, 0, each=True)
 def distances_within(site: Site, x: Tensor, p: float = 2) -> Tensor:
     """The same of the rows of one matrix."""
-    return _added_up(site, torch.ops.aten._pdist_forward.default(x, p), p)
+    return _added_up(site, aten_pdist(x, p), p)
 
 
 def _added_up(site: Site, own: Tensor, p: float) -> Tensor:

@@ -20,6 +20,7 @@ from fspmd.rules.spectra import whole_along
 from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch
 from fspmd.rules.whole import notation
+from fspmd.torch_internals import OpOverloadPacket
 
 #: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch
 #: dispatches them with both by name
@@ -48,7 +49,7 @@ def _overloads(func: Any) -> list[Any]:
     """The ops behind what ``torch.library.custom_op`` or ``torch.ops`` gives."""
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return []
     return [packet, *(getattr(packet, name) for name in packet.overloads())]
 

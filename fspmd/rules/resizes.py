@@ -18,10 +18,11 @@ from torch import Tensor
 from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.windows import block_places, fetched, lacking, moved_in_turn, per_rank
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import DisableTorchFunction
 
 
 def _positions(name: str, aligned: bool, size: int, length: int, align: bool, scale: float | None) -> Tensor:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         rows = torch.arange(size, dtype=torch.float64)[None, None]
         resize: Any = getattr(torch.ops.aten, name).default
         places: Tensor = resize(rows, [length], align, scale) if aligned else resize(rows, [length], scale)
@@ -61,7 +62,7 @@ def _resized(site: Site, x: Tensor, k: int, d: int, positions: Any) -> Tensor:
 
 def _shares(name: str, size: int, length: int, align: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """The rows next to each other of which each of the result's is made, and how much it has of each."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         resize: Any = getattr(torch.ops.aten, name).default
         every: Tensor = resize(torch.eye(size, dtype=torch.float64)[None, None], [length, size], align, scale, None)[
             0, 0

@@ -66,6 +66,7 @@ from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.rules.whole import Rule, Whole, notation
 from fspmd.sharded import Sharded
+from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 Linear = str | Callable[[Whole], str]
 
@@ -359,8 +360,8 @@ def row_of(func: Any) -> Row | None:
 
 
 def _is_torch(func: Any) -> bool:
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        name = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
         return name.startswith(("aten::", "prims::"))
     return not isinstance(func, FunctionType) or func.__module__.startswith("torch")
 
@@ -427,7 +428,7 @@ _BY_ARGUMENT: Final = frozenset(
 @functools.lru_cache(maxsize=4096)
 def may_be_composite(func: Any) -> bool:
     """Whether `composite_of` may give something for a call of a function."""
-    if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
+    if isinstance(func, OpOverload) or not _is_torch(func):
         return False
     name = name_of(func)
     return func in _BY_ARGUMENT or name in _BY_ARGUMENT or has_composite(func)
@@ -435,7 +436,7 @@ def may_be_composite(func: Any) -> bool:
 
 def has_composite(func: Any) -> bool:
     """Whether a function of torch's is written in terms of others, unless its arguments say that a rule is better."""
-    if isinstance(func, torch._ops.OpOverload) or not _is_torch(func):
+    if isinstance(func, OpOverload) or not _is_torch(func):
         return False
     return func in COMPOSITES or name_of(func) in COMPOSITES
 

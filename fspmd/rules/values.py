@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.sharded import is_sharded
+from fspmd.torch_internals import DisableTorchFunction, assert_async, linalg_check_errors
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
@@ -34,11 +35,11 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
 def _require(values: Tensor, fits: Callable[[Any], Any], message: str) -> None:
     if values.is_meta:
         return  # values that nobody has
-    with outside_transforms(), torch._C.DisableTorchFunction():
+    with outside_transforms(), DisableTorchFunction():
         for block in blocks_of(values):
             good = fits(block).all()
             if good.device.type != "cpu":
-                torch.ops.aten._assert_async.msg(good, message)
+                assert_async(good, message)
             elif not good:
                 raise ArgumentError(message)
 
@@ -50,6 +51,6 @@ def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
 
 @reading
 def _check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
-    with torch._C.DisableTorchFunction(), outside_transforms():
+    with DisableTorchFunction(), outside_transforms():
         for block in blocks_of(info):
-            torch._linalg_check_errors(block, name, is_matrix=is_matrix)
+            linalg_check_errors(block, name, is_matrix=is_matrix)

@@ -23,6 +23,7 @@ from fspmd.pairs import Call, apply
 from fspmd.redistribution.cost import Topology, price
 from fspmd.rules.bodies import Bodied, Body, BodyLayout, Site
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport import Options
 from fspmd.transport.carriers import as_words
 from fspmd.transport.frame import frame
@@ -50,7 +51,7 @@ def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], 
     """The tensor that each rank makes of its place along axes, in the first call; it varies over them."""
 
     def made() -> Tensor:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             shards = [make(at).to(site.mesh.device) for at in positions(site.mesh, axes)]
             if site.mesh.transport == "simulation":
                 return local_tensor(shards, frame(site.mesh, axes))
@@ -104,7 +105,7 @@ def exchanged(
     """
 
     def made() -> Call | None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             places = range(site.mesh.axis_size(axes))
             before, after = [held(at) for at in places], [wanted(at) for at in places]
             _note_lengths(list(map(len, after)))
@@ -118,7 +119,7 @@ def exchanged(
     call = site.once(key, made)
     if call is None:
         return _rearranged(site, key, x, d, axes, held, wanted)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
 
 

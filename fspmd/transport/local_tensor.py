@@ -11,18 +11,24 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.spec import describe
+from fspmd.torch_internals import (
+    aten_same_storage_size,
+    current_graph_task,
+    disabled_torch_function,
+    is_wrapped,
+    make_wrapper_subclass,
+    return_and_correct_aliasing,
+)
 from fspmd.transport.frame import Frame, frame, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.op_facts import FACTS, OpFacts, learn
 from fspmd.transport.randomness import per_rank_generators
 
-_make = Tensor._make_wrapper_subclass
 _inference = torch.is_inference_mode_enabled
 _SYMBOLS = frozenset(SYMBOLS)
 _SEQUENCES = frozenset((list, tuple, torch.Size))
@@ -40,7 +46,7 @@ class LocalTensor(Tensor):
     shards: list[Tensor]
     borrowed: bool
     uneven: bool  # the shards have different shapes
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, shards: list[Tensor], held: Frame, borrowed: bool = False, offset: Any = 0) -> LocalTensor:
@@ -59,7 +65,7 @@ class LocalTensor(Tensor):
                 break
         else:
             strides = shards[0].stride()
-        make: Callable[..., Any] = _make
+        make: Callable[..., Any] = make_wrapper_subclass
         if _inference() and not first.is_inference():  # views of what was made before
             make = torch.inference_mode(False)(make)
         self: LocalTensor = make(
@@ -146,7 +152,6 @@ class LocalTensor(Tensor):
 
 
 _DATA: Any = Tensor.data
-_SAME_STORAGE: Any = torch.ops.aten._has_same_storage_numel.default
 
 
 def refuse_python_value(x: LocalTensor, call: str) -> NoReturn:
@@ -209,7 +214,7 @@ def is_uneven(x: Tensor) -> bool:
     """Whether simulated ranks hold blocks of different shapes, under a ``torch.func`` transform too."""
     if type(x) is LocalTensor:
         return x.uneven
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) and not all(type(length) is int for length in x.shape)
+    return is_wrapped(x) and not all(type(length) is int for length in x.shape)
 
 
 def expand(x: Tensor, held: Frame) -> LocalTensor:
@@ -337,7 +342,7 @@ def _apply_in_parts(
 
 def _looks_for_nan() -> bool:
     """Whether autograd itself asks, as under ``torch.autograd.detect_anomaly``."""
-    return torch.is_anomaly_check_nan_enabled() and torch._C._current_graph_task_id() != -1
+    return torch.is_anomaly_check_nan_enabled() and current_graph_task() != -1
 
 
 def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:
@@ -427,7 +432,7 @@ def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, b
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
             return local_int(held, results)
-        if func is _SAME_STORAGE:  # torch asks whether a tangent may stay as it is
+        if func is aten_same_storage_size:  # torch asks whether a tangent may stay as it is
             return False
         raise VarianceError(
             f"{func} gave different Python values on different ranks; make its operands equal first (psum, pmax, "

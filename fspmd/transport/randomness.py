@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
+from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import outside_transforms, state
 from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
 _CPU = torch.device("cpu")
 _NOTHING = nullcontext()
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @state
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
     device = _CPU if generator is None else generator.device
-    with torch._C.DisableTorchFunction(), outside_transforms() if _transforms_active() else _NOTHING:
+    with DisableTorchFunction(), outside_transforms() if transforms_active() else _NOTHING:
         return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
 
 
@@ -78,7 +78,7 @@ def one_stream(seed: int, index: int) -> Iterator[None]:
 @state
 def begin_stream(seed: int, index: int) -> Any:
     """From here on the generator is the stream of one coordinate; gives the state that it had."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         before = _get_states()
         torch.manual_seed(fold_in(seed, index))
     return Kept(before)
@@ -87,14 +87,14 @@ def begin_stream(seed: int, index: int) -> Any:
 @state
 def go_on(before: Kept) -> None:
     """The generator is in the state that it had."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         _set_states(before.states)
 
 
 @state
 def kept_states() -> Any:
     """The state of the generator."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return Kept(_get_states())
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fspmd.torch_internals import aten_zero_tensor
 from fspmd.tracing import DispatchMode, step
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import call_per_rank
@@ -53,7 +53,7 @@ def _made_apart(held: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 #: tangents of zeros have no memory, and no rank draws them
-_MAKES: dict[Any, bool] = {torch.ops.aten._efficientzerotensor.default: False}
+_MAKES: dict[Any, bool] = {aten_zero_tensor: False}
 
 
 def _makes_tensor(func: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from fspmd.entries import blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import DisableTorchDispatch, DisableTorchFunction
 
 Coordinate = tuple[int, ...]
 Window = tuple[tuple[int, int], ...]
@@ -234,7 +235,7 @@ def traffic(move: Reblock) -> Traffic:
 def _traffic_of_many(move: Reblock, axes: frozenset[str]) -> Traffic:
     """The same within a mesh, of all ranks at a time; each dim is counted along its own axes alone."""
     whole, kept, pieces = [], [], []
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with DisableTorchDispatch(), DisableTorchFunction():
         for (before, origins, ends), (after, starts, stops) in zip(
             _ranges(move.source, axes), _ranges(move.target, axes), strict=True
         ):

@@ -14,6 +14,7 @@ import optree
 import torch
 
 from fspmd.global_view.refusals import shown
+from fspmd.torch_internals import current_autograd_node
 from fspmd.watching.module_paths import path_of
 
 _HERE: Final = str(Path(__file__).parents[1])
@@ -123,7 +124,7 @@ def trace() -> Trace:
 
 
 def _name(outermost: FrameType | None, edges: str) -> str:
-    if outermost is None or torch._C._current_autograd_node() is not None:
+    if outermost is None or current_autograd_node() is not None:
         return "backward()"
     file = _file(outermost.f_code.co_filename).name
     if file == "shard_map.py" and edges:

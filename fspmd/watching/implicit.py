@@ -30,6 +30,7 @@ from fspmd.redistribution.steps import Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import leaf_paths
 from fspmd.watching.causes import Cause, Trace
@@ -37,7 +38,6 @@ from fspmd.watching.expressions import expression_at, operands_of
 from fspmd.watching.watch import communicates, price_of
 
 _grad_enabled = torch.is_grad_enabled
-_functorch: Any = torch._C._functorch
 _WAYS = 4  # that a report shows besides the one taken
 _REFLECTED = {f"__{name}__" for name in REFLECTED}
 _SUMS = "[in backward "  # how the cost of a row begins that moves nothing forward
@@ -78,7 +78,7 @@ def followed(x: Any) -> bool:
     while _grad_enabled() and isinstance(x, Tensor):
         if x.requires_grad:
             return True
-        x = _functorch.get_unwrapped(x) if _functorch.is_functorch_wrapped_tensor(x) else None
+        x = wrapped_by(x) if is_wrapped(x) else None
     return False
 
 

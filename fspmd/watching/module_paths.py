@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-_CALL: Final = nn.Module._call_impl.__code__
+from fspmd.torch_internals import module_call
+
+_CALL: Final = module_call.__code__
 #: by model, the path of each of its modules; None for a module of another model
 _paths: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str | None]]] = WeakKeyDictionary()
 

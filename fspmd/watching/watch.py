@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.profiler import record_function
 
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
 from fspmd.redistribution.cost import Price, Topology, moves, price
+from fspmd.torch_internals import current_autograd_node, profiler
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Route
@@ -145,7 +145,7 @@ def _tell(
     cost: Price,
     cause: Cause,
 ) -> None:
-    backward = torch._C._current_autograd_node() is not None
+    backward = current_autograd_node() is not None
     moved = Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)
     for watcher in _watchers:
         watcher.told(moved)
@@ -155,7 +155,7 @@ def _watched(x: Any, call: Call) -> Call:
     if type(call) is _Watched:
         return call
     found = trace()
-    if torch._C._current_autograd_node() is None:
+    if current_autograd_node() is None:
         for watcher in _watchers:
             watcher.before(x, call, found)
     return _Watched(call, found.cause)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from torch import fx
-from torch._ops import OpOverload
 
 from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.facts import draws, is_pure
 from fspmd.programs.passes.aliases import Memory, written
 from fspmd.programs.passes.left import UNLIKE, leave
 from fspmd.programs.program import Program
+from fspmd.torch_internals import OpOverload
 
 
 def dead_code(program: Program) -> int:

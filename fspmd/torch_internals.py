@@ -1,0 +1,271 @@
+"""The private names of torch that fspmd uses: no other module of the package reads one.
+
+The line above a name says what it gives, and what could take its place. All are there in torch 2.11, the lowest version
+that fspmd takes. Names that take long to import are functions, at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._decomp
+import torch._functorch.autograd_function
+import torch._functorch.eager_transforms
+import torch._functorch.pyfunctorch
+import torch._functorch.vmap
+import torch._prims_common
+import torch._subclasses.fake_tensor
+import torch.jit._recursive
+import torch.utils._device
+import torch.utils._python_dispatch
+import torch.utils._pytree
+
+# Kinds of functions
+
+#: the class of one aten function, such as `aten.add.Tensor`
+OpOverload = torch._ops.OpOverload
+#: the class of all aten functions of a name, such as `aten.add`
+OpOverloadPacket = torch._ops.OpOverloadPacket
+#: the class of `cond`, `while_loop`, `flex_attention` and their kin
+HigherOrderOperator = torch._ops.HigherOrderOperator
+#: torch's functions in C, without what Python puts around them; instead: the functions of `torch`, at a little cost
+VariableFunctions: Any = torch._C._VariableFunctions
+#: the class in C below `torch.Tensor`; instead: `torch.Tensor.__base__`
+TensorBase: Any = torch._C.TensorBase
+#: the class of methods of scripted modules
+ScriptMethod: Any = torch._C.ScriptMethod
+#: the module of a scripted method
+wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
+#: the function in whose frame a module's `forward` runs
+module_call: Any = torch.nn.Module._call_impl
+#: what `nn.utils.rnn.pad_packed_sequence` calls
+pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
+#: the names of torch's dispatch keys
+DispatchKey: Any = torch._C.DispatchKey
+#: whether an aten function has a kernel for a key
+has_kernel_for: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+#: what aten functions are made of, as export takes it; instead: `torch.export.default_decompositions`
+core_aten_decompositions: Any = torch._decomp.core_aten_decompositions
+#: what aten functions are made of, all that torch knows; instead: `torch.export.default_decompositions`
+decomposition_table: Any = torch._decomp.decomposition_table
+
+# Functions that have no public name
+
+#: an assertion that does not wait for the device
+assert_async: Any = torch.ops.aten._assert_async.msg
+#: distances of rows, of two blocks; instead: `torch.cdist` where its checks do not matter
+aten_cdist: Any = torch.ops.aten._cdist_forward.default
+#: distances of rows, of one block; instead: `F.pdist` where its checks do not matter
+aten_pdist: Any = torch.ops.aten._pdist_forward.default
+#: zeros without memory, which stand for no tangent
+aten_zero_tensor: Any = torch.ops.aten._efficientzerotensor.default
+#: sums of rows of a table; instead: `F.embedding_bag`
+aten_embedding_bag: Any = torch.ops.aten._embedding_bag
+#: products of groups of rows, as dispatch sees them
+aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
+#: products of groups of rows; instead: `F.grouped_mm`
+torch_grouped_mm: Any = torch._grouped_mm
+#: what forward derivatives ask of a tangent
+aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
+#: `x.item()`, as dispatch sees it; instead: `torch.ops.aten.item`
+aten_number: Any = torch.ops.aten._local_scalar_dense.default
+#: a softmax that gives zeros for rows of -inf; instead: `torch.softmax` and `where`
+safe_softmax: Any = torch._safe_softmax
+#: raises what torch raises of a singular matrix
+linalg_check_errors: Any = torch._linalg_check_errors
+#: copies a list of tensors at once; instead: `copy_` of each
+foreach_copy_: Any = torch._foreach_copy_
+#: the fan of a weight, as the initialisers take it
+fan_of: Any = torch.nn.init._calculate_correct_fan
+#: what `trunc_normal_` calls
+trunc_normal_without_grad: Any = torch.nn.init._no_grad_trunc_normal_
+#: the reduction that `size_average` and `reduce` mean
+legacy_reduction: Any = torch.nn.functional._Reduction.legacy_get_string  # type: ignore[attr-defined]
+#: raises what torch raises of a batch with one value per channel
+check_batch_size: Any = torch.nn.functional._verify_batch_size  # type: ignore[attr-defined]
+#: the same of one value per instance
+check_spatial_size: Any = torch.nn.functional._verify_spatial_size  # type: ignore[attr-defined]
+#: whether strides leave no gaps
+is_dense: Any = torch._prims_common.is_non_overlapping_and_dense_or_false
+
+# Python that sees calls: functions and modes
+
+#: a block in which no mode and no subclass sees calls
+DisableTorchFunction = torch._C.DisableTorchFunction
+#: a block in which no subclass sees calls
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+#: a block in which modes and subclasses see calls again
+EnableTorchFunction: Any = torch._C._EnableTorchFunction
+#: the `__torch_function__` of a class that sees no calls
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+#: whether modes and subclasses see calls
+is_torch_function_enabled: Any = torch._C._is_torch_function_enabled
+#: how many `TorchFunctionMode`s are entered
+count_function_modes: Any = torch._C._len_torch_function_stack
+#: one of those entered
+function_mode_at: Any = torch._C._get_function_stack_at
+#: enters a mode; `with` costs more; instead: `with mode:`
+push_function_mode: Any = torch._C._push_on_torch_function_stack
+#: leaves the one entered last; instead: `with mode:`
+pop_function_mode: Any = torch._C._pop_torch_function_stack
+#: a mode that sees aten functions, below autograd
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+#: how many `TorchDispatchMode`s are entered
+count_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+#: those that are entered
+dispatch_mode_stack: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+#: enters one for this thread alone; instead: `with mode:`
+push_dispatch_mode: Any = torch.utils._python_dispatch._push_mode
+#: leaves the one entered last; instead: `with mode:`
+pop_dispatch_mode: Any = torch.utils._python_dispatch._pop_mode
+#: a block without those that are entered
+disable_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
+#: the mode entered under a key of torch's own
+dispatch_mode_of: Any = torch._C._get_dispatch_mode
+#: the key of a `FakeTensorMode`
+FAKE_KEY: Any = torch._C._TorchDispatchModeKey.FAKE
+#: the key of `make_fx`
+PROXY_KEY: Any = torch._C._TorchDispatchModeKey.PROXY
+#: a block in which no class or mode sees aten functions
+DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+#: gives results of a subclass the memory that their operands have
+return_and_correct_aliasing: Any = torch.utils._python_dispatch.return_and_correct_aliasing
+#: the mode of `with torch.device(...)`
+DeviceContext = torch.utils._device.DeviceContext
+#: the default device, as a string; instead: `torch.get_default_device`, which is slower
+default_device: Any = torch._C._get_default_device
+#: whether autocast is on for some device; instead: `torch.is_autocast_enabled` of each device
+is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
+#: the keys of a tensor: conjugated, of inference mode
+dispatch_keys: Any = torch._C._dispatch_keys
+#: what `torch.jit.trace` records; instead: `torch.jit.is_tracing`, which is slower
+jit_tracing: Any = torch._C._get_tracing_state
+
+# torch.func
+
+#: whether a transform of `torch.func` runs
+transforms_active: Any = torch._C._are_functorch_transforms_active
+#: whether a transform wraps a tensor
+is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+#: whether `vmap` wraps it
+is_batched: Any = torch._C._functorch.is_batchedtensor
+#: whether `grad`, `vjp` or `jvp` wraps it
+is_gradtracking: Any = torch._C._functorch.is_gradtrackingtensor
+#: whether the transform that wraps it has ended
+is_dead_wrapper: Any = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009
+#: what is wrapped
+wrapped_by: Any = torch._C._functorch.get_unwrapped
+#: the level of the transform that wraps it
+level_of: Any = torch._C._functorch.maybe_get_level
+#: the level of the innermost transform
+current_level: Any = torch._C._functorch.maybe_current_level
+#: the dim that `vmap` maps
+batch_dim_of: Any = torch._C._functorch.maybe_get_bdim
+#: wraps a tensor as `vmap` does
+add_batch_dim: Any = torch._C._functorch._add_batch_dim
+#: a block outside all transforms
+clear_transforms: Any = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+#: a block outside the innermost
+pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack
+#: how a transform runs a custom `Function`
+custom_function_call: Any = torch._functorch.autograd_function.custom_function_call
+#: where transforms make and unmake their levels
+transforms_module: Any = torch._functorch.eager_transforms
+#: where `vmap` takes mapped dims off its results
+vmap_module: Any = torch._functorch.vmap
+
+# autograd
+
+#: switches gradients; the public block costs more; instead: `torch.set_grad_enabled`
+set_grad_enabled: Any = torch._C._set_grad_enabled
+#: the node of a graph that runs now, in backward
+current_autograd_node: Any = torch._C._current_autograd_node
+#: the number of the backward pass that runs now, or -1
+current_graph_task: Any = torch._C._current_graph_task_id
+#: the class of the node of a leaf; instead: `torch.autograd.graph.get_gradient_edge` of a leaf
+AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
+#: the number of the next node of a graph, in this thread
+next_sequence: Any = torch._C._autograd._get_sequence_nr
+#: the innermost `saved_tensors_hooks`
+top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+#: leaves them; instead: `with saved_tensors_hooks(...):`
+pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+#: enters them; instead: `with saved_tensors_hooks(...):`
+push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
+#: a public module, whose `_is_profiler_enabled` is true while a profiler runs
+profiler = torch.autograd.profiler
+#: a public module, whose `_current_level` is -1 while no forward derivative is taken
+forward_ad = torch.autograd.forward_ad
+#: runs backward without the checks of `torch.autograd.grad`; takes a function to call at its end
+execution_engine: Any = torch.autograd.Variable._execution_engine
+
+# Fake tensors
+
+#: the module of all that follows
+fake_tensor = torch._subclasses.fake_tensor
+#: a tensor of a device, without values
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+#: the mode that makes them
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+#: a value was asked for that nobody has
+DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
+#: a shape follows from values
+DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
+#: has a tensor warn when its pointer is asked for
+warn_of_pointers: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr
+#: has it raise
+refuse_pointers: Any = torch._C._set_throw_on_mutable_data_ptr
+
+# Memory
+
+#: a tensor of a subclass, without memory
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+#: a tensor of a subclass, with the memory of another
+make_subclass: Any = torch.Tensor._make_subclass
+#: whether two tensors have the same memory; instead: `untyped_storage()` of both
+is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+#: the module of torch's C code, a function of which a recording replaces
+torch_c = torch._C
+#: has two tensors trade places, views and all; instead: `torch.utils.swap_tensors`, which refuses where views are
+swap_memory: Any = torch._C._swap_tensor_impl
+#: how many tensors have a storage
+storage_uses: Any = torch._C._storage_Use_Count
+
+# torch.compile
+
+#: switches Dynamo for this thread; instead: `torch.compiler.set_stance`, for all threads
+eval_frame: Any = torch._C._dynamo.eval_frame
+#: tells whether tensors look as they did, in C
+TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+
+# Trees
+
+#: torch's own trees, whose nodes optree is taught
+torch_trees = torch.utils._pytree
+
+
+def constant_source(name: str) -> Any:
+    """Where a symbol of `ShapeEnv` comes from; instead: none."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
+
+
+def strided_shard(dim: int, pieces: int) -> Any:
+    """DTensor's placement of a dim that is cut in another order than that of the mesh; instead: none."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def inductor() -> Any:
+    """The module of torch's compiler, whose `compile` takes an FX graph; instead: `torch.compile`."""
+    import torch._inductor.exc
+
+    return torch._inductor
+
+
+def compiled_frames() -> int:
+    """How many frames Dynamo has seen in this process, once it is imported; instead: none."""
+    return torch._dynamo.utils.counters["frames"]["total"]
