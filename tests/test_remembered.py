@@ -428,3 +428,13 @@ def test_the_gradient_of_a_tied_weight_is_summed_once(cut: P) -> None:
         torch.testing.assert_close(device_get(found), wanted)
         sums = [one for one in log if "dp" in one.axes and len(one.shape) == 2]
         assert [one.axes for one in sums] == [("dp",)], str(log)
+
+
+def test_what_was_made_of_a_copy_does_not_keep_it_in_use() -> None:
+    mesh = make_mesh((2, 3), ("x", "y"), transport="simulation")
+    whole = torch.zeros(6, 6, dtype=torch.float64)
+    x = device_put(whole, P(None, "x"), mesh=mesh)
+    part = x[:, 1].clone()  # of a column that one rank has: a pending sum
+    part.add_(1)
+    x[:, 1] = part
+    torch.testing.assert_close(device_get(x)[:, 1], torch.ones(6, dtype=torch.float64))

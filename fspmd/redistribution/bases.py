@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.copies import is_copy
 from fspmd.pairs import Call, apply, given, is_transformed
 from fspmd.redistribution.cost import price, topology
 from fspmd.redistribution.moves import Leg
@@ -47,9 +48,9 @@ class _Made:
 
 
 def remember_base(x: Tensor, base: Tensor, spec: TensorSpec, again: Callable[[Tensor], Tensor]) -> None:
-    """``x`` is a pending sum that was made ``again`` of another, which lies so."""
+    """``x`` is a pending sum that was made ``again`` of another, which lies so, and which it keeps alive."""
     is_unknown = is_transformed() or x.is_inference() or base.is_inference()  # when it is written into
-    if x is not base and not (is_unknown or is_shared_unseen(base)):
+    if x is not base and not (is_unknown or is_shared_unseen(base) or is_copy(base)):
         setattr(x, MADE, _Made(x, base, spec, again))
 
 
