@@ -144,6 +144,7 @@ def join(a: Variance, b: Variance) -> Variance:
 def show(x: Tensor) -> str:
     """``f32[8,4]{V:x}``.
 
+    >>> import torch
     >>> show(set_variance(torch.zeros(8, 4), Variance(varying={"x"})))
     'f32[8,4]{V:x}'
     """

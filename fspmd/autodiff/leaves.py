@@ -191,6 +191,7 @@ def show_leaf(x: Any) -> str:
 def stop_gradient(tree: T) -> T:
     """The same values, not followed by autograd, with the types and layouts they had. Nothing is sent.
 
+    >>> import torch
     >>> from fspmd import grad
     >>> grad(lambda x: (stop_gradient(x) * x).sum())(torch.tensor([2.0, 3.0]))
     tensor([2., 3.])

@@ -44,6 +44,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
         VarianceError: no such cast; the message says which collective it takes.
         AxisError: outside a body, or an axis that is not bound.
 
+    >>> import torch
     >>> from fspmd import P, make_mesh, shard_map, typeof
     >>> mesh = make_mesh((4,), ("x",))
     >>> def f(w):
@@ -98,6 +99,7 @@ def axis_index(axis_name: AxisName) -> Tensor:
     Raises:
         AxisError: outside a body, or an axis that is not bound.
 
+    >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
     >>> f = shard_map(lambda x: x + axis_index("x"), mesh=mesh, in_specs=P(), out_specs=P("x"))
@@ -117,6 +119,7 @@ def axis_size(axis_name: AxisName) -> int:
     Raises:
         AxisError: outside a body, or an axis that is not bound.
 
+    >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((2, 4), ("x", "y"))
     >>> f = shard_map(lambda x: x * axis_size(("x", "y")), mesh=mesh, in_specs=P("x"), out_specs=P("x"))

@@ -71,6 +71,7 @@ def to_dtensor(tree: Any) -> Any:
         MeshError: a simulated or abstract mesh, which has no process per block.
         SpecError: a layout that no DTensor has, such as an axis that is reduced.
 
+    >>> import torch
     >>> from fspmd import device_put, make_mesh
     >>> to_dtensor(device_put(torch.zeros(4), P("x"), mesh=make_mesh((2,), ("x",), transport="simulation")))
     Traceback (most recent call last):

@@ -136,6 +136,7 @@ def jit(
 
     ``jit(f).cache_info()`` counts replays, recorded runs and records; ``jit(f).clear_cache()`` forgets them.
 
+    >>> import torch
     >>> from fspmd import P, device_put, grad, make_mesh
     >>> w = device_put(torch.arange(4.0), P("x"), mesh=make_mesh((4,), ("x",)))
     >>> step = jit(lambda w: w - 0.1 * grad(lambda w: (w * w).sum())(w))
@@ -246,6 +247,7 @@ class Jitted(Generic[Q, R]):
     It has the function's name, docstring and signature, binds as a method does, and is copied and pickled by name, as
     functions are.
 
+    >>> import torch
     >>> double = jit(lambda x: 2 * x)
     >>> double(torch.ones(2)), double(torch.ones(2))
     (tensor([2., 2.]), tensor([2., 2.]))
