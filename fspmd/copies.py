@@ -91,13 +91,6 @@ def handed_on(out: Any, x: Any) -> Any:
     return out
 
 
-def is_copy(x: Tensor) -> bool:
-    """Whether a block is a copy where torch gives a view, or a view of one: while it lives, what it was made of cannot
-    be written into.
-    """
-    return hasattr(x, _COPY) or hasattr(x._base, _COPY)
-
-
 def forget_marks(x: Tensor) -> Tensor:
     """The same block, which is in memory of its own now, without what was noted of the memory it had."""
     for name in (_COPY, _COPIES, _MOVED_FROM, _ROOT):

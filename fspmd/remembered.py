@@ -30,7 +30,6 @@ from fspmd.variance import unwrapped
 _MOVES: Final = "_fspmd_moves"
 _CASTS: Final = "_fspmd_casts"
 _ORIGIN: Final = "_fspmd_origin"
-MADE: Final = "_fspmd_made"
 _MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
 _WRITES: Final = "_fspmd_writes"  # on memory: how often fspmd wrote into it, and the version after that
 _ASKED: Final = "_fspmd_asked"
@@ -115,12 +114,8 @@ def forgetting(casts: bool = True) -> Iterator[None]:
 
 
 def has_moves(x: Tensor) -> bool:
-    """Whether any move was remembered of a tensor, or of what it was made of."""
-    known = x.__dict__
-    if _MOVES in known or MADE not in known:
-        return _MOVES in known
-    base = known[MADE].base
-    return base is not None and has_moves(base)
+    """Whether any move was remembered of a tensor."""
+    return _MOVES in x.__dict__
 
 
 def moves_of(x: Tensor) -> list[Any]:
@@ -177,7 +172,7 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
 
 def forget(x: Tensor) -> None:
     """A tensor is in other memory now, or has left its graph."""
-    for name in (_MOVES, _CASTS, _ORIGIN, MADE, *ASKING):
+    for name in (_MOVES, _CASTS, _ORIGIN, *ASKING):
         x.__dict__.pop(name, None)
     setattr(x, _MEMORY, x.__dict__.get(_MEMORY, 0) + 1)
 
@@ -185,11 +180,6 @@ def forget(x: Tensor) -> None:
 def remember_no_moves(x: Tensor) -> None:
     """From here on, and what was remembered is forgotten."""
     setattr(x, _MOVES, _Nothing())
-
-
-def is_shared_unseen(x: Tensor) -> bool:
-    """Whether `remember_no_moves` was told of it."""
-    return isinstance(x.__dict__.get(_MOVES), _Nothing)
 
 
 def wrote(x: Tensor, soon: bool = False) -> None:

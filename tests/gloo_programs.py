@@ -372,7 +372,7 @@ def settled_whatever_the_garbage() -> list[tuple[int, int]]:
     for _ in range(2):
         with communication_log() as log:
             y = torch.tanh(x @ w) @ w.mT
-            held: list[Any] = [torch.sin(y[1:].mT)]
+            held: list[Any] = [torch.sin(y)]
             held.append(held)
             del held
             if mesh.coordinate() == (0,):

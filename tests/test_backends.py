@@ -20,7 +20,6 @@ from torch import Tensor, fx
 
 import fspmd
 from fspmd import ArgumentError, P, device_put, jit
-from fspmd.programs import inductor
 from fspmd.programs.passes.table import PASSES
 
 
@@ -189,7 +188,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(module: Any, values: Any) -> Any:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(inductor.torch._inductor, "compile", refuse)
+    monkeypatch.setattr(torch._inductor, "compile", refuse)
     recorded = jit(lambda x: x.sin() + 1, backend="inductor")
     recorded(torch.ones(2))
     with pytest.raises(ArgumentError, match=r"^jit\(backend='inductor'\) needs a C\+\+ compiler .* g\+\+ or clang"):

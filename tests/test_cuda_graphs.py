@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
 from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh
-from fspmd.programs import backends
+from fspmd.programs import backends, cuda_graphs
 from fspmd.programs.cuda_graphs import CudaGraphs, by_cuda_graphs, by_graphs
 from fspmd.programs.facts import memory_of
 from fspmd.programs.passes.table import PASSES
@@ -197,7 +197,7 @@ def test_tensors_closed_over_are_read_where_they_lie(device: str) -> None:
 def test_what_goes_from_graph_to_graph_is_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     copy = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copied.append(len(of)) or copy(to, of))
+    monkeypatch.setattr(cuda_graphs, "foreach_copy_", lambda to, of: copied.append(len(of)) or copy(to, of))
 
     def f(x: Tensor) -> Tensor:
         y, z = x.sin() * 2, x.cos() + 1

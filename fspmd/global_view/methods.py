@@ -37,11 +37,26 @@ def _binary(func: Any) -> Any:
     return method
 
 
+def _reflected(name: str) -> Any:
+    """``other <op> self``: torch has the operands of two tensors in that order, by which their result lies in memory."""
+    forward, reflected = getattr(Tensor, f"__{name[1:]}__"), getattr(Tensor, f"__{name}__")
+
+    def method(self: Sharded, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return above.dispatch(forward, (), (other, self))
+        return NotImplemented if other is None else above.dispatch(reflected, (), (self, other))
+
+    return method
+
+
 def _radd(self: Sharded, other: Any) -> Any:
     """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
     if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
         return above.dispatch(Tensor.clone, (), (self,))
-    return NotImplemented if other is None else above.dispatch(Tensor.__radd__, (), (self, other))
+    return _add_to(self, other)
+
+
+_add_to: Final = _reflected("radd")
 
 
 def _absent(name: str, instead: str = "use it in a function run by shard_map, or on device_get(x)") -> Any:
@@ -92,8 +107,10 @@ def install() -> None:
             setattr(Sharded, name, _method(getattr(Tensor, name)))
     for name in _VIEWS:
         setattr(Sharded, name, _getter(getattr(Tensor, name).__get__))
-    for name in (*BINARY, *REFLECTED):
+    for name in BINARY:
         setattr(Sharded, f"__{name}__", _binary(getattr(Tensor, f"__{name}__")))
+    for name in REFLECTED:
+        setattr(Sharded, f"__{name}__", _reflected(name))
     for name, (_, function) in BINARY.items():
         if hasattr(Tensor, f"__i{name}__"):  # x += y writes into x, which other names may hold
             setattr(Sharded, f"__i{name}__", _binary(getattr(Tensor, f"{function}_")))

@@ -2,8 +2,7 @@
 
 Where such a value, equal on all ranks, is later cut, each rank makes its part anew of operands that are cast or cut.
 Its gradient is then summed over what it was made of, and not gathered: of a table [2, D] that is looked up at places
-[B, S] beside a cut batch it is a sum of [2, D], not a gather of [B, S, D]. And what of a pending sum was made of
-another one, which is ended for both (`bases.py`).
+[B, S] beside a cut batch it is a sum of [2, D], not a gather of [B, S, D].
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from fspmd.global_view.outcomes import at
 from fspmd.global_view.propagate import OpPlan, Question, is_float, plan_of
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.pairs import is_transformed
-from fspmd.redistribution.bases import remember_base
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.once import keep
 from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
-from fspmd.rules.elementwise import elementwise
 from fspmd.spec import TensorSpec
 
 
@@ -48,36 +45,6 @@ def noting(func: Any, positional: int, question: Question, best: Strategy, plan:
     if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
         return plan
     return replace(plan, local=functools.partial(_noted, plan.local, _Again(func, positional, question, result)))
-
-
-def knowing_base(question: Question, plan: OpPlan) -> OpPlan:
-    """The plan; of a view, or a function of each element, of a pending sum one whose result knows what it is made of.
-
-    Moved it is no longer made of that; of uneven blocks functions run in a way of their own.
-    """
-    place, spec = question.operands[0]
-    results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
-    if plan.needs_redistribute or question.fixed or len(question.operands) > 1 or place != 0 or plan.by_name:
-        return plan
-    if not (question.views or question.row.rule is elementwise) or not spec.partition.unreduced:
-        return plan
-    if any(not one.even or one.partition.unreduced != spec.partition.unreduced for one in (spec, *results)):
-        return plan
-    return replace(plan, local=functools.partial(_made_of, plan.local, spec))
-
-
-def _made_of(local: Callable[..., Any], spec: TensorSpec, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    out = local(x, *args, **kwargs)
-    if isinstance(out, Tensor):
-        remember_base(out, x, spec, lambda base: local(base, *args, **kwargs))
-    else:
-        for i, one in enumerate(out):
-            remember_base(one, x, spec, functools.partial(_one_of, local, i, args, kwargs))
-    return out
-
-
-def _one_of(local: Callable[..., Any], i: int, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
-    return local(x, *args, **kwargs)[i]  # type: ignore[no-any-return]
 
 
 def _bytes(spec: TensorSpec) -> int:

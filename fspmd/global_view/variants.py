@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.global_view.origins import knowing_base, noting
+from fspmd.global_view.origins import noting
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, is_float, plan_of
 from fspmd.global_view.refusals import refuse_write, shown
@@ -62,7 +62,7 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     best = question.best(known)
     if best is None:
         refuse_write(func, [spec for _, spec in question.operands])
-    plan = knowing_base(question, plan_of(func, positional, question, best))
+    plan = plan_of(func, positional, question, best)
     empty = True in [0 in spec.shape for _, spec in question.operands]
     floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
     pending = () if question.views or question.fixed else tuple(_pending(question))
@@ -142,7 +142,7 @@ class _ByBlocks:
         best = (question.at(lie) if elsewhere else question).best()
         if best is None:
             refuse_write(self.func, [spec for _, spec in question.operands])
-        return knowing_base(question, plan_of(self.func, self.positional, question, best, lie))
+        return plan_of(self.func, self.positional, question, best, lie)
 
 
 _NONE: Final = frozenset[int]()

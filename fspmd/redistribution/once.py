@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
-from fspmd.redistribution.bases import by_base, ended_bases
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.redistribute import redistribute
@@ -61,14 +60,12 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
     y = x
     if (made := _made_again(x, leg, kept)) is not None:
         return made
-    ended = by_base(x, leg) if lasting else None
-    for step in () if ended is not None else leg.calls:
+    for step in leg.calls:
         if step.pair.name == "slice" and _is_followed(y):
             y = cast_once(y, step)
             kept.append(y)
         else:
             y = apply(y, step)
-    y = y if ended is None else ended
     if lasting and y is not x and y._base is not x:
         remember(x, (leg.source, leg.reached), y)
     return y
@@ -155,7 +152,6 @@ def ended(x: Tensor, source: TensorSpec) -> TensorSpec | None:
     pending = source.partition.unreduced
     found = [what[1] for what in moves_of(x) if what[0] is source]
     found = [one for one in found if one.partition.unreduced < pending and recall(x, (source, one)) is not None]
-    found += ended_bases(x, source)
     return max(found, key=lambda one: prod(one.block_shape), default=None)
 
 
