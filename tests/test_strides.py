@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import random
 from collections.abc import Callable
@@ -224,3 +225,23 @@ def test_what_torch_copies_is_no_view_of_a_block(partition: P) -> None:
         found.add_(1)
         assert torch.equal(device_get(found), expected)
         assert torch.equal(device_get(x), whole)
+
+
+def test_contiguous_gives_its_operand_where_blocks_do_not_lie_so() -> None:
+    plain = torch.arange(64.0).view(8, 8)
+    x = reshard(device_put(plain, P(), mesh=MESH), P(None, "x"))
+    for make in (lambda x: x.contiguous(), lambda x: x.contiguous().t()):
+        mine, theirs = make(x), make(plain)
+        x.add_(1)
+        plain.add_(1)
+        torch.testing.assert_close(device_get(mine), theirs)
+        mine[0] = theirs[0] = 7
+        torch.testing.assert_close(device_get(x), plain)
+
+
+@pytest.mark.parametrize("op", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow])
+def test_a_plain_operand_comes_first_where_it_stands(op: Callable[[Any, Any], Any]) -> None:
+    plain, other = torch.rand(4, 4).t(), torch.rand(4, 4)
+    found = op(plain, device_put(other, P("x"), mesh=MESH))
+    torch.testing.assert_close(device_get(found), op(plain, other))
+    assert found.stride() == op(plain, other).stride()

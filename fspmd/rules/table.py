@@ -87,6 +87,7 @@ class Row:
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
     weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
     divides: bool = False  # the first operand is divided by what follows
+    as_is: bool = False  # gives its operand where that lies as a new tensor, however its blocks lie
 
 
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +187,7 @@ ROWS: Final[dict[str, Row]] = {
     "complex": Row(elementwise, "sum", weighs=True),
     **{name: Row(elementwise) for name in ELEMENTWISE},  # as ops they have an int for their reduction
     **{name: Row(elementwise, "first") for name in _CASTS},
-    "contiguous": Row(elementwise, "first", local=contiguous),
+    "contiguous": Row(elementwise, "first", local=contiguous, as_is=True),
     **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=NUMBERS, sized=True) for name in _names("mul multiply rmul")},
     **{
