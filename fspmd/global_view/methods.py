@@ -38,7 +38,7 @@ def _binary(func: Any) -> Any:
 
 
 def _reflected(name: str) -> Any:
-    """``other <op> self``: torch has the operands of two tensors in that order, by which their result lies in memory."""
+    """``other <op> self``: of two tensors in that order, by which their result lies in memory."""
     forward, reflected = getattr(Tensor, f"__{name[1:]}__"), getattr(Tensor, f"__{name}__")
 
     def method(self: Sharded, other: Any) -> Any:

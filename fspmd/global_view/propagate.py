@@ -203,9 +203,8 @@ def ask(
         factors = row.rule(Whole(shapes, plain, kwargs, after))
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
-    if outcome.same and (
-        factors.whole or factors.summed or (row.as_is and as_new)
-    ):  # x[:, 0:], x.split(8) of 8 rows: nothing is cut
+    cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
+    if outcome.same and (cuts or (row.as_is and as_new)):
         row = replace(
             row,
             rule=elementwise,
