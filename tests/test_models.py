@@ -45,7 +45,8 @@ COUNTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 #: the same without styles once passes have packed them, by axes and dtypes
 PACKED: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("GPT2", "Llama", "Qwen2"), (6, 5, 1, 1)),
-    **dict.fromkeys(("Qwen3", "Gemma2"), (6, 5, 1, 2)),
+    "Qwen3": (6, 5, 1, 2),
+    "Gemma2": (10, 5, 1, 2),
 }
 EVERY = (True, False)  # with styles, and without
 SAMPLE = EVERY if FULL else (True,)
