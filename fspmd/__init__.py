@@ -101,8 +101,9 @@ from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
-from fspmd.sharded import Sharded, typeof
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.value_types import typeof
 from fspmd.watching.communication_log import CommunicationLog, communication_log
 from fspmd.watching.explain_rule import explain_rule
 from fspmd.watching.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default

@@ -72,6 +72,15 @@ def packed(shape: tuple[int, ...]) -> Strides:
     return tuple(reversed(found))
 
 
+def order_in_memory(strides: Strides) -> list[int]:
+    """The dims of a value, the outermost in its memory first.
+
+    >>> order_in_memory((1, 12, 4))
+    [1, 2, 0]
+    """
+    return sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
+
+
 def is_dense(shape: tuple[int, ...], strides: Strides) -> bool:
     """Whether such a value has each place of its memory for one element.
 

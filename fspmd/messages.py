@@ -128,3 +128,14 @@ def micros(time: float) -> str:
     ('3.14 µs', '51,031 µs')
     """
     return f"{time:.3g} µs" if time < 999.5 else f"{time:,.0f} µs"
+
+
+def style_by_rows(path: str, axis: str = "") -> str:
+    """The argument by which modules at such a path run on each rank's rows.
+
+    >>> style_by_rows("layers.0.moe", "x")
+    'styles={"layers.*.moe": OnBlocks(axis="x", input=None, result=None, output=None)}'
+    """
+    pattern = ".".join("*" if key.isdecimal() else key for key in path.split("."))
+    over = f'axis="{axis}", ' if axis else ""
+    return f'styles={{"{pattern}": OnBlocks({over}input=None, result=None, output=None)}}'

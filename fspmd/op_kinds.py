@@ -191,22 +191,23 @@ def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
     return bool(_argument(args, kwargs, 3, "training", False))
 
 
-def _among(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _among(value)
+            yield from tensors_in(value)
 
 
 def _tensor_as_size(*args: Any, **kwargs: Any) -> bool:
     """A 0-d tensor that varies, after the first operand."""
-    return any(not x.ndim and get_variance(x).varying for x in _among((*args[1:], *kwargs.values())))
+    return any(not x.ndim and get_variance(x).varying for x in tensors_in((*args[1:], *kwargs.values())))
 
 
 def _varies_later(*args: Any, **kwargs: Any) -> bool:
     """A tensor that varies, after the first operand."""
-    return any(get_variance(x).varying for x in _among((*args[1:], *kwargs.values())))
+    return any(get_variance(x).varying for x in tensors_in((*args[1:], *kwargs.values())))
 
 
 def _of_list(*args: Any, **kwargs: Any) -> bool:

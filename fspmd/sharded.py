@@ -24,7 +24,6 @@ from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
-from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
 class Sharded(Tensor):
@@ -574,36 +573,3 @@ for _namespace in (NODES, IN_ORDER):
     optree.register_pytree_node(
         Sharded, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=_namespace
     )
-
-
-class ValueType:
-    """What `typeof` tells of a tensor: dtype, shape, and its type over each mesh axis."""
-
-    __slots__ = ("_text", "dtype", "shape", "variance")
-
-    def __init__(self, x: Tensor) -> None:
-        with DisableTorchFunction():
-            self.dtype = x.dtype
-            self.shape = tuple(x.shape)
-            self.variance: Variance = get_variance(x) if isinstance(x, Tensor) else INVARIANT
-            self._text = show(x)
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def typeof(x: Tensor | Sharded) -> ValueType | TensorSpec:
-    """The type of a value: ``f32[8,4]{V:x}`` of a block in a body, the spec of a `Sharded`.
-
-    >>> from fspmd import P, make_mesh, shard_map
-    >>> def body(x):
-    ...     print(typeof(x))
-    ...     return x
-    >>> y = shard_map(body, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))(torch.zeros(32, 4))
-    f32[8,4]{V:x}
-    >>> typeof(y)
-    f32[32@x, 4] on mesh(x=4)
-    """
-    if not isinstance(x, Tensor):
-        raise ArgumentError(f"typeof takes a tensor or a Sharded, but got {described(x)}")
-    return x.spec if isinstance(x, Sharded) else ValueType(x)

@@ -87,7 +87,7 @@ check_batch_size: Any = torch.nn.functional._verify_batch_size  # type: ignore[a
 #: the same of one value per instance
 check_spatial_size: Any = torch.nn.functional._verify_spatial_size  # type: ignore[attr-defined]
 #: whether strides leave no gaps
-is_dense: Any = torch._prims_common.is_non_overlapping_and_dense_or_false
+is_non_overlapping_and_dense: Any = torch._prims_common.is_non_overlapping_and_dense_or_false
 
 # Python that sees calls: functions and modes
 

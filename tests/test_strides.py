@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from full import FULL
 from torch import Tensor
 
-from fspmd import FspmdError, P, device_get, device_put, jit, make_mesh, reshard
+from fspmd import FspmdError, P, device_get, device_put, jit, make_mesh, reshard, stop_gradient, vjp
 
 MESH = make_mesh((2, 2), ("x", "y"))
 CHAINS = 400 if FULL else 24
@@ -245,3 +245,11 @@ def test_a_plain_operand_comes_first_where_it_stands(op: Callable[[Any, Any], An
     found = op(plain, device_put(other, P("x"), mesh=MESH))
     torch.testing.assert_close(device_get(found), op(plain, other))
     assert found.stride() == op(plain, other).stride()
+
+
+def test_values_of_a_derivative_keep_their_strides() -> None:
+    """What vjp, value_and_grad and stop_gradient give lies as torch's does."""
+    x = torch.randn(4, 6)
+    given = device_put(x, P("x"), mesh=make_mesh((2,), ("x",)))
+    told = vjp(lambda x: x.t() * 2, given)[0], stop_gradient(given.t())
+    assert [one.stride() for one in told] == [(x.t() * 2).stride(), x.t().stride()]

@@ -48,7 +48,7 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, treedef
 
 
-def taken_apart(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def flatten_quickly(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The same leaves, and what puts a tree of others together; of a dict of tensors, as models have them, quickly."""
     if type(tree) is dict:
         names = list(tree)
@@ -173,7 +173,7 @@ def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
 def detached(tree: Any) -> Any:
     """The same tree of values that autograd does not follow."""
     if type(tree) is Sharded and state.body is None:  # quickly
-        return pair(tree.local.detach(), tree.spec)
+        return tree.detach()
     return optree.tree_map(_detached_leaf, tree, none_is_leaf=True)
 
 

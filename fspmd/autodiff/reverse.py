@@ -21,12 +21,12 @@ from fspmd.autodiff.leaves import (
     check_results,
     detached,
     flatten,
+    flatten_quickly,
     gradient_like,
     like,
     local_of,
     rewrapped,
     show_leaf,
-    taken_apart,
     typed,
 )
 from fspmd.body import state
@@ -70,7 +70,7 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     >>> pull(torch.ones(4))
     (tensor([0., 2., 4., 6.]),)
     """
-    leaves, together = taken_apart(primals)
+    leaves, together = flatten_quickly(primals)
     check_function(f, "vjp")
 
     def labels() -> list[str]:
@@ -265,7 +265,7 @@ def _value_and_grad(
 ) -> tuple[Any, Any]:
     numbers = check_argnums(argnums, len(args), what)
     one = isinstance(argnums, int)
-    leaves, together = taken_apart(args[numbers[0]] if one else tuple([args[i] for i in numbers]))
+    leaves, together = flatten_quickly(args[numbers[0]] if one else tuple([args[i] for i in numbers]))
 
     def labels() -> list[str]:
         names = parameter_names(f, len(args))

@@ -220,11 +220,23 @@ def ask(
     linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
-    kind, fixed = outcome.kind, writes(func)
-    views = outcome.views and not fixed
+    fixed = writes(func)
     apart = not (as_new or outcome.views or fixed) and may_view(func, args, kwargs, ordered)
-    known = Question(row, ordered, results, kind, factors, linear, fixed, views, tuple(kwargs), products, bare)
-    return known._replace(lying=outcome.lying, apart=apart)
+    return Question(
+        row=row,
+        operands=ordered,
+        results=results,
+        kind=outcome.kind,
+        factors=factors,
+        linear=linear,
+        fixed=fixed,
+        views=outcome.views and not fixed,
+        names=tuple(kwargs),
+        products=products,
+        plain=bare,
+        lying=outcome.lying,
+        apart=apart,
+    )
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import FspmdError, ShapeError
-from fspmd.forms import UNKNOWN, Laid, is_dense
+from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import (
     Graph,
     NotTraceable,
@@ -169,6 +169,6 @@ def _as_told(whole: Tensor, x: Sharded) -> tuple[Tensor, bool]:
     shape, strides = x.spec.shape, lies(x).strides
     if strides is None or not is_dense(shape, strides):
         return whole, False
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    order = order_in_memory(strides)
     back = sorted(range(len(shape)), key=order.__getitem__)
     return whole.permute(order).contiguous().permute(back), True

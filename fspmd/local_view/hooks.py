@@ -14,6 +14,7 @@ refuses.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -45,18 +46,14 @@ from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
-_installed = False
 _BODY = "_fspmd_body"
 _ZEROS = "_fspmd_zeros"  # on the backward of a Function: what makes zeros for each argument that has a gradient
 _Reentrant: Any = torch.utils.checkpoint.CheckpointFunction
 
 
+@functools.cache
 def install() -> None:
     """Wrap them, once per process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     _wrap_apply()
     _wrap_backward()
     _wrap_vmap_exit()
@@ -148,10 +145,10 @@ def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return make
 
 
-def _completed(found: Any, zeros: list[Callable[[], torch.Tensor] | None] | None) -> Any:
+def _completed(found: Any, zeros: list[Callable[[], torch.Tensor] | None]) -> Any:
     """The gradients that a Function gave, with zeros where it gave None for what has a gradient."""
     given = found if isinstance(found, tuple) else (found,)
-    if zeros is None or len(zeros) != len(given):
+    if len(zeros) != len(given):
         return found
     return tuple(make() if g is None and make is not None else g for g, make in zip(given, zeros, strict=True))
 
@@ -173,8 +170,10 @@ def _wrap_backward() -> None:
     original = BackwardCFunction.apply
 
     def apply(self: Any, *args: Any) -> Any:
-        bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
         zeros = getattr(self, _ZEROS, None)
+        if zeros is None:  # made outside a body, and outside what `completing` runs
+            return original(self, *args)
+        bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
         if bodies is None:
             return _completed(original(self, *args), zeros)
         if bodies[1] is None:

@@ -7,13 +7,14 @@ that have been computed one by one have theirs where no hook of the value they a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.op_kinds import tensors_in
 from fspmd.remembered import ASKING
 from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.tracing import hidden
@@ -113,12 +114,3 @@ def _refuse(method: str, name: str, *_: Any) -> NoReturn:
         f"{method}() of what {name} gave of blocks that are uneven, in a simulation, where not all of its gradient is "
         "seen if that is differentiated again; write y = y * 1 and ask for that of the product"
     )
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values, in lists and tuples, too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)

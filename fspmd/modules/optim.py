@@ -22,15 +22,11 @@ from fspmd.spec import P
 Groups = dict[Any, tuple[list[list[Any]], list[int]]]
 _GROUP = "_group_tensors_by_device_and_dtype"
 _NORM = "get_total_norm"
-_installed = False
 
 
+@functools.cache
 def install() -> None:
     """Wrap them, once per process; without a `Sharded` each wrapper goes straight to torch."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     for home in (importlib.import_module("torch.optim.optimizer"), torch.nn.utils.clip_grad):
         setattr(home, _GROUP, _grouping(getattr(home, _GROUP)))
     norm = _over_meshes(torch.nn.utils.get_total_norm)

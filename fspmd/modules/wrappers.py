@@ -11,15 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fspmd.errors import ArgumentError
 from fspmd.sharded import Sharded
 
-_installed = False
 
-
+@functools.cache
 def install() -> None:
     """Have it refused, once per process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     wrapper: Any = DistributedDataParallel
     wrapper.__init__ = _checked(wrapper.__init__)
     setattr(Sharded, "fsdp_pre_all_gather", property(_refuse_fsdp))  # noqa: B010 (fully_shard asks each parameter for it)

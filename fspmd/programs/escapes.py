@@ -15,7 +15,8 @@ from fspmd.errors import RecordError
 from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.programs.replaced import replaced
 from fspmd.sharded import Sharded, is_plain
-from fspmd.torch_internals import is_wrapped, pad_packed_sequence, torch_c, wrapped_by
+from fspmd.torch_internals import pad_packed_sequence, torch_c
+from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 
 Knows = Callable[[Tensor], bool]
@@ -162,8 +163,7 @@ class Escapes(TorchFunctionMode):
 
     def number(self, x: Tensor) -> None:
         """The same of what torch asks for a number; it asks tensors of many elements, too, if they are one."""
-        while is_wrapped(x):
-            x = wrapped_by(x)
+        x = unwrapped(x)
         if x.numel() == 1 and not self.recorder.is_constant(x):
             raise self.recorder.refusal(constant_of(_NUMBER))
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fspmd.foreign import foreign_name
-from fspmd.torch_internals import DisableTorchFunction, is_wrapped, wrapped_by
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.op_facts import facts_of
+from fspmd.variance import unwrapped
 
 aten: Final = torch.ops.aten
 
@@ -45,9 +46,7 @@ def draws(func: Any) -> bool:
 def memory_of(x: Tensor) -> int:
     """What tells the memory of a tensor, and of its views, from that of others."""
     with DisableTorchFunction():
-        while is_wrapped(x):
-            x = wrapped_by(x)
-        return int(blocks_of(x)[0].untyped_storage()._cdata)
+        return int(blocks_of(unwrapped(x))[0].untyped_storage()._cdata)
 
 
 def shard_of(x: LocalTensor, i: int) -> Tensor:

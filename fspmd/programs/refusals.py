@@ -7,11 +7,11 @@ from typing import Any, Final
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
+from fspmd.messages import style_by_rows
 from fspmd.programs.dynamic import written_while_copied
 from fspmd.programs.escapes import constant_of, line
 from fspmd.transport.op_facts import facts_of
 from fspmd.watching.causes import trace
-from fspmd.watching.module_paths import style_by_rows
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:

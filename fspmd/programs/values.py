@@ -25,9 +25,7 @@ from fspmd.torch_internals import (
     FakeTensor,
     current_autograd_node,
     disable_dispatch_modes,
-    is_wrapped,
     next_sequence,
-    wrapped_by,
 )
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
@@ -110,8 +108,7 @@ class Values(RecordingMode):
     def _memory(self, x: Tensor) -> int:
         """What tells the memory of a tensor; of one with values, where others have none, that of its stand-in."""
         block = blocks_of(x)[0]
-        while is_wrapped(block):
-            block = wrapped_by(block)
+        block = unwrapped(block)
         self.check_dense(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
@@ -205,8 +202,7 @@ class Values(RecordingMode):
 
     def is_value(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the recorded function, or was computed in it, and is no constant."""
-        while is_wrapped(x):
-            x = wrapped_by(x)
+        x = unwrapped(x)
         known = _entry(self._nodes, x) or _entry(self._shards, x)
         return known is not None and known[1].op != "get_attr" and not self.is_constant(x)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.copies import as_copies
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.forms import is_dense
+from fspmd.forms import is_dense, order_in_memory
 from fspmd.random.blocks import fill
 from fspmd.random.counter import Block
 from fspmd.rules.likes import Handler, settled
@@ -71,8 +71,7 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
             f"as_strided({size}, {stride}, {storage_offset}) of {x!r} has places that are none of its "
             f"{x.numel()} elements; take it of the whole of which that is a part"
         )
-    order = sorted(range(x.ndim), key=lambda d: (-strides[d], d))
-    out = x.permute(order).reshape(-1).index_select(0, places).reshape(size)
+    out = x.permute(order_in_memory(strides)).reshape(-1).index_select(0, places).reshape(size)
     out.local = as_copies(out.local, [x.local], "as_strided()", True)
     return out
 

@@ -15,7 +15,7 @@ import torch
 
 from fspmd.errors import VarianceError
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import is_dense
+from fspmd.torch_internals import is_non_overlapping_and_dense
 from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -195,7 +195,7 @@ def _of_blocks(
     found = []
     for row in rows:
         block = torch.empty_strided(row[: len(sizes)], row[len(sizes) :], device="meta")
-        dense = memory_format is None and is_dense(block)
+        dense = memory_format is None and is_non_overlapping_and_dense(block)
         found.append(dense or (memory_format is not None and block.is_contiguous(memory_format=memory_format)))
     return LocalInt(one.frame, found, verdict=False)
 

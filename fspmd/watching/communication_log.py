@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fspmd.messages import counted, micros
+from fspmd.messages import counted, micros, style_by_rows
 from fspmd.spec import short_dtype
-from fspmd.watching.module_paths import style_by_rows
 from fspmd.watching.watch import Communication, Watcher, add, remove
 
 

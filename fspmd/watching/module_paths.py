@@ -39,17 +39,6 @@ def path_of(frame: FrameType | None) -> str:
     return next((path for module in running if (path := _known(module)) is not None), "")
 
 
-def style_by_rows(path: str, axis: str = "") -> str:
-    """The argument by which modules at such a path run on each rank's rows.
-
-    >>> style_by_rows("layers.0.moe", "x")
-    'styles={"layers.*.moe": OnBlocks(axis="x", input=None, result=None, output=None)}'
-    """
-    pattern = ".".join("*" if key.isdecimal() else key for key in path.split("."))
-    over = f'axis="{axis}", ' if axis else ""
-    return f'styles={{"{pattern}": OnBlocks({over}input=None, result=None, output=None)}}'
-
-
 def _running(frame: FrameType | None) -> Iterator[nn.Module]:
     """The modules that are called, innermost first."""
     while frame is not None:
