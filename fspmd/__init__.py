@@ -44,11 +44,12 @@ from fspmd.errors import (
     TreeError,
     VarianceError,
 )
+from fspmd.first_use import at_first_use as _at_first_use
 from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
 from fspmd.global_view.methods import install as _install_methods
 from fspmd.global_view.refusals import NoRuleError
 from fspmd.global_view.rule import rule
-from fspmd.local_view.hooks import install as _install
+from fspmd.local_view.hooks import install as _install_hooks
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
@@ -111,10 +112,9 @@ from fspmd.watching.implicit import Implicit
 from fspmd.watching.watch import Communication
 
 _install_methods()
-_install()
-_install_optim()
-_install_wrappers()
 _install_chunks()
+for _one in (_install_hooks, _install_optim, _install_wrappers):
+    _at_first_use(_one)
 if _collects:
     _gc.enable()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +27,38 @@ def test_names() -> None:
     assert [name for name in public if isinstance(getattr(fspmd, name), ModuleType)] == ["random"]
     with pytest.raises(NoRuleError, match="has no rule"):
         torch.embedding(device_put(torch.ones(5, 3), P("x"), mesh=LINE), torch.tensor([1]), sparse=True)
+
+
+_NAMES_OF_TORCH = """
+import sys
+import torch.distributed.checkpoint, torch.optim, torch.utils.checkpoint, torch._functorch.apis, torch.nn.parallel
+
+def is_function(x):
+    return callable(x) and not isinstance(x, type) and not hasattr(type(x), "__getattr__")
+
+def names():
+    modules = [x for name, x in list(sys.modules.items()) if name.split(".")[0] == "torch" and x is not None]
+    owners = {x for module in modules for x in list(vars(module).values()) if isinstance(x, type)} | set(modules)
+    found = [(one, name, x) for one in owners for name, x in list(vars(one).items()) if is_function(x)]
+    return {(one, name): (id(x), id(getattr(x, "__code__", None))) for one, name, x in found}
+
+def replaced():
+    after = names()
+    return sorted({name for (one, name), x in before.items() if after.get((one, name), x) != x})
+
+before = names()
+import fspmd
+print(replaced())
+fspmd.make_mesh((2,), ("x",), transport="simulation")
+print(*replaced())
+"""
+
+
+def test_import_replaces_nothing_in_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", _NAMES_OF_TORCH], capture_output=True, text=True, check=True)
+    at_import, at_first_mesh = done.stdout.splitlines()
+    assert at_import == "[]"
+    assert {"apply", "get_total_norm", "l1_loss"} <= set(at_first_mesh.split())
 
 
 def test_one_version() -> None:

@@ -14,7 +14,6 @@ refuses.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -51,9 +50,8 @@ _ZEROS = "_fspmd_zeros"  # on the backward of a Function: what makes zeros for e
 _Reentrant: Any = torch.utils.checkpoint.CheckpointFunction
 
 
-@functools.cache
 def install() -> None:
-    """Wrap them, once per process."""
+    """Wrap them."""
     _wrap_apply()
     _wrap_backward()
     _wrap_vmap_exit()

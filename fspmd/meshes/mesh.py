@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from fspmd.errors import MeshError
+from fspmd.first_use import begin
 from fspmd.meshes import device_mesh, world
 from fspmd.meshes.axes import check_names, check_ranks, check_sizes, integers
 from fspmd.meshes.grid import Grid, lay_out
@@ -55,6 +56,7 @@ class Mesh(Grid):
 
     @classmethod
     def _make(cls, axes: Mapping[str, Layout], offset: int, rank_map: RankMap | None, kind: tuple[str, str]) -> Self:
+        begin()
         made = object.__new__(cls)
         object.__setattr__(made, "device_type", kind[0])
         object.__setattr__(made, "transport", kind[1])

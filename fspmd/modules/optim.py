@@ -24,9 +24,8 @@ _GROUP = "_group_tensors_by_device_and_dtype"
 _NORM = "get_total_norm"
 
 
-@functools.cache
 def install() -> None:
-    """Wrap them, once per process; without a `Sharded` each wrapper goes straight to torch."""
+    """Wrap them; without a `Sharded` each wrapper goes straight to torch."""
     for home in (importlib.import_module("torch.optim.optimizer"), torch.nn.utils.clip_grad):
         setattr(home, _GROUP, _grouping(getattr(home, _GROUP)))
     norm = _over_meshes(torch.nn.utils.get_total_norm)
@@ -80,28 +79,17 @@ def _adding(original: Any) -> Any:
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         original(self, param_group)
-        if any(map(is_sharded, self.param_groups[-1]["params"])):
-            _take_lists(self, self.param_groups[-1])
-            if _lay_out not in self._optimizer_load_state_dict_post_hooks.values():
-                self.register_load_state_dict_post_hook(_lay_out)
+        known = self._optimizer_load_state_dict_post_hooks.values()
+        if any(map(is_sharded, self.param_groups[-1]["params"])) and _lay_out not in known:
+            self.register_load_state_dict_post_hook(_lay_out)
 
     return add_param_group
-
-
-def _take_lists(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Unless told otherwise: torch keeps maxima with ``out=``, which no `Sharded` takes, but of lists in place."""
-    given = {**optimizer.defaults, **group}
-    if given.get("foreach", False) is None and (given.get("amsgrad") or isinstance(optimizer, torch.optim.Adamax)):
-        group["foreach"] = True
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
     """States lie as the parameters do, however they were saved."""
     for param, state in optimizer.state.items():
         optimizer.state[param] = optree.tree_map(functools.partial(_laid_out, param), state, none_is_leaf=True)
-    for group in optimizer.param_groups:
-        if any(map(is_sharded, group["params"])):
-            _take_lists(optimizer, group)
 
 
 def _laid_out(param: Any, x: Any) -> Any:

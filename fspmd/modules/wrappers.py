@@ -12,9 +12,8 @@ from fspmd.errors import ArgumentError
 from fspmd.sharded import Sharded
 
 
-@functools.cache
 def install() -> None:
-    """Have it refused, once per process."""
+    """Have it refused."""
     wrapper: Any = DistributedDataParallel
     wrapper.__init__ = _checked(wrapper.__init__)
     setattr(Sharded, "fsdp_pre_all_gather", property(_refuse_fsdp))  # noqa: B010 (fully_shard asks each parameter for it)

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Prot
 
 from fspmd.body import state
 from fspmd.errors import ArgumentError, RecordError
+from fspmd.first_use import begin
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.pairs import is_seen, is_watched
@@ -263,6 +264,7 @@ class Jitted(Generic[Q, R]):
     def __init__(self, recordable: Recordable) -> None:
         if not isinstance(recordable, Recordable):
             raise ArgumentError(f"Jitted got {described(recordable)}; jit makes it of a function: jit(f)")
+        begin()
         self._function: Callable[..., Any] = recordable.function
         self._has_static = bool(recordable.static)
         self._recordable = recordable
