@@ -415,6 +415,37 @@ def test_what_moves_while_a_module_runs_has_its_path() -> None:
     assert {one.cause.module for one in log} == {"layers.0.up", "layers.0.down"}
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("repeats", [False, True], ids=["kept", "checkpoint"])
+def test_a_recorded_layer_gathers_its_parameters_as_often_as_an_eager_one(trained: bool, repeats: bool) -> None:
+    """Of parameters that have a gradient themselves that of `value_and_grad` may be differentiated again: if it is."""
+
+    def layer(w: Any, x: Any) -> Any:
+        return torch.tanh(x @ w)
+
+    def loss(layer: Callable[..., Any]) -> Callable[..., Any]:
+        return fspmd.value_and_grad(lambda ws, x: layer(ws[1], layer(ws[0], x)).square().sum())
+
+    ws, x = [put(8, 8, spec=P("x"), grad=trained) for _ in range(2)], put(16, 8, spec=P("x"), grad=False)
+    kept = fspmd.checkpoint(layer) if repeats else layer
+    expected = Counter(all_gather_reduced=4 if repeats else 2, psum_scatter_unreduced=2)
+    for f in (loss(kept), loss(fspmd.jit(kept)), fspmd.jit(loss(kept)), fspmd.jit(loss(fspmd.jit(kept)))):
+        for _ in range(2):  # recorded, replayed
+            with communication_log() as log:
+                value, (g, _) = f(ws, x)
+            assert Counter(kinds(log)) == expected
+        assert all(one.cause.text == "return torch.tanh(x @ w)" for one in log)
+        if trained and not repeats:
+            (h,) = torch.autograd.grad((g * g).sum(), ws[0])
+            torch.testing.assert_close(device_get(h), device_get(_second(loss(layer), ws, x)))
+    torch.testing.assert_close(device_get(value), device_get(loss(layer)(ws, x)[0]))
+
+
+def _second(f: Callable[..., Any], ws: Any, x: Any) -> Any:
+    _, (g, _) = f(ws, x)
+    return torch.autograd.grad((g * g).sum(), ws[0])[0]
+
+
 def _ranges(f: Callable[[], Any]) -> Counter[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
         f()

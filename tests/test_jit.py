@@ -652,11 +652,34 @@ def test_gradients_of_what_an_argument_was_computed_from() -> None:
         want = torch.arange(3.0).requires_grad_()
         ((want * want).sin() * want).sum().backward()
         torch.testing.assert_close(w.grad, want.grad)
+        (g,) = torch.autograd.grad(recorded((w * w).sin()), w, create_graph=True)
+        torch.testing.assert_close(g, want.grad)
         with pytest.raises(RecordError, match=r"^jit cannot give gradients that are differentiated again of a tensor"):
-            torch.autograd.grad(recorded(w * w), w, create_graph=True)
+            g.sum().backward()
     v = w * 2
     with pytest.raises(RecordError, match=r"^jit cannot record a function that closes over a tensor of shape"):
         jit(lambda x: x * w * v)(torch.ones(3))
+
+
+@pytest.mark.parametrize("lay", [lambda x: x, lambda x: device_put(x, P("x"), mesh=MESH)], ids=["plain", "sharded"])
+def test_gradients_twice_of_an_argument_that_another_was_computed_from(lay: Function) -> None:
+    """Three times, too, and with the gradients of the first gradients' cotangents."""
+
+    def f(a: Any, b: Any) -> Any:
+        return (a.exp() * b * b).sum()
+
+    def derivatives(f: Function, a: Any) -> list[Tensor]:
+        found, y = [], f(a, a.sin() * 2) ** 2
+        for _ in range(3):
+            (g,) = torch.autograd.grad(y, a, create_graph=True)
+            found.append(device_get(g).detach())
+            y = (g * g).sum()
+        return found
+
+    recorded = jit(f)
+    want = derivatives(f, X.clone().requires_grad_())
+    for _ in range(3):
+        torch.testing.assert_close(derivatives(recorded, lay(X.clone()).requires_grad_()), want)
 
 
 def test_hooks_of_tensors_closed_over_are_called_once() -> None:

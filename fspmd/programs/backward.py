@@ -16,7 +16,8 @@ from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import Maker, Part, compiled, has_randomness
 from fspmd.programs.telling import told_before
-from fspmd.torch_internals import EnableTorchFunction
+from fspmd.remembered import ask_gradient
+from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
 from fspmd.transport.randomness import go_on, kept_states
@@ -192,8 +193,8 @@ class _Recorded(torch.autograd.Function):
         every = (*leaves, *halves.closed)
         made = [results[i] for i in halves.chosen]
         setattr(graph, "ends", (made, [every[i] for i in halves.with_gradient]))  # noqa: B010
-        ctx.halves, ctx.drawn = halves, drawn
-        ctx.save_for_backward(*inputs[: len(leaves)], graph)
+        ctx.halves, ctx.drawn, ctx.count = halves, drawn, len(leaves)
+        ctx.save_for_backward(*inputs[: ctx.count], graph)
         ctx.set_materialize_grads(False)
         outs = tuple(x.detach() for x in results)
         ctx.mark_non_differentiable(*(outs[i] for i in halves.constants))
@@ -201,16 +202,13 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        *inputs, graph = ctx.saved_tensors
-        given = _given(ctx.halves, cotangents)
-        made, wanted = graph.ends
-        if torch.is_grad_enabled():
-            found = _by_autograd(ctx.halves, inputs, given, ctx.drawn)
-        else:
-            _tell(ctx.halves)
+        made, wanted = ctx.saved_tensors[ctx.count].ends
+
+        def run(*given: Tensor) -> Sequence[Tensor | None]:
             with _hooks_aside(ctx.halves.closed):
-                found = _gradients(made, wanted, given, retain_graph=True)
-        return _placed(ctx, cotangents, found, 4)
+                return _gradients(made, wanted, given, retain_graph=True)
+
+        return _backward(ctx, run, cotangents, 4)
 
 
 class _Replay(torch.autograd.Function):
@@ -234,14 +232,70 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        def run(*given: Tensor) -> Sequence[Tensor | None]:
+            _tell(ctx.halves)
+            return ctx.halves.backward(*_kept(ctx), *given)  # type: ignore[no-any-return]
+
+        return _backward(ctx, run, cotangents, 1)
+
+
+class _Gradients(torch.autograd.Function):
+    """What backward gives where its results may be differentiated again.
+
+    Forward is the recorded backward, so a caller who only might go on pays nothing for that. Backward runs the
+    function again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, before: Any, run: Callable[..., Any], *values: Tensor) -> Any:
+        ctx.halves, ctx.drawn, ctx.count = before.halves, before.drawn, before.count
+        given = values[ctx.count + len(ctx.halves.closed) :]
+        ctx.save_for_backward(*values[: ctx.count], *given)
+        ctx.set_materialize_grads(False)
+        return tuple([None if g is None else g.detach() for g in run(*given)])  # two may be one
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         halves: Halves = ctx.halves
-        given = _given(halves, cotangents)
-        if torch.is_grad_enabled():
-            found = _by_autograd(halves, ctx.saved_tensors[: ctx.count], given, ctx.drawn)
-        else:
-            _tell(halves)
-            found = halves.backward(*_kept(ctx), *given)
-        return _placed(ctx, cotangents, found, 1)
+        with torch.enable_grad():
+            own = list(map(_own, ctx.saved_tensors))
+            inputs, given = own[: ctx.count], own[ctx.count :]
+            found = _by_autograd(halves, inputs, given, ctx.drawn)
+        pairs = zip(found, cotangents, strict=True)
+        used = [(g, c) for g, c in pairs if g is not None and c is not None and g.requires_grad]
+        every = (*inputs, *halves.closed, *given)
+        wanted = [i for i, x in enumerate(every) if x.requires_grad]
+        with _hooks_aside(halves.closed):
+            again = _gradients(
+                [g for g, _ in used],
+                [every[i] for i in wanted],
+                [c for _, c in used],
+                create_graph=torch.is_grad_enabled(),
+            )
+        placed = dict(zip(wanted, again, strict=True))
+        return None, None, *(placed.get(i) for i in range(len(every)))
+
+
+def _own(x: Tensor) -> Tensor:
+    """A value of the same graph, of which gradients are told from those of what others were made of it."""
+    if not x.requires_grad:
+        return x
+    y = x.view_as(x)
+    ask_gradient(y)
+    return y
+
+
+def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any], first: int) -> tuple[Any, ...]:
+    """Gradients for each argument of a function, of which the leaves begin at ``first``."""
+    halves: Halves = ctx.halves
+    given = _given(halves, cotangents)
+    if not torch.is_grad_enabled():
+        found = run(*given)
+    elif transforms_active():
+        found = _by_autograd(halves, list(map(_own, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
+    else:
+        found = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.closed, *given)
+    return _placed(ctx, cotangents, found, first)
 
 
 def _kept(ctx: Any) -> list[list[Any]]:
@@ -296,7 +350,7 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     followed = [outs[i] for i in halves.chosen]
     every = (*inputs, *halves.closed)
     wanted = [every[i] for i in halves.with_gradient]
-    with _hooks_aside(every):
+    with _hooks_aside(halves.closed):
         return _gradients(followed, wanted, cotangents, create_graph=True)
 
 
