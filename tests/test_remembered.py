@@ -55,6 +55,11 @@ def _norm(x: Any) -> Any:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
+def _cast_norm(x: Any) -> Any:
+    """In a narrower dtype, as libraries write it for a wider one."""
+    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).double()
+
+
 def _block(x: Any, w: Any, v: Any) -> Any:
     return torch.tanh(x @ w) @ v
 
@@ -73,6 +78,19 @@ SETTLED: dict[str, tuple[Callable[..., Any], int, int]] = {
     "sums that stay pending": (lambda x, w, v: (torch.sin(p := _block(x, w, v)) + p + p * 2).cos(), 1, 1),
     "a product": (lambda x, w, v: _block(torch.sin(p := _block(x, w, v)), w, v) + (p @ w) @ v, 2, 3),
     "a view of its own": (lambda x, w, v: torch.sin(p := _block(x, w, v)) + p.view(20, 6).cos().view(4, 5, 6), 2, 1),
+    "pieces": (lambda x, w, v: sum((i + 2) * one.sin() for i, one in enumerate(_block(x, w, v).split(2, -1))), 1, 1),
+    "rows": (lambda x, w, v: sum((i + 2) * one.sin() for i, one in enumerate(_block(x, w, v).mT)), 1, 1),
+    "pieces of pieces": (
+        lambda x, w, v: sum(row[:, i].mT.sin() for row in (_block(x, w, v) * 2).mT.chunk(2, 1) for i in (0, 2)),
+        1,
+        1,
+    ),
+    "all, then pieces": (
+        lambda x, w, v: (p := _block(x, w, v)).sin() * p.unbind(1)[0][:, None] + p.chunk(2, 1)[1][:, :1],
+        1,
+        1,
+    ),
+    "a narrower dtype": (lambda x, w, v: _cast_norm(p := _block(x, w, v)) + _cast_norm(p + _cast_norm(p)), 1, 1),
     "a transformer": (_stream, 2, 2),
 }
 
@@ -82,6 +100,7 @@ SETTLED: dict[str, tuple[Callable[..., Any], int, int]] = {
 def test_a_pending_sum_is_settled_once(name: str, mesh: Mesh) -> None:
     """Beside plain torch, with second derivatives; eager, and recorded."""
     f, forward, backward = SETTLED[name]
+    close = dict.fromkeys(("rtol", "atol"), 1e-4 if "dtype" in name else 1e-9)  # of gradients that are cast, too
     plain, laid = _values(mesh)
     with communication_log() as log:
         out = f(*laid)
@@ -91,7 +110,7 @@ def test_a_pending_sum_is_settled_once(name: str, mesh: Mesh) -> None:
     theirs = torch.autograd.grad(wanted.sin().sum(), plain, create_graph=True)
     others = torch.autograd.grad(sum(g.square().sum() for g in theirs), plain)
     for one, other in zip((out, *mine, *seconds), (wanted, *theirs, *others), strict=True):
-        torch.testing.assert_close(device_get(one), other, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(device_get(one), other, **close)
     assert _counted(log)[0].get(PSUM, 0) == forward
     assert _counted(log)[1].get("psum", 0) == backward
     loss = jit(grad(lambda *leaves: f(*leaves).sin().sum(), argnums=(0, 1, 2)))
@@ -100,7 +119,7 @@ def test_a_pending_sum_is_settled_once(name: str, mesh: Mesh) -> None:
             found = loss(*[one.detach() for one in laid])
         assert _counted(log)[0].get(PSUM, 0) == forward
         for one, other in zip(found, theirs, strict=True):
-            torch.testing.assert_close(device_get(one), other.detach(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(device_get(one), other.detach(), **close)
 
 
 def _pending(mesh: Mesh = LINE) -> tuple[Sharded, Tensor]:
@@ -113,6 +132,37 @@ def _sums(f: Callable[[], Any]) -> tuple[int, Any]:
     with communication_log() as log:
         out = f()
     return len([one for one in log if one.kind in (PSUM, "psum") and not one.backward]), out
+
+
+def test_without_gradients_pieces_are_views_of_a_pending_sum() -> None:
+    """Which may be written into, and are settled one by one."""
+    p, value = _pending()
+    with torch.no_grad():
+        p = p.detach()
+        one, other = p.split(3, -1)
+        one.mul_(2)
+        count, out = _sums(lambda: one.sin() + other.sin())
+        torch.testing.assert_close(device_get(out), (2 * value[..., :3]).sin() + value[..., 3:].sin())
+        torch.testing.assert_close(device_get(p)[..., :3], 2 * value[..., :3])
+    assert count == 2
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        (torch.float32, torch.float16),
+        (F64, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+    ],
+)
+def test_terms_are_not_rounded_one_by_one(wide: torch.dtype, narrow: torch.dtype) -> None:
+    """Their sum is a number of the narrower dtype, and they are none: too large, or too long."""
+    big = 1e5 if torch.finfo(wide).max > 1e5 > torch.finfo(narrow).max else 1.0 + torch.finfo(wide).eps
+    x = device_put(torch.tensor([[big], [0.0], [0.0], [-big if big > 2 else -1.0]], dtype=wide), P("x"), mesh=LINE)
+    total = x.sum(0)
+    assert total.spec.partition.unreduced
+    assert torch.equal(device_get(total.to(narrow)), device_get(x).sum(0).to(narrow))
 
 
 def test_a_write_ends_what_is_remembered() -> None:

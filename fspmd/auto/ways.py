@@ -126,12 +126,13 @@ def _chosen(
 ) -> Iterator[Way]:
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
     saves = question.linear in ("", "product") and not question.views
+    linear = question._replace(gradients=followed).passes_on
     body, most = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
     for factors in (question.factors, *question.factors.others):
         sizes = _sizes(factors, operands, results)
         mesh = operands[0].mesh
         options = [
-            [*_choices(factors, question.linear, len(operands), body is not None)] if n > 1 else ["I" * len(operands)]
+            [*_choices(factors, linear, len(operands), body is not None)] if n > 1 else ["I" * len(operands)]
             for n in mesh.shape.values()
         ]
         for combination in itertools.product(*options):

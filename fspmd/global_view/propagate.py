@@ -119,6 +119,15 @@ class Question(NamedTuple):
             bool(added) and all(i in added or not any(spec.partition) for i, (_, spec) in enumerate(self.operands))
         )
 
+    @property
+    def passes_on(self) -> str:
+        """What the call is linear in, as far as it passes on pending sums.
+
+        Parts that are handed out all at once would each end one of their own, so what they are parts of ends first.
+        Where autograd follows them: it lets nobody write into one of several views, which are copies then.
+        """
+        return "" if self.gradients and self.views and len(self.results) > 1 else self.linear
+
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """The same of other layouts of the operands."""
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
@@ -129,7 +138,7 @@ class Question(NamedTuple):
         factors, specs, results = self._viewed()
         options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
         options["weighs"] = self.weighs
-        return choose(factors, self.linear, specs, results, topology(), **options)
+        return choose(factors, self.passes_on, specs, results, topology(), **options)
 
     def _viewed(self) -> tuple[Factors, list[TensorSpec], list[TensorSpec]]:
         """Factors, operands and results; where dims are `Flat` of views."""
@@ -336,8 +345,15 @@ def _linearity(row: Row, whole: Whole, first: TensorSpec, result: TensorSpec) ->
     if linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in whole.args[:2]):
         return ""
     widened = linear == "first" and result.shape == first.shape and result.dtype.itemsize > first.dtype.itemsize
-    rounded = is_float(first.dtype) and not is_float(result.dtype)
-    return "" if rounded or widened else linear
+    return "" if widened or _rounds(first.dtype, result.dtype) else linear
+
+
+def _rounds(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether some numbers of a float dtype are none of another one."""
+    if not (is_float(before) and is_float(after)):
+        return is_float(before)
+    old, new = torch.finfo(before), torch.finfo(after)
+    return new.eps > old.eps or new.max < old.max
 
 
 def is_float(dtype: torch.dtype) -> bool:

@@ -66,9 +66,11 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     empty = True in [0 in spec.shape for _, spec in question.operands]
     floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
     pending = () if question.views or question.fixed else tuple(_pending(question))
-    weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs)
-    if weighed and not plan.needs_redistribute:
-        weighed = bool(floating) and not _same(best, question._replace(gradients=floating).best(known))
+    followed = question._replace(gradients=floating)
+    ends = followed.passes_on != question.passes_on and bool(_pending(question))
+    weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs) or ends
+    if weighed and not (plan.needs_redistribute or ends):
+        weighed = bool(floating) and not _same(best, followed.best(known))
     if not (pending or (weighed and floating)):
         return noting(func, positional, question, best, plan)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)

@@ -52,11 +52,11 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
     What communicates is remembered as long as the block lives, where that is not long: of results that are followed by
     autograd, and of pending sums, whose ends are as large as they. A parameter is moved at each use. Slices, which move
     something in backward alone, are remembered as long as their graph lives, of which ``kept`` is to be a part. Not
-    ``shared``: moved for this use alone, which hands out parts of its memory.
+    ``shared``: this use hands out parts of what it is given, which is memory of its own.
     """
-    lasting = shared and leg.communicates and not is_transformed() and _passes(x, leg.source)
+    lasting = leg.communicates and not is_transformed() and _passes(x, leg.source)
     if lasting and (known := _known(x, leg)) is not None:
-        return known
+        return known if shared else known.clone()
     y = x
     if (made := _made_again(x, leg, kept)) is not None:
         return made
@@ -66,7 +66,7 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
             kept.append(y)
         else:
             y = apply(y, step)
-    if lasting and y is not x and y._base is not x:
+    if lasting and shared and y is not x and y._base is not x:
         remember(x, (leg.source, leg.reached), y)
     return y
 
