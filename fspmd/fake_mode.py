@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
-from fspmd.torch_internals import aten_grouped_mm, fake_tensor
+from fspmd.torch_internals import DisableTorchFunction, aten_grouped_mm, disable_dispatch_modes, fake_tensor
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
     """Within it torch works out shapes and dtypes, and its logger says nothing of what fails."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.fake_tensor_converter = _Converter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_grouped_mm and args[0].dtype is not torch.bfloat16:  # torch's kernels take those, this one not
@@ -21,6 +25,15 @@ class FakeMode(fake_tensor.FakeTensorMode):
             with self:
                 return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+class _Converter(fake_tensor.FakeTensorConverter):
+    """Makes a fake tensor of one with values, without its gradient, which need not have its shape or dtype any more."""
+
+    def from_real_tensor(self, fake_mode: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with disable_dispatch_modes(), DisableTorchFunction():
+            t = t.detach() if t.is_leaf and t.grad is not None else t
+        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
 
 class _NotOurs(logging.Filter):

@@ -177,7 +177,6 @@ def test_what_is_no_backend() -> None:
         (lambda module, examples: lambda x: [None], r"^what the backend of jit made gave None for result 0;"),
     ):
         recorded = jit(lambda x: x + 1, backend=backend)
-        recorded(x)
         with pytest.raises(ArgumentError, match=message):
             recorded(x)
 
@@ -190,7 +189,6 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch._inductor, "compile", refuse)
     recorded = jit(lambda x: x.sin() + 1, backend="inductor")
-    recorded(torch.ones(2))
     with pytest.raises(ArgumentError, match=r"^jit\(backend='inductor'\) needs a C\+\+ compiler .* g\+\+ or clang"):
         recorded(torch.ones(2))
 

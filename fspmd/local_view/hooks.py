@@ -269,8 +269,6 @@ def _drawing_alike(f: Any) -> Any:
     drawn = kept_states()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (records := recorder()) is not None:  # torch has set the state, to set it back in the end
-            records.generators.restore()
         now = kept_states()
         go_on(drawn)
         try:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated, has_gradient
-from fspmd.programs.escapes import not_compiled
+from fspmd.programs.escapes import constant_of, not_compiled
 from fspmd.programs.facts import state_of
 from fspmd.programs.program import Program
 from fspmd.programs.reach import reached
 from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded
+from fspmd.torch_internals import DataDependentOutputException, DynamicOutputShapeException
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import kept_states
 from fspmd.trees import filling, flatten, flatten_in_order
@@ -115,6 +116,8 @@ def _run(recorder: Recorder, function: Callable[..., Any], given: Any, named: An
     except Exception as error:
         if recorder.refused is None and type(error).__module__ == "torch._dynamo.exc":
             raise not_compiled() from error
+        if recorder.refused is None and isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            raise constant_of(f"{error.func}, of which torch would have to know values") from error
         if recorder.refused is None or error is recorder.refused:
             raise
         raise recorder.refused from error
@@ -155,7 +158,7 @@ def _apart(x: Tensor) -> Tensor:
         other = torch.empty_like(x, requires_grad=False).copy_(x)
         return other.requires_grad_(x.requires_grad and not torch.is_grad_enabled())  # which Python may ask for
     apart = x.detach()
-    if type(x) is Tensor and x.layout is torch.strided and 0 in x.stride():
+    if x.layout is torch.strided and 0 in x.stride():
         apart = apart.contiguous()  # other arguments can lie in memory as this does
     if isinstance(x, torch.nn.Parameter):
         return torch.nn.Parameter(apart, x.requires_grad)

@@ -13,7 +13,13 @@ from fspmd.programs.facts import is_dense
 from fspmd.programs.fake_results import Imagining
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import FAKE_KEY, DisableTorchFunction, FakeTensor, FakeTensorMode, dispatch_mode_of
+from fspmd.torch_internals import (
+    FAKE_KEY,
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    dispatch_mode_of,
+)
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor
 
@@ -73,7 +79,7 @@ def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
     if type(x) is LocalTensor:
         fake: Tensor = LocalTensor([_fake(shard, mode) for shard in x.shards], x.frame)
         return fake.requires_grad_(x.requires_grad)
-    if not x.is_meta:
+    if not (x.is_meta or x.is_inference()):
         return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
     with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
@@ -16,6 +17,7 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.arguments import Names, Numbers, check_apart, chosen
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
+from fspmd.programs.checked import side_by_side
 from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart, without_key
 from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
@@ -54,6 +56,7 @@ def jit(
     donate_argnames: Names = None,
     passes: Passes = None,
     backend: Backend = "replay",
+    check: bool = False,
 ) -> Jitted[Q, R]: ...
 @overload
 def jit(
@@ -65,6 +68,7 @@ def jit(
     donate_argnames: Names = None,
     passes: Passes = None,
     backend: Backend = "replay",
+    check: bool = False,
 ) -> _Decorator: ...
 def jit(
     f: Callable[..., Any] | None = None,
@@ -75,20 +79,22 @@ def jit(
     donate_argnames: Names = None,
     passes: Passes = None,
     backend: Backend = "replay",
+    check: bool = False,
 ) -> Any:
     """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
 
     The kind is the tree of the arguments, the specs of `Sharded` ones, shape and dtype of tensors and whether they have
     a gradient, the values of all else; and the grad mode, the mesh of `set_mesh`, the default dtype. Tensors that lie
     in memory otherwise than when they were recorded are copied so that they do, which takes time. A replay
-    runs the functions of blocks and the collectives that the first call ran, forward and backward, in their order, and
+    runs the functions of blocks and the collectives of ``f``, forward and backward, in their order, and
     none of the Python around them: no rules, no types, no autograd. Random functions draw anew, as they would without
     `jit`. Results are followed by autograd where arguments, or tensors that ``f`` closes over, have a gradient.
 
     In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit` ``f`` runs as it is; within another
     jitted function it is a part of that function's record. `communication_log` is told what the record communicates.
     Processes record for themselves, without communication, and all run the record; but where shapes or the ways of
-    values are only known from values (uneven blocks, `ragged_all_to_all`, `rank_map`) all must record at once.
+    values are only known from values (uneven blocks, `ragged_all_to_all`, `rank_map`) the first call is recorded while
+    it runs, by all at once.
 
     Arguments that ``static_argnums`` (ints, from the end where negative) or ``static_argnames`` name are handed on as
     they are: functions, modules, whole trees. They tell records apart by type and equality, so they must be hashable.
@@ -117,12 +123,17 @@ def jit(
     ``x[i]`` with a tensor ``i`` of one number, another in each call, is a copy and no view: to write into either while
     both are there is refused; ``x[i] = y`` sets it.
 
-    Of Python's state ``f`` is recorded as it finds it: globals, attributes, hooks, lists and numbers that it closes
-    over are constants, and so is what threads that were there before hand to it, by a queue. Tensors that leave it
-    otherwise than as results, as in a list that it appends to, are those of the recorded run, and on processes have no
-    values. Tensors closed over are read anew, and modules that ran are recorded anew in another mode (``eval()``) or
-    with other parameters. While ``f`` is recorded other threads may draw from torch's generators, but not seed them. As
-    in a CUDA graph ``torch.cuda.is_current_stream_capturing()`` is True: libraries leave out branches on values.
+    ``f`` must be pure. It is recorded on tensors without values, of its arguments and of what it makes, and the record
+    is then run. What it reads from outside is a constant of the record: globals, attributes, hooks, lists and numbers
+    that it closes over, random numbers of Python and NumPy, seeds and states of generators. Tensors that leave it
+    otherwise than as results, as in a list that it appends to, have no values. What it does from outside is not
+    recorded, but is an error where it is seen: values that it asks of tensors, seeds that it sets, what other threads
+    compute for it. Tensors closed over are read anew, and modules that ran are recorded anew in another mode
+    (``eval()``) or with other parameters. As in a CUDA graph ``torch.cuda.is_current_stream_capturing()`` is True:
+    libraries leave out branches on values.
+
+    ``check=True`` finds functions that are not pure: each call runs ``f``, its record before ``passes`` and its record,
+    on copies of the arguments, and raises `RecordError` where results, arguments, random draws or collectives differ.
 
     Raises:
         ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or
@@ -162,13 +173,15 @@ def jit(
             donate_argnames=donate_argnames,
             passes=changes,
             backend=backend,
+            check=check,
         )
     if not callable(f):
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
     static = chosen(f, "static", static_argnums, static_argnames)
     donate = chosen(f, "donate", donate_argnums, donate_argnames)
     check_apart(f, static, donate)
-    return Jitted(Recordable(f, static, donate, changes, maker(backend)))
+    recordable = Recordable(f, static, donate, changes, maker(backend))
+    return _Checked(recordable) if check else Jitted(recordable)
 
 
 class _Records(dict[Any, Record]):
@@ -338,3 +351,17 @@ class Jitted(Generic[Q, R]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a function in a class: with ``self`` before its arguments."""
         return self if instance is None else MethodType(self, instance)
+
+
+class _Checked(Jitted[Q, R]):
+    """The same, and each call is compared with one of the function."""
+
+    __slots__ = ("_plain",)
+
+    def __init__(self, recordable: Recordable) -> None:
+        super().__init__(recordable)
+        self._plain: Jitted[Q, R] = Jitted(replace(recordable, passes=()))
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        found: R = side_by_side(self._name, self._function, self._plain, super().__call__, args, kwargs)
+        return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fspmd.meshes.mesh import Mesh
@@ -182,7 +183,8 @@ class Lowered:
 def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, FakeTensorMode]:
     """Arguments by place and by name as fake tensors, and the mode that they are of."""
     mode = fake_mode()
-    return *stand_ins((args, kwargs), mode), mode
+    with torch.inference_mode(False):
+        return *stand_ins((args, kwargs), mode), mode
 
 
 def imagined(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fspmd.errors import ValuesNeededError
-from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.programs.ahead import Compiled
 from fspmd.programs.arguments import Chosen, mark_static, with_static
@@ -31,8 +30,6 @@ _NEEDS_VALUES: Final[tuple[type[Exception], ...]] = (
     ValuesNeededError,
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
     getattr(fake_tensor, "FakeTensorDeviceMismatchError", ValuesNeededError),
 )
 
@@ -65,21 +62,18 @@ class Recordable:
     ) -> tuple[Record, tuple[Any] | None]:
         """A record beside ``others``, in place of the ``last``; and the result, or None where it is still to be run.
 
-        What only values tell, such as the rows that ranks send each other, processes record while they run it.
+        What only values tell, such as the rows that ranks send each other, is recorded while it runs.
         """
         facts = facts_of(self.function, args, kwargs)
         report(self.function, facts, (one.facts for one in others), stale(last) if last is not None else ())
         given = self.donated(args, kwargs)
-        if world_size() > 1:
-            try:
-                found = imagined(self.plain, *without_values(args, kwargs))
-            except _NEEDS_VALUES:
-                pass
-            else:
-                transform(found.program, self.passes)
-                return record_of(found, facts, given, self.make), None
-        record, out = recorded(self.plain, args, kwargs, self.passes, facts, given, self.make)
-        return record, (out,)
+        try:
+            found = imagined(self.plain, *without_values(args, kwargs))
+        except _NEEDS_VALUES:
+            record, out = recorded(self.plain, args, kwargs, self.passes, facts, given, self.make)
+            return record, (out,)
+        transform(found.program, self.passes)
+        return record_of(found, facts, given, self.make), None
 
     def lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The program, which is not run."""

@@ -22,19 +22,19 @@ from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.dynamic import INSTEAD
-from fspmd.programs.escapes import Escapes, not_compiled, not_dense
+from fspmd.programs.escapes import Escapes, line, not_compiled, not_dense
 from fspmd.programs.facts import aten, is_dense
 from fspmd.programs.generators import Generators, generators_of
-from fspmd.programs.other_random import OtherRandom
 from fspmd.programs.python_steps import check_reached, given_alone
 from fspmd.programs.refusals import check, check_writes
-from fspmd.programs.threads import Threads
 from fspmd.programs.values import Values
 from fspmd.remembered import forgetting
-from fspmd.torch_internals import DataDependentOutputException, HigherOrderOperator, aten_zero_tensor, is_wrapped
+from fspmd.torch_internals import DataDependentOutputException, FakeTensor, HigherOrderOperator, aten_zero_tensor
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
+from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.op_facts import facts_of
+from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 
 _DEVICE: Final = torch.ops.prim.device.default
@@ -52,11 +52,9 @@ class Recorder(Values):
         """``reached``: what the function is given and reaches, among it generators of random numbers."""
         super().__init__(imagines)
         self.refused: RecordError | None = None  # if somebody catches it, it is raised again
-        reached = list(reached)
-        self.generators, self.other_random = Generators(reached), OtherRandom(reached)
+        self.generators = Generators(reached, imagines)
         self.modules: dict[int, torch.nn.Module] = {}  # those that ran
         self.escapes = Escapes(self, INSTEAD)
-        self.threads = Threads(self, self.escapes)
 
     def refusal(self, error: RecordError) -> RecordError:
         """An error to be raised, now and at the end."""
@@ -68,8 +66,7 @@ class Recorder(Values):
         if self.refused is not None:
             raise self.refused
         with self.real():
-            self.generators.check()
-            self.other_random.check()
+            self.generators.finish()
             trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
             for node in trained:  # as if it had not happened
                 self.captured[node].grad = self._gradients[node]
@@ -81,11 +78,8 @@ class Recorder(Values):
                 )
 
     def nodes_of(self, results: Iterable[Tensor]) -> list[fx.Node]:
-        """Of the results of the function; raises where other threads have made them, or what they are made of."""
-        nodes = list(map(self.node_of, results))
-        with self.real():
-            self.threads.check(x for node, x in self.captured.items() if node not in self.made)
-        return nodes
+        """Of the results of the function."""
+        return list(map(self.node_of, results))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
@@ -118,10 +112,6 @@ class Recorder(Values):
             out = func(*args, **kwargs)
         finally:
             self.paused = False
-        if facts.random:
-            used = generators_of((*args, kwargs)) or [torch.default_generator]
-            with self.real():
-                self.generators.hide(used if self.imagines else ())
         if func in _ALIASES:
             self._know(out, placed[0])
             return out
@@ -138,7 +128,7 @@ class Recorder(Values):
         out: Any = None
         if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
             try:
-                undone = self.generators.undone() if self.imagines and real else nullcontext()
+                undone = self.generators.kept() if self.imagines and real else nullcontext()
                 with self.real() if real else self.pause(), apart, undone:
                     out = function(*args, **kwargs)
             except DataDependentOutputException as error:
@@ -149,7 +139,7 @@ class Recorder(Values):
                     )
                 ) from error
         with self.real():
-            self.generators.hide()
+            self.generators.note()
         node = self._put(function, placed, named)
         node.meta["effect"] = True
         return self._results(out, node)
@@ -204,17 +194,14 @@ class Recorder(Values):
             self._objects[id(routes)] = routes, self._put(way_back, (self._placed(routes.transposed),), {})
         return self._objects[id(routes)][1]
 
-    def check_captured(self, value: Any) -> None:
-        if type(value) in (int, float):
-            if not self.generators.is_name(value):
-                return
-        elif type(value) is not Tensor or is_wrapped(value):
-            return
-        try:
-            with self.real():
-                self.generators.check_unread(value)
-        except RecordError as error:
-            raise self.refusal(error) from None
+    def check_captured(self, x: Tensor) -> None:
+        if self.imagines and isinstance(blocks_of(unwrapped(x))[0], FakeTensor):
+            raise self.refusal(
+                RecordError(
+                    f"jit cannot record a tensor of shape {tuple(x.shape)} that another thread or recording has "
+                    f"computed; compute it in the thread of the jitted function{line()}"
+                )
+            )
 
     def check_dense(self, x: Tensor) -> None:
         if not is_dense(x):
@@ -234,11 +221,10 @@ class Recorder(Values):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def check_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises where a step would draw other numbers when it is replayed; it may draw from here on."""
+        """Raises where a step would draw other numbers when it is replayed."""
         with self.real():
             try:
                 self.generators.check(generators_of((*args, kwargs)))
-                self.generators.begin_step()
             except RecordError as error:
                 self.refusal(error)
                 raise
@@ -257,27 +243,20 @@ class Recorder(Values):
         tracing.begin()
         record_with(self._recorded)
         modules = register_module_forward_pre_hook(self._module)
-        self.generators.hide()
         try:
             with (
                 self,
                 forgetting(),
+                self.generators.begun(),
                 self.escapes.refused(concerns),
                 instead_of_dispatch(self._typed),
-                self.generators.unread(self._check_unread),
-                self.threads.watched(concerns),
                 torch.autograd.set_detect_anomaly(False),  # which looks at values; replays are looked at as a whole
             ):
                 yield
         finally:
-            self.generators.end()
             modules.remove()
             record_with(None)
             tracing.end()
-
-    def _check_unread(self, refusal: RecordError) -> None:
-        if tracing.recorder() is self:
-            raise self.refusal(refusal)
 
     def _typed(self, dispatch: Dispatch) -> Dispatch:
         """What operators of `Sharded` values call, which are no torch functions to a mode."""

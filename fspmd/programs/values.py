@@ -135,7 +135,6 @@ class Values(RecordingMode):
         with self.real(), tracing.outside_transforms():
             kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
             _describe(node, kept, memory_of(kept))
-        self.check_captured(kept)
         self.made.add(node)
         self._gradients[node] = None
         if value is None:
@@ -227,12 +226,10 @@ class Values(RecordingMode):
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
         known = self._objects.get(id(value))
-        if known is None:
-            self.check_captured(value)
         return value if known is None else known[1]
 
-    def check_captured(self, value: Any) -> None:
-        """Raises for what was there before and may be no constant, nor read anew."""
+    def check_captured(self, x: Tensor) -> None:
+        """Raises for a tensor that was not there before the recording, and that no step gave."""
 
     def check_dense(self, x: Tensor) -> None:
         """Raises for a tensor that does not lie in memory by strides."""
