@@ -2,11 +2,6 @@
 
 __version__ = "0.1.0"
 
-import gc as _gc
-
-_collects = _gc.isenabled()
-_gc.disable()  # until the end of this file: a collection walks all that torch has made, a third of this import
-
 from fspmd import random
 from fspmd.auto.auto_spec import Layouts, auto_spec
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
@@ -115,8 +110,6 @@ _install_methods()
 _install_chunks()
 for _one in (_install_hooks, _install_optim, _install_wrappers):
     _at_first_use(_one)
-if _collects:
-    _gc.enable()
 
 __all__ = [
     "ETHERNET",

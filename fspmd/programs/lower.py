@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,20 +187,8 @@ def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
 
 def imagined(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
     """Record a function without running it."""
-    with recording, mode, _uncollected():
+    with recording, mode:
         return capture(function, args, kwargs, imagines=True)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Within, no garbage is collected: what a recording makes is kept until its end, so nothing would be found."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
