@@ -21,6 +21,11 @@ def copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwarg
     return as_copies(local(*args, **kwargs), tensors_of((*args, *kwargs.values())), name, own)
 
 
+def set_in(local: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A block, with the result in place of what was there."""
+    return x.copy_(local(x, *args, **kwargs))
+
+
 def in_own_memory(local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result, as a copy where it views a block: torch copies the global tensor, which lies otherwise."""
     out = local(*args, **kwargs)

@@ -20,6 +20,7 @@ from fspmd.global_view.on_blocks import (
     in_own_memory,
     of_first,
     rank_by_rank,
+    set_in,
     untouched,
     view_or_copy,
 )
@@ -49,7 +50,7 @@ from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
-from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, writes
+from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, without_write, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -212,8 +213,9 @@ def ask(
         factors = row.rule(Whole(shapes, plain, kwargs, after))
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
+    fixed = writes(func)
     cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
-    if outcome.same and (cuts or (row.as_is and as_new)):
+    if outcome.same and not fixed and (cuts or (row.as_is and as_new)):
         row = replace(
             row,
             rule=elementwise,
@@ -229,7 +231,6 @@ def ask(
     linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
-    fixed = writes(func)
     apart = not (as_new or outcome.views or fixed) and may_view(func, args, kwargs, ordered)
     return Question(
         row=row,
@@ -266,6 +267,7 @@ def plan_of(
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
     by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)
     first, mesh, written = operands[0][1], results[0].mesh, writes(func)
+    name, anew = shown(func) if written else "", written and row.sets
     final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
     moves: list[tuple[Place, tuple[Leg, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
@@ -293,8 +295,12 @@ def plan_of(
         body = as_local_call(row.body, shown(func), site, places, final, linear=bool(question.linear))
         if question.views:
             body = functools.partial(copying, body, shown(func), False)
-        return made(result, bool(moves), tuple(moves), (), body, not question.names, by_name, copies=question.views)
+        if anew:
+            body = functools.partial(set_in, body)
+        return made(result, bool(moves), tuple(moves), (), body, not question.names, by_name, name, question.views)
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
+    if anew:
+        local = without_write(func)
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
     elif row.blocks is not None:
@@ -310,8 +316,8 @@ def plan_of(
             local = functools.partial(view_or_copy, local, shown(func), thin)
     elif False in [spec.even for spec in (*final, *best.operands)]:
         if mesh.transport == "simulation":
-            local = functools.partial(rank_by_rank, local, not written, question.views)
-        elif not written and not question.views:
+            local = functools.partial(rank_by_rank, local, not written or anew, question.views)
+        elif (not written or anew) and not question.views:
             local = functools.partial(connected, local)
     if copies := not written and question.views and bool(moves):
         taken = [step for _, legs in moves for leg in legs for step in leg.calls]
@@ -319,8 +325,9 @@ def plan_of(
         local = functools.partial(copying, local, shown(func), own)
     if question.apart:
         local = functools.partial(in_own_memory, local)
+    if anew:
+        local = functools.partial(set_in, local)
     in_order = stand_in_order(local, positional, question.names)
-    name = shown(func) if written else ""
     return made(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies)
 
 

@@ -36,9 +36,13 @@ def propagate(
     question = ask(func, args, kwargs, operands)
     if question is None:
         return None
-    if question.fixed and question.operands[0][1].partition.unreduced and question.best() is None:
+    is_elsewhere = question.fixed and question.best() is None
+    if is_elsewhere and question.operands[0][1].partition.unreduced:
         return as_whole(functools.partial(_write_sum, func))
-    if question.linear and (numbers := _scales(question, (*args, *kwargs.values()))):
+    numbers = _scales(question, (*args, *kwargs.values())) if question.linear else []
+    if question.fixed and question.row.sets and (is_elsewhere or numbers):
+        return None  # what its graph gives is written, wherever that lies
+    if numbers:
         by_numbers = _ByNumbers(func, len(args), question, numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
     return _propagate(func, len(args), question)

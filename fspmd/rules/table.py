@@ -87,6 +87,7 @@ class Row:
     blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
     weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
     divides: bool = False  # the first operand is divided by what follows
+    sets: bool = False  # sets elements of the first operand, of whose values its gradients do not depend
     as_is: bool = False  # gives its operand where that lies as a new tensor, however its blocks lie
 
 
@@ -310,7 +311,9 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(recurrent.sequences, free=NONE, empty=False, body=body) for name, body in recurrent.LAYERS.items()},
     "gather": Row(lookups.gather, "sum", body=tables.gather, weighs=True),
     **{
-        name: Row(lookups.scatter, linear, body=tables.setting(getattr(torch, name)))
+        name: Row(
+            lookups.scatter, linear, body=tables.setting(getattr(torch, name)), sets=linear is not lookups.reduces
+        )
         for name, linear in _SCATTERS.items()
     },
     "index_select": Row(lookups.select, "sum", body=tables.index_select),
@@ -320,13 +323,14 @@ ROWS: Final[dict[str, Row]] = {
             "sum" if name == "index_add" else "",
             body=tables.setting(getattr(torch, name)),
             weighs=True,
+            sets=name != "index_reduce",
         )
         for name in _SLICE_WRITES
     },
-    "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True)),
+    "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True), sets=True),
     **{name: Row(lookups.index, "sum", body=tables.index) for name in _names("index _unsafe_index")},
     **{
-        name: Row(lookups.index_put, lookups.accumulates, body=tables.index_put)
+        name: Row(lookups.index_put, lookups.accumulates, body=tables.index_put, sets=True)
         for name in _names("index_put _unsafe_index_put")
     },
     "take": Row(lookups.taken_whole, "sum"),
@@ -356,7 +360,7 @@ def row_of(func: Any) -> Row | None:
         return None
     if writes(func):
         row = _WRITES.get(name) or ROWS.get(name.removesuffix("_"))
-        return row if row is not None and row.rule is elementwise else None
+        return row if row is not None and (row.sets or row.rule is elementwise) else None
     return _OWN.get(func) or ROWS.get(name)
 
 
@@ -464,6 +468,15 @@ def writes(func: Any) -> bool:
     """Whether a function writes into its first operand: by torch's custom its name ends in an underscore."""
     name = name_of(func)
     return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
+
+
+@functools.lru_cache(maxsize=4096)
+def without_write(func: Any) -> Callable[..., Any]:
+    """What gives the value that a function writes into its first operand."""
+    name = name_of(func).removesuffix("_")
+    if isinstance(func, OpOverload):
+        return getattr(getattr(torch.ops.aten, name), func._overloadname)  # type: ignore[no-any-return]
+    return getattr(Tensor, name)  # type: ignore[no-any-return]
 
 
 #: written as new values: of an uneven simulated block torch's own write, or its backward, wants the sizes as numbers
