@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.spec import describe
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.torch_internals import DisableTorchFunction, count_function_modes
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
 
@@ -186,7 +186,7 @@ def wrote(x: Tensor, soon: bool = False) -> None:
     """Fspmd has written into a tensor, on all ranks, or will ``soon``; what is remembered of its memory ends."""
     if (x := unwrapped(x)).is_inference():
         return  # it has no version, and nothing is remembered of it
-    memory = _memory_of(x)
+    memory = memory_of(x)
     setattr(memory, _WRITES, (getattr(memory, _WRITES, _UNWRITTEN)[0] + 1, x._version + soon))
 
 
@@ -201,13 +201,17 @@ _UNWRITTEN: Final = (0, 0)
 
 
 def _writes(x: Tensor) -> tuple[int, int]:
-    found: tuple[int, int] = getattr(_memory_of(x), _WRITES, _UNWRITTEN)
+    found: tuple[int, int] = getattr(memory_of(x), _WRITES, _UNWRITTEN)
     return found
 
 
-def _memory_of(x: Tensor) -> torch.UntypedStorage:
+def memory_of(x: Tensor) -> torch.UntypedStorage:
+    """That of a block, or of the first of all ranks: one object for as long as anything lies there."""
+    block = blocks_of(unwrapped(x))[0]
+    if not count_function_modes():
+        return block.untyped_storage()
     with DisableTorchFunction():
-        return blocks_of(x)[0].untyped_storage()
+        return block.untyped_storage()
 
 
 def stamp(x: Tensor) -> Stamp:

@@ -12,7 +12,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.copies import forget_marks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_foreign
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
@@ -283,7 +282,7 @@ class Sharded(Tensor):
         return _marked(alike(self.local, self), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return _marked(alike(forget_marks(copy.deepcopy(self.local, memo)), self), self)
+        return _marked(alike(copy.deepcopy(self.local, memo), self), self)
 
     def __dir__(self) -> list[str]:
         return list(object.__dir__(self))
@@ -513,7 +512,7 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
     block = x.local
     gradient = block.grad if block.is_leaf or block.retains_grad else None
     block.data = y.local
-    forget(forget_marks(block))
+    forget(block)
     for one in (block, y.local):  # the two do not tell each other of writes
         remember_no_moves(one)
     if gradient is not None and gradient.dtype is not block.dtype:

@@ -308,8 +308,12 @@ def test_blocks_of_one_element_or_none_are_written_as_others_are(columns: int) -
     flat(x).add_(1)
     assert torch.equal(device_get(x), whole + 1)
     y = reshard(device_put(whole, P(), mesh=LINE), P(None, "x"))
-    with pytest.raises(VarianceError, match="writes into a copy"):
+    if columns == 4:  # one of each rank, which is a view on all
         flat(y).add_(1)
+        whole += 1
+    else:
+        with pytest.raises(VarianceError, match="writes into a copy"):
+            flat(y).add_(1)
     assert torch.equal(device_get(y), whole)
 
 

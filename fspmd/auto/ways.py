@@ -125,7 +125,7 @@ def _chosen(
     question: Question, followed: frozenset[int], trips: tuple[Trips, ...], topology: Topology
 ) -> Iterator[Way]:
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
-    saves = question.linear in ("", "product") and not question.views
+    saves = question.linear in ("", "product") and question.viewed is None
     linear = question._replace(gradients=followed).passes_on
     body, most = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
     for factors in (question.factors, *question.factors.others):
@@ -142,7 +142,7 @@ def _chosen(
             laid = layouts_of(factors, choices, operands, results, topology, row.empty, body)
             if laid is None:
                 continue
-            time = 0.0 if question.views else working(factors, laid.operands, laid.results, topology)
+            time = 0.0 if question.viewed is not None else working(factors, laid.operands, laid.results, topology)
             within = laid.body * most.there + laid.back * most.back
             rows = enumerate(zip(laid.operands, laid.casts, strict=True))
             needs = tuple(

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies, moved_from, refuse_copy
+from fspmd.copies import refuse_copy
 from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.instead import instead_of_dispatch
@@ -88,16 +88,7 @@ class _Either:
             leaves[i].local.copy_(redistribute(whole[i].local, whole[i].spec, leaves[i].spec))
             wrote(leaves[i].local)
         of = {id(one): leaves[i] for i, one in whole.items()}
-        memory = [one.local for one in whole.values()]
-
-        def handed_on(x: Any) -> Any:
-            if id(x) in of:
-                return of[id(x)]
-            if isinstance(x, Sharded) and any(x.local is one or x.local._base is one for one in memory):
-                x.local = as_copies(x.local, memory, shown(self.func), True)
-            return x
-
-        return optree.tree_map(handed_on, out, none_is_leaf=True)
+        return optree.tree_map(lambda x: of.get(id(x), x), out, none_is_leaf=True)
 
 
 def _is_followed(x: Sharded | Tensor) -> bool:
@@ -108,9 +99,7 @@ def _is_followed(x: Sharded | Tensor) -> bool:
 
 def _made_whole(x: Sharded) -> Sharded:
     spec = x.spec.with_partition(P())
-    local = redistribute(x.local, x.spec, spec)
-    moved_from(x.local, local)
-    return alike(local, x, spec)
+    return alike(redistribute(x.local, x.spec, spec), x, spec)
 
 
 @hidden
@@ -197,7 +186,7 @@ class _Reckoner:
             return args[0]
         lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
         made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in lies]
-        if question.views:
+        if question.viewed is not None:
             self._views.update(map(id, made))
         return joined(question.kind, made)
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from fspmd.body import RUNNING, state
-from fspmd.copies import refuse_copy
+from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.forms import Strided
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import plan
 from fspmd.global_view.decompose import sharded_values
 from fspmd.global_view.operands import cast_operands, move_operands
-from fspmd.global_view.outcomes import begun
+from fspmd.global_view.outcomes import at, begun
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
@@ -192,7 +192,9 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             plan = plan.choose(blocks)
         if not plan.at_once:
             if plan.writes:
-                refuse_copy(blocks[0], plan.writes)
+                refuse_copy(blocks[0], plan.name)
+            if plan.copies is not None:
+                viewed = at(blocks, plan.copies)
             casts = move_operands(plan, blocks) if plan.moves else []
             if plan.casts:
                 casts += cast_operands(plan, blocks)
@@ -213,6 +215,8 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             return args[0]
         if casts:
             keep(casts, out)
+        if plan.copies is not None:
+            out = as_copies(out, viewed, plan.name)
     results = plan.results
     if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, plan, (*args, *kwargs.values()) if kwargs else args)

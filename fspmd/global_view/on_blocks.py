@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies, handed_on, is_packed
+from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.outcomes import Kind, Shape
-from fspmd.local_view.type_rules import tensors_of
 from fspmd.local_view.uneven import call_uneven, numbers_frame
+from fspmd.rules.views import of_sizes
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import batch_dim_of, is_wrapped, wrapped_by
 from fspmd.transport.local_int import block_sizes
+from fspmd.transport.local_tensor import blocks_of
 
-
-def copying(local: Callable[..., Any], name: str, own: bool, *args: Any, **kwargs: Any) -> Any:
-    """The results, as copies where torch gives views."""
-    return as_copies(local(*args, **kwargs), tensors_of((*args, *kwargs.values())), name, own)
+Pairs = tuple[tuple[int, int], ...]  # of dims
 
 
 def set_in(local: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -29,7 +28,7 @@ def set_in(local: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -
 def in_own_memory(local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result, as a copy where it views a block: torch copies the global tensor, which lies otherwise."""
     out = local(*args, **kwargs)
-    return out if out is not args[0] and out._base is None else out.clone()
+    return out.clone() if share_memory(out, args[0]) else out
 
 
 def as_even_block(sizes: Shape, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -37,25 +36,41 @@ def as_even_block(sizes: Shape, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.reshape(sizes)
 
 
-def as_block(spec: TensorSpec, views: bool, x: Tensor, *_: Any, **__: Any) -> Any:
-    """The same elements as a block of a layout."""
+def as_block(spec: TensorSpec, pure: bool, x: Tensor, *_: Any, **__: Any) -> Any:
+    """The same elements as a block of a layout; ``pure``: they may be copied."""
     sizes = block_sizes(spec)
-    held = numbers_frame(sizes)
-    out = call_uneven(torch.reshape, (x, sizes), {}, held, pure=not views)
-    return handed_on(out, x) if views else out
+    return call_uneven(of_sizes, (x, sizes), {}, numbers_frame(sizes), pure=pure)
 
 
-def view_or_copy(local: Callable[..., Tensor], name: str, thin: bool, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """A block that is part of each row may not be one that can be viewed, where the whole tensor could be.
+def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A view, or a copy where blocks have none, though the whole tensor has: they may lie otherwise in memory.
 
-    Nor may the whole tensor, where its ``thin`` blocks can, and those of some ranks may be thinner: such are copies on
-    all ranks, unless they lie in memory as new ones do.
+    ``merged`` are pairs of dims of which that cannot be told by each block: where some block could not have a view,
+    were it thicker, all ranks have copies.
     """
-    out = local(x)
-    if out is x or (is_packed(x) if thin else out._is_view()):
-        return out
-    copy: Tensor = as_copies(out, (x,), name, False)
-    return copy
+    out = local(x, *args, **kwargs)
+    first = out if isinstance(out, Tensor) else out[0]
+    return out if share_memory(first, x) and are_adjacent(x, merged) else as_copies(out, x, name)
+
+
+def packed_if_need_be(local: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What gives views of blocks that lie as the global tensor does, of others too: ``x.view(torch.int32)``."""
+    try:
+        return local(x, *args, **kwargs)
+    except RuntimeError:
+        return local(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+
+
+def are_adjacent(x: Tensor, pairs: Pairs) -> bool:
+    """Whether the second dim of each pair lies within the first without gaps, were they thicker, in all blocks."""
+    while is_wrapped(x):
+        dim, x = batch_dim_of(x), wrapped_by(x)
+        x = x if dim < 0 else x.select(dim, 0)
+    return all(
+        block.stride(outer) == block.stride(inner) * max(block.shape[inner], 1)
+        for outer, inner in pairs
+        for block in blocks_of(x)
+    )
 
 
 def of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -63,12 +78,11 @@ def of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: An
     return local(x)
 
 
-def untouched(kind: Kind | None, shape: Shape, x: Tensor, *_: Any, **__: Any) -> Any:
-    """A view of a block, for a function that takes all of the global tensor; in a tuple where it gives such."""
-    return x[...] if kind is None else kind([x[...]])
+def untouched(kind: Kind | None, count: int, shape: Shape, x: Tensor, *_: Any, **__: Any) -> Any:
+    """A view of a block, for a function that takes all of the global tensor; where it gives a tuple so many there."""
+    return x[...] if kind is None else kind([x[...] for _ in range(count)])
 
 
-def rank_by_rank(func: Any, pure: bool, views: bool, *args: Any, **kwargs: Any) -> Any:
+def rank_by_rank(func: Any, pure: bool, *args: Any, **kwargs: Any) -> Any:
     """What torch does in backward often needs the sizes of an uneven block as plain numbers."""
-    out = call_uneven(func, args, kwargs, None, pure=pure)
-    return handed_on(out, args[0]) if views else out
+    return call_uneven(func, args, kwargs, None, pure=pure)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.copies import moved_from
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
 from fspmd.redistribution.once import along, cast_once
@@ -20,11 +19,9 @@ def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
     found: list[Tensor] = []
     for place, legs in plan.moves:
-        x = before = at(blocks, place)
+        x = at(blocks, place)
         for leg in legs:
-            x = along(x, leg, found, not plan.copies)
-        if plan.copies:
-            moved_from(before, x)
+            x = along(x, leg, found, plan.copies != place)
         _set(blocks, place, x)
     return found
 

@@ -44,15 +44,20 @@ class Lying(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Shape and dtype of each result; in what they are, None for a single one; whether it is the first operand, or a
-    view of it, and whether each result has all of it, as it was; how they lie, None where all do as new tensors.
+    """Shape and dtype of each result; in what they are, None for a single one; the operand in whose memory each lies,
+    or None; whether each has all of the first operand, as it was; how they lie, None where all do as new tensors.
     """
 
     results: Sequence[tuple[Shape, torch.dtype]]
     kind: Kind | None = None
-    views: bool = False
+    bases: Sequence[Place | None] = (None,)
     same: bool = False
     lying: Sequence[Lying] | None = None
+
+    @property
+    def views(self) -> bool:
+        """Whether the first result is an operand, or a view of one."""
+        return self.bases[0] is not None
 
 
 def joined(kind: Kind | None, results: list[Any]) -> Any:
@@ -77,7 +82,7 @@ def on_one_element(
         out = _on(make, func, args, kwargs, operands)
     except Exception:  # which the meta device tells better
         return None
-    if not isinstance(out, Tensor) or out.dim() != len(shape) or out._is_view() or any(out is x for x in made):
+    if not isinstance(out, Tensor) or out.dim() != len(shape) or any(is_alias_of(out, x) for x in made):
         return None
     return Outcome([(shape, out.dtype)])
 
@@ -157,24 +162,19 @@ def on_meta(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     operands: Sequence[tuple[Place, TensorSpec]],
-    *,
-    new: bool = False,
 ) -> Outcome | None:
-    """What the call gives for global tensors without data; None where it is no tensors, or depends on values.
-
-    ``new``: as if they lay in memory as new tensors do.
-    """
+    """What the call gives for global tensors without data; None where it is no tensors, or depends on values."""
     mesh = operands[0][1].mesh
     if name_of(func) in ("vector_norm", "linalg_vector_norm") and _keeps_dims_of_one():
         func = _norm_without_data
     try:
         try:
             if not is_any_autocast_enabled():  # of which the meta device knows nothing
-                return _outcome("meta", func, args, kwargs, operands, new)
+                return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             pass
         with FakeMode():
-            return _outcome(mesh.device_type, func, args, kwargs, operands, new)
+            return _outcome(mesh.device_type, func, args, kwargs, operands)
     except (
         NotImplementedError,
         DataDependentOutputException,
@@ -183,15 +183,22 @@ def on_meta(
         return None
 
 
-def may_view(
+def views_any(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> bool:
-    """Whether a call gives one view of its operand, if that lies in memory as a new tensor does."""
+    """Whether a call gives views of whatever operands, though they have gaps and their dims stand in another order."""
+    made: list[Tensor] = []
+
+    def make(spec: TensorSpec) -> Tensor:
+        x = torch.empty([2 * n for n in reversed(spec.shape)], dtype=spec.dtype, device="meta")
+        made.append(x.permute(*reversed(range(spec.ndim)))[(slice(None, None, 2),) * spec.ndim])
+        return made[-1]
+
     try:
-        outcome = on_meta(func, args, kwargs, operands, new=True)
-    except Exception:  # some views are possible of others alone
+        out = _on(make, func, args, kwargs, operands)
+    except Exception:  # of others alone
         return False
-    return outcome is not None and outcome.views and outcome.kind is None
+    return all(any(is_alias_of(one, x) for x in made) for one in ((out,) if isinstance(out, Tensor) else out))
 
 
 @functools.lru_cache(maxsize=1)
@@ -237,11 +244,10 @@ def _outcome(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     operands: Sequence[tuple[Place, TensorSpec]],
-    new: bool,
 ) -> Outcome | None:
     made: list[Tensor] = []
     given = (*args, *kwargs.values())
-    before = [None if new else _laid(at(given, place)) for place, _ in operands]
+    before = [_laid(at(given, place)) for place, _ in operands]
 
     def make(spec: TensorSpec) -> Tensor:
         laid = before[len(made)]
@@ -256,14 +262,14 @@ def _outcome(
     if not isinstance(found, (tuple, list)) or not found or not all(isinstance(one, Tensor) for one in found):
         return None
     results = [(tuple(one.shape), one.dtype) for one in found]
-    first, base = found[0], found[0]._base  # einsum and linear give views of what they have made
-    views = any(base is x or first is x for x in made)
-    same = views and all(_is_all_of(one, made[0]) for one in found)
+    viewed = [next((k for k, x in enumerate(made) if is_alias_of(one, x)), None) for one in found]
+    bases = [None if k is None else operands[k][0] for k in viewed]
+    same = all(k == 0 and _is_all_of(one, made[0]) for k, one in zip(viewed, found, strict=True))
     unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)
-    lying = [_lying(one, made, before, operands, unknown) for one in found]
+    lying = [_lying(one, k, before, operands, unknown) for k, one in zip(viewed, found, strict=True)]
     as_new = [Lying(Laid(packed(shape))) for shape, _ in results]
     return Outcome(
-        results, None if isinstance(out, Tensor) else type(out), views, same, None if lying == as_new else lying
+        results, None if isinstance(out, Tensor) else type(out), bases, same, None if lying == as_new else lying
     )
 
 
@@ -279,6 +285,12 @@ def begun(lying: Lying, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
 def lies_as_new(value: Any) -> bool:
     """Whether a tensor of a call lies in memory as a new one does."""
     return _laid(value) is None
+
+
+def lies_known(value: Any) -> bool:
+    """Whether it is known how torch would keep a tensor of a call."""
+    laid = _laid(value)
+    return laid is None or laid.strides is not None
 
 
 def _laid(value: Any) -> Laid | None:
@@ -298,14 +310,12 @@ def _laid(value: Any) -> Laid | None:
 
 def _lying(
     one: Tensor,
-    made: Sequence[Tensor],
+    base: int | None,
     before: Sequence[Laid | None],
     operands: Sequence[tuple[Place, TensorSpec]],
     unknown: bool,
 ) -> Lying:
-    """How a result lies, of operands ``made``, which lie so, but begin where their memory does."""
-    # of views of floats as integers autograd keeps no base
-    base = next((k for k, x in enumerate(made) if is_alias_of(one, x)), None)
+    """How a result lies that is in the memory of an operand, of which it is known how it lay ``before``."""
     laid = None if base is None else before[base]
     start = 0 if laid is None else laid.start
     if unknown:
@@ -320,10 +330,10 @@ def _is_packing(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_all_of(view: Tensor, x: Tensor) -> bool:
-    """Whether a view of a new tensor has each element in the place where it was."""
+    """Whether a tensor in the memory of a new one has each element in the place where it was."""
     if view is x:
         return True
-    if view._base is not x or view.shape != x.shape or view.dtype is not x.dtype:
+    if view.shape != x.shape or view.dtype is not x.dtype:
         return False
     strides = zip(view.stride(), x.stride(), x.shape, strict=True)
     return not x.numel() or (not view.storage_offset() and all(new == old or n == 1 for new, old, n in strides))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -16,9 +16,9 @@ from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.on_blocks import (
     as_block,
     as_even_block,
-    copying,
     in_own_memory,
     of_first,
+    packed_if_need_be,
     rank_by_rank,
     set_in,
     untouched,
@@ -33,25 +33,26 @@ from fspmd.global_view.outcomes import (
     by_factors,
     kernel_complaint,
     lies_as_new,
+    lies_known,
     like_first,
-    may_view,
     on_meta,
     on_one_element,
+    views_any,
 )
 from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
-from fspmd.global_view.signatures import by_signature, stand_in_order
+from fspmd.global_view.signatures import by_signature, may_view, stand_in_order
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.connected import connected
 from fspmd.local_view.hooks import completing
 from fspmd.pairs import Call
-from fspmd.redistribution.cost import moves as kernel_moves
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, without_write, writes
 from fspmd.rules.elementwise import elementwise
+from fspmd.rules.views import groups, reshaped
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 
@@ -70,20 +71,21 @@ class OpPlan:
     local: Callable[..., Any]
     in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
     by_name: bool = False  # operands are given by keyword
-    writes: str = ""  # as messages name what writes into the first operand, which is the result
-    copies: bool = False  # gives copies of the first operand, moved, where torch gives views
+    writes: bool = False  # into the first operand, which is the result
+    copies: Place | None = None  # an operand of which torch gives views, and this copies
+    name: str = ""  # as messages name what writes or copies
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
     in_parts: bool = False  # by calls of other functions alone
     choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
     lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
-    at_once: bool = field(init=False)  # nothing is moved, cast or written
+    at_once: bool = field(init=False)  # nothing is moved, cast, written or copied
     single: bool = field(init=False)  # the result is a tensor, not a tuple of them, and begins where the plan says
     form: Any = field(init=False)  # of a single result, and where in memory it lies
     strides: Strides | None = field(init=False)
     start: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.at_once = not (self.needs_redistribute or self.casts or self.writes)
+        self.at_once = not (self.needs_redistribute or self.casts or self.writes or self.copies is not None)
         self.single = type(self.results) is not tuple
         self.form, self.strides, self.start = self.results, None, None
         if self.lying is not None and isinstance(self.results, TensorSpec):
@@ -104,12 +106,13 @@ class Question(NamedTuple):
     factors: Factors
     linear: str
     fixed: bool  # the call writes into its first operand
-    views: bool  # of the first operand are what it gives
+    viewed: Place | None  # the operand of which it gives views
     names: tuple[str, ...]  # of the keyword arguments
     products: Products | None  # the call on views, of which strategies are found, where dims are `Flat`
     plain: frozenset[int] = frozenset()  # operands that are no `Sharded`
     lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
     apart: bool = False  # blocks may be viewed where torch copies
+    loose: bool = False  # it gives views of some blocks, and copies of those that lie otherwise in memory
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
     @property
@@ -127,7 +130,7 @@ class Question(NamedTuple):
         Parts that are handed out all at once would each end one of their own, so what they are parts of ends first.
         Where autograd follows them: it lets nobody write into one of several views, which are copies then.
         """
-        return "" if self.gradients and self.views and len(self.results) > 1 else self.linear
+        return "" if self.gradients and self.viewed is not None and len(self.results) > 1 else self.linear
 
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """The same of other layouts of the operands."""
@@ -215,12 +218,13 @@ def ask(
         refuse_global(func, specs, error)
     fixed = writes(func)
     cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
-    if outcome.same and not fixed and (cuts or (row.as_is and as_new)):
+    as_is = outcome.same and not fixed and row.as_is and all(lies_known(at(given, place)) for place, _ in ordered)
+    if as_is or (outcome.same and not fixed and cuts):
         row = replace(
             row,
             rule=elementwise,
             linear="first",
-            local=functools.partial(untouched, outcome.kind),
+            local=functools.partial(untouched, outcome.kind, len(results)),
             body=None,
             blocks=None,
         )
@@ -231,7 +235,8 @@ def ask(
     linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
     products = products_of(row, factors, specs, results)
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
-    apart = not (as_new or outcome.views or fixed) and may_view(func, args, kwargs, ordered)
+    viewed = None if fixed else outcome.bases[0]
+    copies = not (outcome.views or fixed) and outcome.kind is None
     return Question(
         row=row,
         operands=ordered,
@@ -240,12 +245,13 @@ def ask(
         factors=factors,
         linear=linear,
         fixed=fixed,
-        views=outcome.views and not fixed,
+        viewed=viewed,
         names=tuple(kwargs),
         products=products,
         plain=bare,
         lying=outcome.lying,
-        apart=apart,
+        apart=copies and results[0].dtype is specs[0].dtype and may_view(func),
+        loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
     )
 
 
@@ -263,11 +269,11 @@ def plan_of(
 
     ``lie``: where blocks were moved before, from which they go on.
     """
-    made = functools.partial(OpPlan, lying=question.lying)
+    made = functools.partial(OpPlan, lying=question.lying, name=shown(func))
     row, operands, results, factors = question.row, question.operands, question.results, question.factors
     by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)
-    first, mesh, written = operands[0][1], results[0].mesh, writes(func)
-    name, anew = shown(func) if written else "", written and row.sets
+    first, mesh, written = operands[0][1], results[0].mesh, bool(writes(func))
+    anew = written and row.sets
     final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
     moves: list[tuple[Place, tuple[Leg, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
@@ -293,11 +299,10 @@ def plan_of(
         site = Site(named or best.axes, best.operands, final)
         places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
         body = as_local_call(row.body, shown(func), site, places, final, linear=bool(question.linear))
-        if question.views:
-            body = functools.partial(copying, body, shown(func), False)
+        copies = question.viewed
         if anew:
             body = functools.partial(set_in, body)
-        return made(result, bool(moves), tuple(moves), (), body, not question.names, by_name, name, question.views)
+        return made(result, bool(moves), tuple(moves), (), body, not question.names, by_name, written, copies=copies)
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
     if anew:
         local = without_write(func)
@@ -307,28 +312,40 @@ def plan_of(
         whole = functools.partial(row.blocks, factors, first.shape, results[0].shape)
         local = functools.partial(of_first, whole)
     if question.products is not None and question.products.regrouped is not None:
-        thin = question.views and first.thinnest < 2  # strides do not matter there
-        flat = question.views and (first.flat or final[0].flat)
         local = functools.partial(as_even_block, final[0].block_shape)
         if not final[0].even:
-            local = functools.partial(as_block, final[0], question.views)
-        if flat or thin:
-            local = functools.partial(view_or_copy, local, shown(func), thin)
+            local = functools.partial(as_block, final[0], question.viewed is None)
     elif False in [spec.even for spec in (*final, *best.operands)]:
         if mesh.transport == "simulation":
-            local = functools.partial(rank_by_rank, local, not written or anew, question.views)
-        elif (not written or anew) and not question.views:
+            local = functools.partial(rank_by_rank, local, not written or anew)
+        elif (not written or anew) and question.viewed is None:
             local = functools.partial(connected, local)
-    if copies := not written and question.views and bool(moves):
-        taken = [step for _, legs in moves for leg in legs for step in leg.calls]
-        own = any(kernel_moves(step.pair.kernel) and prod(mesh.shape[a] for a in step.axes) > 1 for step in taken)
-        local = functools.partial(copying, local, shown(func), own)
+    if question.loose and row.blocks is None:
+        local = functools.partial(packed_if_need_be, local)
+    copies = next((place for place, _ in moves if place == question.viewed), None)
     if question.apart:
         local = functools.partial(in_own_memory, local)
+    elif question.loose and copies is None:
+        local = functools.partial(view_or_copy, local, shown(func), _merged(question))
     if anew:
         local = functools.partial(set_in, local)
     in_order = stand_in_order(local, positional, question.names)
-    return made(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, name, copies)
+    return made(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written, copies=copies)
+
+
+def _merged(question: Question) -> tuple[tuple[int, int], ...]:
+    """Pairs of dims of an operand that a call makes one, where torch may find them adjacent on some ranks alone.
+
+    For torch a dim of one element, or none, has any stride.
+    """
+    (_, spec), result = question.operands[0], question.results[0]
+    if spec.even or 0 in spec.shape:
+        return ()
+    runs = [[*range(spec.ndim)]]
+    if question.row.rule is reshaped:
+        runs = [source for source, _ in groups(spec.shape, result.shape)]
+    large = [[d for d in run if spec.shape[d] > 1] for run in runs]
+    return tuple([pair for run in large for pair in itertools.pairwise(run)])
 
 
 def _argument(place: Place) -> int:

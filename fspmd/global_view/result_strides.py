@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.decompose import tensors_of
-from fspmd.global_view.outcomes import Outcome, begun, on_meta
+from fspmd.global_view.outcomes import Outcome, at, begun, on_meta
 from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import OpPlan, as_whole
+from fspmd.global_view.refusals import shown
 from fspmd.rules import ENGINE, writes
 from fspmd.sharded import Sharded, laid, lies, relay
 
@@ -23,7 +25,9 @@ def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[st
         out = run(args, kwargs)
         found = [out] if type(out) is Sharded else out
         if isinstance(found, (tuple, list)) and len(found) == len(outcome.results):
-            _relay(found, outcome, (*args, *kwargs.values()))
+            given = (*args, *kwargs.values())
+            _mark_copies(found, outcome, given, shown(func))
+            _relay(found, outcome, given)
         return out
 
     return as_whole(relaid, in_parts=plan.in_parts)
@@ -41,6 +45,14 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcom
         return on_meta(func, args, kwargs, operands) if len(operands) == len(tensors) else None
     except Exception:  # which the call itself tells better
         return None
+
+
+def _mark_copies(found: Sequence[Any], outcome: Outcome, given: Sequence[Any], name: str) -> None:
+    """Results that torch has as views of an operand, and that are none, are copies of it."""
+    for x, place in zip(found, outcome.bases, strict=True):
+        base = None if place is None else at(given, place)
+        if type(x) is type(base) is Sharded and not share_memory(x.local, base.local):
+            x.local = as_copies(x.local, base.local, name)
 
 
 def _relay(found: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> None:

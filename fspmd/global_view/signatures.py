@@ -51,6 +51,13 @@ def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
 
 
 @functools.cache
+def may_view(func: Any) -> bool:
+    """Whether a result may be a view of an operand, as schemas say it, which say so of `reshape`, too."""
+    given = [returned.alias_info for schema in schemas(func) for returned in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in given)
+
+
+@functools.cache
 def parameters(func: Any) -> list[str]:
     """The names of a function's parameters; torch's own in C are known by their schemas."""
     if isinstance(func, OpOverload):

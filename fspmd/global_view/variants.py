@@ -69,7 +69,7 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     plan = plan_of(func, positional, question, best)
     empty = True in [0 in spec.shape for _, spec in question.operands]
     floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
-    pending = () if question.views or question.fixed else tuple(_pending(question))
+    pending = () if question.viewed is not None or question.fixed else tuple(_pending(question))
     followed = question._replace(gradients=floating)
     ends = followed.passes_on != question.passes_on and bool(_pending(question))
     weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs) or ends

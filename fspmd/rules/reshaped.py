@@ -9,7 +9,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.forms import is_dense, order_in_memory
 from fspmd.random.blocks import fill
@@ -57,7 +56,7 @@ def _on_diagonal(wrap: bool, device: torch.device, block: Block) -> Tensor:
 
 
 def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Any:
-    """``x.as_strided(...)``: a copy of places in the memory that torch would have of x, no more."""
+    """``x.as_strided(...)``: of places in the memory that torch would have of x, no more; a copy."""
     strides = lies(x).strides
     start = 0 if storage_offset is None else storage_offset - x.storage_offset()
     places = torch.tensor([start], device=x.device)
@@ -71,9 +70,7 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
             f"as_strided({size}, {stride}, {storage_offset}) of {x!r} has places that are none of its "
             f"{x.numel()} elements; take it of the whole of which that is a part"
         )
-    out = x.permute(order_in_memory(strides)).reshape(-1).index_select(0, places).reshape(size)
-    out.local = as_copies(out.local, [x.local], "as_strided()", True)
-    return out
+    return x.permute(order_in_memory(strides)).reshape(-1).index_select(0, places).reshape(size)
 
 
 RESHAPED: Final[dict[str, Handler]] = {

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.copies import is_packed
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
 from fspmd.rules import (
@@ -88,19 +87,12 @@ class Row:
     weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
     divides: bool = False  # the first operand is divided by what follows
     sets: bool = False  # sets elements of the first operand, of whose values its gradients do not depend
-    as_is: bool = False  # gives its operand where that lies as a new tensor, however its blocks lie
+    as_is: bool = False  # gives its operand, or a view that is the same, however its blocks lie
 
 
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
     """On blocks, for `torch.unsafe_chunk`."""
     return torch.chunk(*args, **kwargs)
-
-
-def contiguous(shape: tuple[int, ...], x: Tensor, *options: Any, **named: Any) -> Tensor:
-    """On blocks, for ``x.contiguous()``: one that is thin passes for contiguous, where the whole tensor may not."""
-    out: Tensor = x.contiguous(*options, **named)
-    thin = not options and not named and out is x and not is_packed(x, shape)
-    return x.clone(memory_format=torch.contiguous_format) if thin else out
 
 
 def split(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +180,7 @@ ROWS: Final[dict[str, Row]] = {
     "complex": Row(elementwise, "sum", weighs=True),
     **{name: Row(elementwise) for name in ELEMENTWISE},  # as ops they have an int for their reduction
     **{name: Row(elementwise, "first") for name in _CASTS},
-    "contiguous": Row(elementwise, "first", local=contiguous, as_is=True),
+    "contiguous": Row(elementwise, "first", as_is=True),
     **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
     **{name: Row(elementwise, "product", free=NUMBERS, sized=True) for name in _names("mul multiply rmul")},
     **{
@@ -244,7 +236,10 @@ ROWS: Final[dict[str, Row]] = {
     "channel_shuffle": Row(views.shuffled, "first", body=joins.shuffle),
     "tril": Row(views.triangle, "first", body=joins.tril),
     "triu": Row(views.triangle, "first", body=joins.triu),
-    **{name: Row(views.unfolded, "first", body=joins.unfold) for name in _names("unfold unfold_copy")},
+    **{
+        name: Row(views.unfolded, "first", local=views.unfold, body=joins.unfold)
+        for name in _names("unfold unfold_copy")
+    },
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
     "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
@@ -255,7 +250,10 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(permuted(views.moved), "first") for name in _names("movedim moveaxis")},
     **{name: Row(permuted(views.last_swapped), "first") for name in _names("t mT mH t_copy")},
     **{name: Row(permuted(views.reversed_dims), "first") for name in _names("T H")},
-    **{name: Row(views.reshaped, "first", blocks=views.reshape_blocks, body=regroups.reshape) for name in _RESHAPES},
+    **{
+        name: Row(views.reshaped, "first", blocks=views.reshape_blocks, body=regroups.reshape, as_is=True)
+        for name in _RESHAPES
+    },
     **{name: Row(views.squeezed, "first", blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
     **{name: Row(views.unsqueezed, "first") for name in _names("unsqueeze unsqueeze_copy")},
     **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},

@@ -169,7 +169,15 @@ def reshape_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> 
     for d, factor in enumerate(factors.results[0]):
         if factor is not None:
             sizes[d] = x.shape[factor] * after[d] // before[factor] if before[factor] else after[d]
-    return x.reshape(sizes)
+    return of_sizes(x, sizes)
+
+
+def of_sizes(x: Tensor, sizes: Sequence[Any]) -> Tensor:
+    """A view of a block where it has one: of sizes that differ from rank to rank torch's reshape copies."""
+    try:
+        return x.view(sizes)
+    except RuntimeError:
+        return x.reshape(sizes)
 
 
 def expanded(whole: Whole) -> Factors:
@@ -309,6 +317,11 @@ def unfolded(whole: Whole) -> Factors:
     one = frozenset({dim})
     near = one if size <= step and whole.results[0][dim] * step == whole.shapes[0][dim] else frozenset[int]()
     return Factors((every,), ((*every, None),), whole=frozenset() if size == step == 1 else one, near=near)
+
+
+def unfold(_: Shape, x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """On blocks: windows of one element are a new dim, though torch takes none of a block without elements."""
+    return x.unsqueeze(-1) if size == step == 1 and x.dim() else x.unfold(dimension, size, step)
 
 
 def flipped(whole: Whole) -> Factors:

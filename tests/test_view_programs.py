@@ -1,0 +1,88 @@
+"""Chains of views and writes through them, by chance, beside the same on whole tensors: no write is lost.
+
+`view_programs` writes the programs. A sample runs always, six thousand with FSPMD_FULL=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from full import FULL
+from processes import Processes
+from view_programs import check_seeds
+
+from fspmd import P, VarianceError, device_get, device_put, make_mesh, shard_map
+
+LINE = make_mesh((4,), ("x",), transport="simulation")
+
+
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded")
+@pytest.mark.parametrize("seed", range(0, 6000 if FULL else 200, 50))
+def test_a_write_is_seen_by_all_views_or_refused(seed: int) -> None:
+    check_seeds(seed, seed + 50)
+
+
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded")
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6] if FULL else [4])
+def test_ranks_agree_on_what_is_refused(ranks: int) -> None:
+    """Blocks of one element, or of none, decide nothing."""
+    with Processes(ranks) as pool:
+        for seed in range(0, 2000 if FULL else 40, 40):
+            first, *others = pool.run(check_seeds, seed, seed + 40, None, ranks, seconds=120)
+            for other in others:
+                assert other == first
+            assert first == check_seeds(seed, seed + 40, "simulation", ranks)
+
+
+EACH = (P("x"), P(None, "x"))
+#: writes, and layouts that they move nothing of
+WRITES: dict[str, tuple[Callable[[Any], Any], tuple[P, ...]]] = {
+    "a cache": (lambda x: x[..., :4].view(1, 4, 2, 2)[:, 0].fill_(1), EACH[:1]),
+    "squeezed": (lambda x: x.transpose(1, 2).squeeze(0)[1].fill_(1), EACH[1:]),
+    "unflattened": (lambda x: x.transpose(1, 2).unflatten(1, (2, 3))[:, 1].fill_(1), EACH),
+    "the same shape": (lambda x: x.transpose(1, 2).view(1, 6, 4).fill_(1), EACH),
+    "a flattened dim of a part": (lambda x: x[..., :4].flatten(2).fill_(1), EACH),
+    "detached": (lambda x: x.detach().add_(1), EACH),
+    "data": (lambda x: x.data.add_(1), EACH),
+    "other bits": (lambda x: x.view(torch.int32).fill_(1), EACH),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_into_views_that_need_no_move_go_through(name: str) -> None:
+    (write, specs), whole = WRITES[name], torch.zeros(1, 4, 6)
+    write(whole)
+    for spec in specs:
+        x = device_put(torch.zeros(1, 4, 6), spec, mesh=LINE)
+        write(x)
+        assert torch.equal(device_get(x), whole)
+
+
+@pytest.mark.parametrize("hand_on", [lambda x: x.detach(), lambda x: x.data, lambda x: x.view(torch.int32)])
+def test_a_copy_is_one_however_it_is_handed_on(hand_on: Callable[[Any], Any]) -> None:
+    x = device_put(torch.arange(8.0), P("x"), mesh=LINE)
+    with pytest.raises(VarianceError, match="writes into a copy"):
+        hand_on(x[:2]).add_(1)
+    part = x[:2]
+    with pytest.raises(VarianceError, match="would not see the write"):
+        hand_on(x).add_(1)
+    del part
+    hand_on(x).zero_()
+    assert not device_get(x).any()
+
+
+def test_results_of_a_body_that_are_not_packed() -> None:
+    """Their blocks have no view that the global tensor would have."""
+    x = device_put(torch.arange(48.0).view(8, 6), P("x"), mesh=LINE)
+    y = shard_map(lambda b: (b * 1).t(), mesh=LINE, in_specs=P("x"), out_specs=P(None, "x"))(x)
+    whole = torch.arange(48.0).view(8, 6).t().contiguous()
+    assert y.stride() == whole.stride()
+    with pytest.raises(VarianceError, match="writes into a copy"):
+        y.view(-1).add_(1)
+    for one in (y, whole):
+        one.view(3, 2, 8)[1].fill_(7)
+        one.contiguous(memory_format=torch.contiguous_format)[0].fill_(5)
+    assert torch.equal(device_get(y), whole)
