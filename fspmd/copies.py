@@ -52,12 +52,12 @@ def _alive_copy(memory: torch.UntypedStorage) -> str | None:
     return next((getattr(one, _COPY) for ref in getattr(memory, _COPIES, ()) if (one := ref()) is not None), None)
 
 
-def refuse_copy(block: Tensor, name: str) -> None:
-    """Raise `VarianceError` for a write into the memory of such a copy, or of which there is one."""
+def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:
+    """Raise `VarianceError` for a write into the memory of such a copy, or of which there is one; else give that."""
     memory = memory_of(block)
     marked = memory.__dict__
     if _COPY not in marked and _COPIES not in marked:
-        return
+        return memory
     if _alive_copy(memory) is not None:
         gc.collect()  # what nothing but garbage holds is not in use, on whatever rank
     if (taken := _alive_copy(memory)) is not None:
@@ -71,3 +71,4 @@ def refuse_copy(block: Tensor, name: str) -> None:
             f"{name} writes into a copy: {made_by} gave no view, since its operand was moved, or its blocks have no "
             "such view; write into the operand itself, x[...] = value, or reshard it before the view is taken"
         )
+    return memory

@@ -182,11 +182,11 @@ def remember_no_moves(x: Tensor) -> None:
     setattr(x, _MOVES, _Nothing())
 
 
-def wrote(x: Tensor, soon: bool = False) -> None:
-    """Fspmd has written into a tensor, on all ranks, or will ``soon``; what is remembered of its memory ends."""
+def wrote(x: Tensor, soon: bool = False, memory: torch.UntypedStorage | None = None) -> None:
+    """Fspmd has written into a tensor, on all ranks, or will ``soon``; what is remembered of its ``memory`` ends."""
     if (x := unwrapped(x)).is_inference():
         return  # it has no version, and nothing is remembered of it
-    memory = memory_of(x)
+    memory = memory_of(x) if memory is None else memory
     setattr(memory, _WRITES, (getattr(memory, _WRITES, _UNWRITTEN)[0] + 1, x._version + soon))
 
 

@@ -192,7 +192,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             plan = plan.choose(blocks)
         if not plan.at_once:
             if plan.writes:
-                refuse_copy(blocks[0], plan.name)
+                memory = refuse_copy(blocks[0], plan.name)
             if plan.copies is not None:
                 viewed = at(blocks, plan.copies)
             casts = move_operands(plan, blocks) if plan.moves else []
@@ -211,7 +211,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         raise
     if casts is not None:
         if plan.writes:
-            wrote(blocks[0])
+            wrote(blocks[0], False, memory)
             return args[0]
         if casts:
             keep(casts, out)

@@ -50,7 +50,8 @@ def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor,
     """
     out = local(x, *args, **kwargs)
     first = out if isinstance(out, Tensor) else out[0]
-    return out if share_memory(first, x) and are_adjacent(x, merged) else as_copies(out, x, name)
+    seen = share_memory(first, x) and (not merged or are_adjacent(x, merged))
+    return out if seen else as_copies(out, x, name)
 
 
 def packed_if_need_be(local: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
