@@ -94,7 +94,7 @@ PAIRS: Final[dict[str, Pair]] = {
 class Call:
     """One row over given axes with given options: a linear map, and its transpose. Interned by `call`."""
 
-    __slots__ = ("__weakref__", "_transposed", "axes", "kernel", "mesh", "options", "pair", "results", "views")
+    __slots__ = ("__weakref__", "_transposed", "axes", "idle", "kernel", "mesh", "options", "pair", "results", "views")
 
     def __init__(self, name: str, mesh: Mesh, axes: tuple[str, ...], options: Options) -> None:
         self.pair = PAIRS[name]
@@ -104,6 +104,7 @@ class Call:
         transport = transport_of(mesh)
         self.kernel = getattr(transport, self.pair.kernel)
         self.views = self.pair.kernel in transport.views
+        self.idle = self.views and PAIRS[self.pair.transpose].kernel in transport.views  # a name alone, backward too
         self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
         self._transposed: Call | None = None
 
@@ -217,7 +218,7 @@ class StandIn(Call):
 
     def __init__(self, plain: Call, by: Any) -> None:
         self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
-        self.kernel, self.results, self.views = plain.kernel, plain.results, False
+        self.kernel, self.results, self.views, self.idle = plain.kernel, plain.results, False, plain.idle
         self.plain = plain
         self.by = by
 
@@ -255,6 +256,8 @@ def apply(x: Tensor, call: Call) -> Tensor:
                     "functionalize out: writes into values are followed without it"
                 ) from error
         if x.requires_grad and _grad_enabled():
+            if call.idle:
+                return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return] # which may be written into
             return _apply_plain(x, call)  # type: ignore[no-any-return]
         return call.run(x)
 
