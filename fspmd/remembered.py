@@ -48,6 +48,10 @@ class _Memory(dict[Any, tuple[Any, Any, Any]]):
         return _Memory()
 
 
+class _Held(_Memory):
+    """Casts of a tensor that itself holds them, until it `let_go`."""
+
+
 class _Nothing(_Memory):
     """Of a tensor that shares memory with another unseen: a write into that would not be noticed."""
 
@@ -160,14 +164,32 @@ def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
         if not x.is_leaf and _writes(x)[1] <= found[1]:
             _refuse_written(x)
         return None
-    value: Tensor | None = found[0]()
+    value: Tensor | None = found[0] if type(memory) is _Held else found[0]()
     return value
 
 
 def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
     """What a tensor was cast to, as long as somebody else has it: whether it lives must bear on nothing forward."""
     scope = _here.casts
-    _memory(x, _CASTS, scope)[cast if scope is None else (scope.number, cast)] = weakref.ref(value), x._version, 0
+    memory = _memory(x, _CASTS, scope)
+    held: Any = value if type(memory) is _Held else weakref.ref(value)
+    memory[cast if scope is None else (scope.number, cast)] = held, x._version, 0
+
+
+def hold_casts(x: Tensor) -> None:
+    """From here on a new tensor itself holds its casts; the graph then need not. They refer to it: `let_go` of them."""
+    setattr(x, _CASTS, _Held())
+
+
+def holds_casts(x: Tensor) -> bool:
+    """Whether a tensor itself holds its casts."""
+    return type(x.__dict__.get(_CASTS)) is _Held
+
+
+def let_go(tensors: Iterable[Tensor]) -> None:
+    """Tensors hold no casts any more, but the graph does."""
+    for x in tensors:
+        x.__dict__.pop(_CASTS, None)
 
 
 def forget(x: Tensor) -> None:

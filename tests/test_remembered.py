@@ -458,3 +458,28 @@ def test_what_was_made_of_a_copy_does_not_keep_it_in_use() -> None:
     part.add_(1)
     x[:, 1] = part
     torch.testing.assert_close(device_get(x)[:, 1], torch.ones(6, dtype=torch.float64))
+
+
+def test_a_derivative_holds_casts_no_longer_than_it_lasts() -> None:
+    w = device_put(torch.ones(3, dtype=F64), P(), mesh=LINE)
+    x = device_put(torch.ones(4, 3, dtype=F64), P("x"), mesh=LINE)
+    leaves: list[Any] = []
+
+    def loss(w: Any, fails: bool) -> Any:
+        leaves.append(weakref.ref(w.local))
+        y = (x * w).square().sum() + (x * w).sum() + w.sum()
+        if fails:
+            raise KeyError
+        return y
+
+    gc.disable()
+    try:
+        with communication_log() as log:
+            gradient = grad(loss)(w, False)
+        with pytest.raises(KeyError):
+            grad(loss)(w, True)
+        assert [leaf() for leaf in leaves] == [None, None]
+    finally:
+        gc.enable()
+    assert torch.equal(device_get(gradient), torch.full((3,), 13.0, dtype=F64))
+    assert [one.kind for one in log.backward] == ["psum"]  # of the one cast that both products share

@@ -58,7 +58,7 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
             "give one tangent per leaf of the primals"
         )
     labels = leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
-    check_leaves(leaves, lambda: labels, "jvp")
+    check_leaves(leaves, lambda: list(zip(leaves, labels, strict=True)), "jvp")
     locals_ = tangents_of(given, leaves, labels, "jvp")
     outs: list[Any] = []
     out_tree: Any = None

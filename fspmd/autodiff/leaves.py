@@ -49,24 +49,27 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def flatten_quickly(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The same leaves, and what puts a tree of others together; of a dict of tensors, as models have them, quickly."""
-    if type(tree) is dict:
-        names = list(tree)
-        try:
-            ordered = sorted(names)
-        except TypeError:  # names of several types
-            ordered = []
-        leaves = [tree[name] for name in ordered]
+    """The same leaves, and what puts a tree of others together; quickly of a tensor, and of a dict of them.
+
+    Those of a dict are in the order of the dict.
+    """
+    kind = type(tree)
+    if kind is dict:
+        leaves = [*tree.values()]
         if leaves and _TENSORS.issuperset(map(type, leaves)):
-            return leaves, functools.partial(_dict_of, ordered, None if names == ordered else names)
+            return leaves, functools.partial(_dict_of, [*tree])
+    elif kind in _TENSORS:
+        return [tree], _the_one
     leaves, treedef = flatten(tree)
     return leaves, treedef.unflatten
 
 
-def _dict_of(names: list[Any], order: list[Any] | None, values: Sequence[Any]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {} if order is None else dict.fromkeys(order)
-    found.update(zip(names, values, strict=True))
-    return found
+def _dict_of(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+def _the_one(values: Sequence[Any]) -> Any:
+    return values[0]
 
 
 def local_of(leaf: Any) -> Any:
@@ -86,12 +89,17 @@ def differentiable(leaf: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def check_leaves(leaves: list[Any], labels: Callable[[], list[str]], what: str) -> None:
-    """Every leaf has a derivative; those that have none are in one message."""
+def labelled(tree: Any, root: str) -> list[tuple[Any, str]]:
+    """The leaves, each with its path."""
+    return list(zip(flatten(tree)[0], leaf_paths(tree, root, is_sharded, none_is_leaf=False), strict=True))
+
+
+def check_leaves(leaves: list[Any], labels: Callable[[], list[tuple[Any, str]]], what: str) -> None:
+    """Every leaf has a derivative; those that have none are in one message, by the labels."""
     if all(map(differentiable, leaves)):
         return
     failures = []
-    for leaf, label in zip(leaves, labels(), strict=True):
+    for leaf, label in labels():
         if not differentiable(leaf):
             others = "close over the others" if what in ("vjp", "jvp") else "give the others as another argument"
             advice = f"differentiate floating-point tensors only: {others}, or convert them: x.float()"

@@ -23,6 +23,7 @@ from fspmd.autodiff.leaves import (
     flatten,
     flatten_quickly,
     gradient_like,
+    labelled,
     like,
     local_of,
     rewrapped,
@@ -34,11 +35,11 @@ from fspmd.errors import ArgumentError, TreeError
 from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.local_view.modes import leave_to_python
 from fspmd.local_view.tracking import own
-from fspmd.remembered import ask_gradient
+from fspmd.remembered import ask_gradient, hold_casts, let_go
 from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
-from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
+from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
-from fspmd.trees import leaf_paths, parameter_names
+from fspmd.trees import parameter_names
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
 
@@ -73,8 +74,8 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
     leaves, together = flatten_quickly(primals)
     check_function(f, "vjp")
 
-    def labels() -> list[str]:
-        return leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
+    def labels() -> list[tuple[Any, str]]:
+        return labelled(primals, "primals")
 
     def run(primals: tuple[Any, ...]) -> Any:
         return f(*primals)
@@ -98,7 +99,12 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
 
 
 def _trace(
-    run: Function, leaves: list[Any], together: Tree, has_aux: bool, labels: Callable[[], list[str]], what: str
+    run: Function,
+    leaves: list[Any],
+    together: Tree,
+    has_aux: bool,
+    labels: Callable[[], list[tuple[Any, str]]],
+    what: str,
 ) -> tuple[list[Tensor], Any, Any, bool, Kept | None]:
     """Run a function of a tree on fresh autograd leaves (connected to what the primals came from) and give its result.
 
@@ -129,6 +135,7 @@ def _trace(
                 out = run(tree)
     finally:
         DEPTH.value -= 1
+        let_go(inputs)
     aux = None
     if has_aux:
         out, aux = _with_aux(out)
@@ -160,6 +167,7 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
             else:
                 y = x.detach().requires_grad_()
                 setattr(y, INNER, inner)
+                hold_casts(y)
             if inner is not None:
                 typed(y, x)
             fresh.append(y)
@@ -225,7 +233,11 @@ def value_and_grad(
 
     @wraps(f)
     def with_gradient(*args: Q.args, **kwargs: Q.kwargs) -> tuple[R, Any]:
-        return _value_and_grad(f, argnums, has_aux, args, kwargs, "value_and_grad")
+        out, aux, create, grads = _value_and_grad(f, argnums, has_aux, args, kwargs, "value_and_grad")
+        value: Any = out if create else detached(out)
+        if has_aux:
+            value = value, aux
+        return value, grads
 
     return with_gradient
 
@@ -254,22 +266,23 @@ def grad(f: Callable[Q, Any], argnums: int | Sequence[int] = 0, has_aux: bool = 
 
     @wraps(f)
     def gradient(*args: Q.args, **kwargs: Q.kwargs) -> Any:
-        value, grads = _value_and_grad(f, argnums, has_aux, args, kwargs, "grad")
-        return (grads, value[1]) if has_aux else grads
+        _, aux, _, grads = _value_and_grad(f, argnums, has_aux, args, kwargs, "grad")
+        return (grads, aux) if has_aux else grads
 
     return gradient
 
 
 def _value_and_grad(
     f: Function, argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, bool, Any]:
+    """The result of ``f``, what it gave beside, whether autograd follows both on, and the gradients."""
     numbers = check_argnums(argnums, len(args), what)
     one = isinstance(argnums, int)
     leaves, together = flatten_quickly(args[numbers[0]] if one else tuple([args[i] for i in numbers]))
 
-    def labels() -> list[str]:
+    def labels() -> list[tuple[Any, str]]:
         names = parameter_names(f, len(args))
-        return [path for i in numbers for path in leaf_paths(args[i], names[i], is_sharded, none_is_leaf=False)]
+        return [one for i in numbers for one in labelled(args[i], names[i])]
 
     def run(chosen: Any) -> Any:
         full = [*args]
@@ -285,14 +298,12 @@ def _value_and_grad(
         result = _vjp_by_transform(run, leaves, together, has_aux, what)
         out, pull, aux = result if has_aux else (*result, None)
         scalar_of(out, what)
-        grads = pull(_like_ones(out))
-    else:
-        inputs, out, aux, create, kept = _trace(run, leaves, together, has_aux, labels, what)
-        loss = scalar_of(out, what)
-        outputs = (loss,) if loss.requires_grad else ()
-        grads = together(_autograd(outputs, (_seed(loss),), leaves, inputs, create, retain=False, kept=kept))
-        out = out if create else detached(out)
-    return ((out, aux) if has_aux else out), grads
+        return out, aux, True, pull(_like_ones(out))
+    inputs, out, aux, create, kept = _trace(run, leaves, together, has_aux, labels, what)
+    loss = scalar_of(out, what)
+    outputs = (loss,) if loss.requires_grad else ()
+    grads = _autograd(outputs, (_seed(loss),), leaves, inputs, create, retain=False, kept=kept)
+    return out, aux, create, together(grads)
 
 
 def _like_ones(out: Any) -> Any:

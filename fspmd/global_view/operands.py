@@ -10,6 +10,7 @@ from torch import Tensor
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
 from fspmd.redistribution.once import along, cast_once
+from fspmd.remembered import holds_casts
 from fspmd.torch_internals import transforms_active
 
 _grad_enabled = torch.is_grad_enabled
@@ -27,7 +28,7 @@ def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
 
 
 def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
-    """Cast what will have a gradient; gives the casts."""
+    """Cast what will have a gradient; gives the casts that the graph is to keep."""
     found: list[Tensor] = []
     follows = transforms_active()
     if not (follows or _grad_enabled()):
@@ -35,13 +36,15 @@ def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
     for place, casts in plan.casts:
         x = blocks[place] if type(place) is int else at(blocks, place)
         if follows or x.requires_grad:
+            held = holds_casts(x)
             for cast in casts:
                 x = cast_once(x, cast)
             if type(place) is int:
                 blocks[place] = x
             else:
                 _set(blocks, place, x)
-            found.append(x)
+            if not (held and len(casts) == 1):
+                found.append(x)
     return found
 
 

@@ -82,12 +82,12 @@ def depends_on_others(outputs: list[Any]) -> bool:
             return True
     for node in stack:  # grows; as in `_graph`, in as few steps as can be: every derivative asks
         for parent, _ in node.next_functions:
-            if parent not in seen:
-                seen.add(parent)
-                if type(parent) is not AccumulateGrad:
-                    stack.append(parent)
-                elif INNER not in parent.variable.__dict__:
+            if type(parent) is AccumulateGrad:
+                if INNER not in parent.variable.__dict__:
                     return True
+            elif parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
     return False
 
 
