@@ -92,24 +92,23 @@ def _kinds_of(func: Any) -> frozenset[type]:
 def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any], name: str | None = None) -> None:
     """Append what an argument is in the key of a call, and its block or blocks."""
     if kind is list or kind is tuple:
-        key.append(kind)
-        key.append(len(arg))
-        held, sharded = [], False
-        for one in arg:
+        key += kind, len(arg)
+        held: list[Any] | None = None
+        for place, one in enumerate(arg):
             what = type(one)
-            if what is Sharded:
+            if what is slice:
+                start, stop, step = one.start, one.stop, one.step
+                if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
+                    key += slice, start, stop, step
+                else:
+                    key.append(hashable(one))
+            elif what is Sharded:
                 key.append(one.form)
-                held.append(one.local)
-                sharded = True
-                continue
-            held.append(one)
-            if what in _PLAIN:
-                key.append(one)
-            elif what is slice and {type(one.start), type(one.stop), type(one.step)} <= _PLAIN:
-                key += (slice, one.start, one.stop, one.step)
+                held = held or [*arg]
+                held[place] = one.local
             else:
-                key.append(keyed(func, one))
-        blocks.append(held if sharded else arg)
+                key.append(one if what in _PLAIN else keyed(func, one))
+        blocks.append(held or arg)
     else:
         free = kind is float and float in (_kinds.get(func) or _kinds_of(func))
         key.append(float if free else keyed(func, arg, name or len(blocks)))
