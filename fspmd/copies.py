@@ -30,7 +30,8 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 def as_copies(out: Any, x: Tensor, name: str) -> Any:
     """The results of a function, which should be views of a block, as copies of it; each in memory that is not its."""
     memory = memory_of(x)
-    root = getattr(memory, _ROOT, _nothing)() or memory
+    above: torch.UntypedStorage | None = getattr(memory, _ROOT, _nothing)()
+    root = memory if above is None else above  # an empty storage is False
     every = [out] if isinstance(out, Tensor) else out
     found = [one.clone() if memory_of(one) is memory else one for one in every]
     alive = [one for one in getattr(root, _COPIES, ()) if one() is not None]

@@ -14,7 +14,8 @@ from full import FULL
 from processes import Processes
 from view_programs import check_seeds
 
-from fspmd import P, VarianceError, device_get, device_put, make_mesh, shard_map
+from fspmd import ArgumentError, P, VarianceError, device_get, device_put, make_mesh, shard_map
+from fspmd.copies import as_copies, refuse_copy
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 
@@ -86,3 +87,26 @@ def test_results_of_a_body_that_are_not_packed() -> None:
         one.view(3, 2, 8)[1].fill_(7)
         one.contiguous(memory_format=torch.contiguous_format)[0].fill_(5)
     assert torch.equal(device_get(y), whole)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_copy_of_a_copy_is_one_of_what_that_is_of(size: int) -> None:
+    """Of blocks without elements, too, though other ranks have some."""
+    x = torch.zeros(size)
+    first = as_copies(x[:], x, "first()")
+    second = as_copies(first.clone(), first, "second()")
+    del first
+    with pytest.raises(VarianceError, match=r"second\(\), taken before"):
+        refuse_copy(x, "add_()")
+    with pytest.raises(VarianceError, match="writes into a copy"):
+        refuse_copy(second, "add_()")
+    del second
+    refuse_copy(x, "add_()")
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.masked_fill_(x > 0, 1), lambda x: x.fill_(2)])
+def test_writes_into_what_is_expanded_are_refused_on_all_ranks(write: Callable[[Any], Any]) -> None:
+    """Torch's kernels refuse some, of blocks with elements alone."""
+    x = device_put(torch.ones(5), P("x"), mesh=LINE).expand(3, 5)
+    with pytest.raises(ArgumentError, match=r"as expand\(\) makes them"):
+        write(x)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fspmd.forms import Strides, form_of, packed
+from fspmd.errors import ArgumentError
+from fspmd.forms import Strided, Strides, form_of, packed
 from fspmd.global_view.bodied import as_local_call
 from fspmd.global_view.on_blocks import (
     as_block,
@@ -216,7 +217,8 @@ def ask(
         factors = row.rule(Whole(shapes, plain, kwargs, after))
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
-    fixed = writes(func)
+    if fixed := writes(func):
+        _refuse_expanded(func, at(given, ordered[0][0]))
     cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
     as_is = outcome.same and not fixed and row.as_is and all(lies_known(at(given, place)) for place, _ in ordered)
     if as_is or (outcome.same and not fixed and cuts):
@@ -253,6 +255,16 @@ def ask(
         apart=copies and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
     )
+
+
+def _refuse_expanded(func: Any, x: Any) -> None:
+    """Torch's kernels refuse to write into such memory, on ranks alone that have a block with elements."""
+    strides = x.form.strides if isinstance(x, Sharded) and isinstance(x.form, Strided) else None
+    if strides is not None and any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True)):
+        raise ArgumentError(
+            f"{shown(func)} writes into {x!r}, of which several elements are one in memory, as expand() makes them; "
+            "write into what was expanded, or into a clone()"
+        )
 
 
 def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
