@@ -14,7 +14,7 @@ from full import FULL
 from processes import Processes
 from view_programs import check_seeds
 
-from fspmd import ArgumentError, P, VarianceError, device_get, device_put, make_mesh, shard_map
+from fspmd import ArgumentError, FspmdError, P, VarianceError, device_get, device_put, make_mesh, shard_map
 from fspmd.copies import as_copies, refuse_copy
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -110,3 +110,13 @@ def test_writes_into_what_is_expanded_are_refused_on_all_ranks(write: Callable[[
     x = device_put(torch.ones(5), P("x"), mesh=LINE).expand(3, 5)
     with pytest.raises(ArgumentError, match=r"as expand\(\) makes them"):
         write(x)
+
+
+def test_a_write_by_places_of_a_flat_dim_is_not_lost() -> None:
+    x = device_put(torch.zeros(4, 4, 1), P("x", "y"), mesh=make_mesh((2, 3), ("x", "y"), transport="simulation"))
+    y = x.reshape(8, 2, 1)
+    try:
+        y.index_fill_(0, torch.tensor([0]), 3)
+    except FspmdError:
+        y[0] = 3
+    assert device_get(x).flatten().tolist() == [3, 3, *[0] * 14]

@@ -168,7 +168,9 @@ class Question(NamedTuple):
             best = as_they_lie(*self._viewed(), fixed=self.fixed, empty=self.row.empty)
         if best is None:
             best = self.solve(best_strategy, known=known)
-        return None if best is None else self.together(best)
+        found = None if best is None else self.together(best)
+        moved = found is not None and self.fixed and found.operands[0] is not self.operands[0][1]
+        return None if moved else found  # a write into what was moved would be lost
 
 
 def ask(
