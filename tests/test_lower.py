@@ -5,11 +5,9 @@ The judge is `communication_log`, beside the function as it runs, on the same me
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -530,16 +528,3 @@ def test_writes_into_what_is_closed_over_are_found_though_nothing_has_values() -
             jit(write).lower(torch.ones(3))
     z = torch.ones(4)[1:]
     assert "add" in jit(lambda x: z.clone().add_(x)).lower(torch.ones(3)).as_text()
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_garbage_is_collected_afterwards_as_before(collects: bool) -> None:
-    before = gc.isenabled()
-    try:
-        (gc.enable if collects else gc.disable)()
-        for f in (torch.sin, lambda x: x.tolist()):
-            with suppress(RecordError):
-                jit(f).lower(torch.ones(2))
-            assert gc.isenabled() == collects
-    finally:
-        (gc.enable if before else gc.disable)()
