@@ -81,5 +81,6 @@ def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake.requires_grad_(x.requires_grad)
     if not (x.is_meta or x.is_inference()):
         return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
+    device = None if x.is_meta else x.device
     with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).requires_grad_(x.requires_grad)

@@ -209,7 +209,7 @@ class Recorder(Values):
 
     def values_of(self, x: Any) -> Any:
         """A constant with its values, where it is imagined without."""
-        if not self.imagines or not isinstance(x, Tensor):
+        if not self.imagines or not isinstance(x, Tensor) or not self.is_constant(x):
             return x
         with self.real(), tracing.outside_transforms():
             return self._value_of(self.node_of(x))

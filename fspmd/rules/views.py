@@ -176,7 +176,7 @@ def of_sizes(x: Tensor, sizes: Sequence[Any]) -> Tensor:
     """A view of a block where it has one: of sizes that differ from rank to rank torch's reshape copies."""
     try:
         return x.view(sizes)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter of a tensor without values
         return x.reshape(sizes)
 
 
