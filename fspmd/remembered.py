@@ -189,7 +189,7 @@ def holds_casts(x: Tensor) -> bool:
 def let_go(tensors: Iterable[Tensor]) -> None:
     """Tensors hold no casts any more, but the graph does."""
     for x in tensors:
-        x.__dict__.pop(_CASTS, None)
+        setattr(x, _CASTS, None)  # as Dynamo can follow
 
 
 def forget(x: Tensor) -> None:
