@@ -78,7 +78,7 @@ class _Scope:
         for ref in list(self.tensors.values()):
             x = ref()
             for name in () if x is None else (_MOVES, _CASTS):
-                memory = getattr(x, name, {})
+                memory = getattr(x, name, None) or {}
                 for key in list(memory):  # other threads may add some
                     if type(key) is tuple and key[0] == self.number:
                         memory.pop(key, None)
