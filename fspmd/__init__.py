@@ -108,8 +108,7 @@ from fspmd.watching.watch import Communication
 
 _install_methods()
 _install_chunks()
-for _one in (_install_hooks, _install_optim, _install_wrappers):
-    _at_first_use(_one)
+_at_first_use(_install_hooks, _install_optim, _install_wrappers)
 
 __all__ = [
     "ETHERNET",

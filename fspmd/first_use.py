@@ -10,9 +10,9 @@ _waiting: Final[list[Callable[[], None]]] = []
 _LOCK: Final = threading.RLock()
 
 
-def at_first_use(install: Callable[[], None]) -> None:
-    """Call ``install`` when the first mesh, or jitted function, is made."""
-    _waiting.append(install)
+def at_first_use(*installs: Callable[[], None]) -> None:
+    """Call them when the first mesh, or jitted function, is made."""
+    _waiting.extend(installs)
 
 
 def begin() -> None:

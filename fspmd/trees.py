@@ -90,11 +90,6 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return leaves, tuple(specs)
 
 
-def key_path(path: tuple[Any, ...]) -> str:
-    """``[0]['w']`` for the path ``(0, 'w')``."""
-    return "".join(f"[{entry!r}]" for entry in path)
-
-
 def leaf_paths(
     tree: Any,
     root: str,

@@ -28,6 +28,7 @@ from fspmd.global_view.on_blocks import (
 from fspmd.global_view.outcomes import (
     Kind,
     Lying,
+    Outcome,
     Place,
     Shape,
     at,
@@ -189,27 +190,8 @@ def ask(
     specs = [spec for _, spec in ordered]
     shapes = [spec.shape for spec in specs]
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-    outcome = None
     given = [*args, *kwargs.values()]
-    as_new = all(lies_as_new(at(given, place)) for place, _ in ordered) and kwargs.get("memory_format") is None
-    if not as_new:
-        pass
-    elif row.kept:
-        outcome = like_first(args, kwargs, specs)
-    elif row.sized and not writes(func):
-        outcome = by_factors(row.rule, Whole(shapes, plain, kwargs, [()]), specs)
-    fits = outcome is not None and not row.kept  # the factors have told the shape
-    if outcome is None and as_new and row.rule is elementwise and not writes(func):
-        outcome = on_one_element(func, args, kwargs, ordered)
-    if outcome is None:
-        try:
-            outcome = on_meta(func, args, kwargs, ordered)
-        except Exception as error:
-            refuse_global(func, specs, error)
-        if row.rule is elementwise and specs[0].mesh.device_type == "cpu":
-            complaint = kernel_complaint(func, args, kwargs, ordered)
-            if complaint is not None:
-                refuse_global(func, specs, complaint)
+    outcome, fits = _outcome(row, func, args, kwargs, ordered)
     check_dtypes(func, specs)
     if outcome is None:
         return None
@@ -259,6 +241,41 @@ def ask(
     )
 
 
+def _outcome(
+    row: Row, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ordered: Sequence[tuple[Place, TensorSpec]]
+) -> tuple[Outcome | None, bool]:
+    """What a call gives, told in the quickest way there is; and whether the factors of the rule have told the shape.
+
+    Raises:
+        ArgumentError: the call fails on the global tensors.
+    """
+    specs = [spec for _, spec in ordered]
+    given, written = [*args, *kwargs.values()], writes(func)
+    if all(lies_as_new(at(given, place)) for place, _ in ordered) and kwargs.get("memory_format") is None:
+        if row.kept:
+            found = like_first(args, kwargs, specs)
+        elif row.sized and not written:
+            plain = [None if isinstance(arg, Tensor) else arg for arg in args]
+            found = by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
+        else:
+            found = None
+        if found is not None:
+            return found, not row.kept
+        if row.rule is elementwise and not written:
+            found = on_one_element(func, args, kwargs, ordered)
+            if found is not None:
+                return found, False
+    try:
+        found = on_meta(func, args, kwargs, ordered)
+    except Exception as error:
+        refuse_global(func, specs, error)
+    if row.rule is elementwise and specs[0].mesh.device_type == "cpu":
+        complaint = kernel_complaint(func, args, kwargs, ordered)
+        if complaint is not None:
+            refuse_global(func, specs, complaint)
+    return found, False
+
+
 def _refuse_expanded(func: Any, x: Any) -> None:
     """Torch's kernels refuse to write into such memory, on ranks alone that have a block with elements."""
     strides = x.form.strides if isinstance(x, Sharded) and isinstance(x.form, Strided) else None
@@ -283,12 +300,39 @@ def plan_of(
 
     ``lie``: where blocks were moved before, from which they go on.
     """
-    made = functools.partial(OpPlan, lying=question.lying, name=shown(func))
-    row, operands, results, factors = question.row, question.operands, question.results, question.factors
-    by_name = bool(question.names) and any(_argument(place) >= positional for place, _ in operands)
-    first, mesh, written = operands[0][1], results[0].mesh, bool(writes(func))
-    anew = written and row.sets
+    row, operands, results = question.row, question.operands, question.results
+    written = bool(writes(func))
     final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
+    moves, casts = _moves(question, best, lie)
+    copies = next((place for place, _ in moves if place == question.viewed), None)
+    by_body = best.by_body and row.body is not None
+    if by_body:
+        casts, copies = (), question.viewed
+        local = _body(func, question, best, final)
+    else:
+        local = _on_blocks(func, question, best, final, copies)
+    if written and row.sets:
+        local = functools.partial(set_in, local)
+    return OpPlan(
+        final[0] if question.kind is None else final,
+        bool(moves),
+        moves,
+        casts,
+        local,
+        in_order=not question.names if by_body else stand_in_order(local, positional, question.names),
+        by_name=bool(question.names) and any(_argument(place) >= positional for place, _ in operands),
+        writes=written,
+        name=shown(func),
+        copies=copies,
+        lying=question.lying,
+    )
+
+
+def _moves(
+    question: Question, best: Strategy, lie: Sequence[TensorSpec] | None
+) -> tuple[tuple[tuple[Place, tuple[Leg, ...]], ...], Calls]:
+    """How operands get to where a strategy has them, and the casts of those that will have a gradient."""
+    operands = question.operands
     moves: list[tuple[Place, tuple[Leg, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
     moving = [*map(id, best.operands)] != [id(spec) for _, spec in operands]  # then gradients tell which plan it is
@@ -307,44 +351,49 @@ def plan_of(
             moves.append((place, tuple(legs)))
         if cast := casts_of(need, axes) if way is None else way.casts:
             casts.append((place, cast))
-    result = final[0] if question.kind is None else final
-    if best.by_body and row.body is not None:
-        named = {name: best.axes[factor] for name, factor in factors.names.items() if factor in best.axes}
-        site = Site(named or best.axes, best.operands, final)
-        places = [(place, need) for (place, _), need in zip(operands, best.operands, strict=True)]
-        body = as_local_call(row.body, shown(func), site, places, final, linear=bool(question.linear))
-        copies = question.viewed
-        if anew:
-            body = functools.partial(set_in, body)
-        return made(result, bool(moves), tuple(moves), (), body, not question.names, by_name, written, copies=copies)
+    return tuple(moves), tuple(casts)
+
+
+def _body(func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...]) -> Callable[..., Any]:
+    """The sharded body of a row, as what runs on blocks."""
+    assert question.row.body is not None  # as the strategy has it
+    names = question.factors.names
+    named = {name: best.axes[factor] for name, factor in names.items() if factor in best.axes}
+    site = Site(named or best.axes, best.operands, final)
+    places = [(place, need) for (place, _), need in zip(question.operands, best.operands, strict=True)]
+    return as_local_call(question.row.body, shown(func), site, places, final, linear=bool(question.linear))
+
+
+def _on_blocks(
+    func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...], copies: Place | None
+) -> Callable[..., Any]:
+    """What runs on blocks that lie as a strategy has them; ``copies``: of an operand that was moved for that."""
+    row, first = question.row, question.operands[0][1]
+    writes_blocks = bool(writes(func)) and not row.sets
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
-    if anew:
+    if writes(func) and row.sets:
         local = without_write(func)
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
     elif row.blocks is not None:
-        whole = functools.partial(row.blocks, factors, first.shape, results[0].shape)
+        whole = functools.partial(row.blocks, question.factors, first.shape, question.results[0].shape)
         local = functools.partial(of_first, whole)
     if question.products is not None and question.products.regrouped is not None:
         local = functools.partial(as_even_block, final[0].block_shape)
         if not final[0].even:
             local = functools.partial(as_block, final[0], question.viewed is None)
     elif False in [spec.even for spec in (*final, *best.operands)]:
-        if mesh.transport == "simulation":
-            local = functools.partial(rank_by_rank, local, not written or anew)
-        elif (not written or anew) and question.viewed is None:
+        if first.mesh.transport == "simulation":
+            local = functools.partial(rank_by_rank, local, not writes_blocks)
+        elif not writes_blocks and question.viewed is None:
             local = functools.partial(connected, local)
     if question.loose and row.blocks is None:
         local = functools.partial(packed_if_need_be, local)
-    copies = next((place for place, _ in moves if place == question.viewed), None)
     if question.apart:
-        local = functools.partial(in_own_memory, local)
-    elif question.loose and copies is None:
-        local = functools.partial(view_or_copy, local, shown(func), _merged(question))
-    if anew:
-        local = functools.partial(set_in, local)
-    in_order = stand_in_order(local, positional, question.names)
-    return made(result, bool(moves), tuple(moves), tuple(casts), local, in_order, by_name, written, copies=copies)
+        return functools.partial(in_own_memory, local)
+    if question.loose and copies is None:
+        return functools.partial(view_or_copy, local, shown(func), _merged(question))
+    return local
 
 
 def _merged(question: Question) -> tuple[tuple[int, int], ...]:

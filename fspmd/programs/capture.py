@@ -82,7 +82,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             recorder.lies(one)
         _check_arguments(leaves, filled(tensors), (given, named))
         results = _tensors(out)
-        outputs = recorder.nodes_of(results)
+        outputs = list(map(recorder.node_of, results))
         facts = None
         if any(map(has_gradient, results)):
             program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))

@@ -36,17 +36,17 @@ def side_by_side(name: str, function: Call, plain: Call, passed: Call, args: tup
     """
     begin = kept_states()
     expected = _run(function, *_copied((args, named)))
-    for run, arguments in (plain, _copied((args, named))), (passed, (args, named)):
-        go_on(begin)
-        found = _run(run, *arguments)
-        if run is plain:
-            _compare_collectives(name, found.log, expected.log)
-        _compare(name, "result", found.out, expected.out)
-        if run is plain:  # donated arguments are gone
-            _compare(name, "arguments", found.arguments, expected.arguments)
-        if any(not torch.equal(x, y) for x, y in zip(found.states, expected.states, strict=True)):
-            raise _differs(name, "it draws other random numbers", "it sets the state of a generator, or restores it")
-    return found.out
+    go_on(begin)
+    before = _run(plain, *_copied((args, named)))
+    _compare_collectives(name, before.log, expected.log)  # which passes change
+    _compare(name, "result", before.out, expected.out)
+    _compare(name, "arguments", before.arguments, expected.arguments)
+    _compare_draws(name, before, expected)
+    go_on(begin)
+    after = _run(passed, args, named)
+    _compare(name, "result", after.out, expected.out)
+    _compare_draws(name, after, expected)
+    return after.out
 
 
 def _run(function: Call, args: tuple[Any, ...], named: dict[str, Any]) -> _Run:
@@ -92,6 +92,11 @@ def _complaint(x: Tensor, y: Tensor) -> str:
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
+
+
+def _compare_draws(name: str, found: _Run, expected: _Run) -> None:
+    if any(not torch.equal(x, y) for x, y in zip(found.states, expected.states, strict=True)):
+        raise _differs(name, "it draws other random numbers", "it sets the state of a generator, or restores it")
 
 
 def _compare_collectives(name: str, found: CommunicationLog, expected: CommunicationLog) -> None:

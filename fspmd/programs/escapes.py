@@ -19,8 +19,6 @@ from fspmd.torch_internals import pad_packed_sequence, torch_c
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 
-Knows = Callable[[Tensor], bool]
-
 
 def line() -> str:
     """Where the user's code is, for the end of a message."""

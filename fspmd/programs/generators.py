@@ -40,11 +40,11 @@ class Generators:
         if not self.imagines:
             yield
             return
-        before, after = self._states(), {}
+        before = self._states()
         with _plainly():
             for one in self.known.values():
                 torch.empty((), device=one.device).uniform_(generator=one)
-            after = self._states()
+        after = self._states()
         try:
             yield
         finally:

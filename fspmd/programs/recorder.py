@@ -77,10 +77,6 @@ class Recorder(Values):
                     "the gradients"
                 )
 
-    def nodes_of(self, results: Iterable[Tensor]) -> list[fx.Node]:
-        """Of the results of the function."""
-        return list(map(self.node_of, results))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             raise self.refusal(not_compiled())
