@@ -20,6 +20,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.torch_internals import DisableTorchFunction, count_dispatch_modes, forward_ad, profiler, transforms_active
 from fspmd.tracing import refuse_traced
 from fspmd.transport import Options, Pending, transport_of
+from fspmd.transport.carriers import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,19 @@ PAIRS: Final[dict[str, Pair]] = {
 class Call:
     """One row over given axes with given options: a linear map, and its transpose. Interned by `call`."""
 
-    __slots__ = ("__weakref__", "_transposed", "axes", "idle", "kernel", "mesh", "options", "pair", "results", "views")
+    __slots__ = (
+        "__weakref__",
+        "_transposed",
+        "axes",
+        "idle",
+        "in_place",
+        "kernel",
+        "mesh",
+        "options",
+        "pair",
+        "results",
+        "views",
+    )
 
     def __init__(self, name: str, mesh: Mesh, axes: tuple[str, ...], options: Options) -> None:
         self.pair = PAIRS[name]
@@ -104,7 +117,10 @@ class Call:
         transport = transport_of(mesh)
         self.kernel = getattr(transport, self.pair.kernel)
         self.views = self.pair.kernel in transport.views
-        self.idle = self.views and PAIRS[self.pair.transpose].kernel in transport.views  # a name alone, backward too
+        named = PAIRS[self.pair.transpose].kernel in transport.views  # backward it is a name alone
+        self.idle = self.views and named
+        with_twin = named and options.op == "sum" and self.pair.kernel in transport.in_place
+        self.in_place: Any = getattr(transport, f"{self.pair.kernel}_in_place") if with_twin else None
         self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
         self._transposed: Call | None = None
 
@@ -219,6 +235,7 @@ class StandIn(Call):
     def __init__(self, plain: Call, by: Any) -> None:
         self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
         self.kernel, self.results, self.views, self.idle = plain.kernel, plain.results, False, plain.idle
+        self.in_place = None
         self.plain = plain
         self.by = by
 
@@ -258,6 +275,8 @@ def apply(x: Tensor, call: Call) -> Tensor:
         if x.requires_grad and _grad_enabled():
             if call.idle:
                 return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return] # which may be written into
+            if call.in_place is not None and x.dtype in FLOATS and not x.is_neg():
+                return _apply_in_place(x, call)
             return _apply_plain(x, call)  # type: ignore[no-any-return]
         return call.run(x)
 
@@ -300,6 +319,23 @@ class _Plain(torch.autograd.Function):
 
 
 _apply_plain = super(torch.autograd.Function, _Plain).apply  # what Function.apply calls when no transform is active
+
+
+def _apply_in_place(x: Tensor, call: Call) -> Tensor:
+    """Done in a clone, of which autograd knows the gradient: at half the cost of an ``autograd.Function``."""
+    y = x.clone(memory_format=torch.contiguous_format)
+    call.in_place(y.detach(), call.mesh, call.axes, call.options).wait()
+    y._backward_hooks = {0: functools.partial(_named, call)}
+    y.grad_fn._register_hook_dict(y)  # type: ignore[union-attr]
+    y._backward_hooks = None  # of the node alone: those of the tensor are the user's
+    return y
+
+
+def _named(call: Call, g: Tensor | None) -> Tensor | None:
+    """A cotangent of which nothing but the type changes, unless it has one itself."""
+    if g is None or not (_seen or g.requires_grad or transforms_active()):
+        return None
+    return apply(g, call.transposed)
 
 
 def lend(x: Tensor, call: Call) -> Tensor:

@@ -31,7 +31,7 @@ _MOVES: Final = "_fspmd_moves"
 _CASTS: Final = "_fspmd_casts"
 _ORIGIN: Final = "_fspmd_origin"
 _MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
-_WRITES: Final = "_fspmd_writes"  # on memory: how often fspmd wrote into it, and the version after that
+_WRITES: Final = "_fspmd_writes"  # on memory: the number of fspmd's last write into it, and the version after that
 _ASKED: Final = "_fspmd_asked"
 ASKING: Final = frozenset({"register_hook", "retain_grad"})  # methods by which a tensor is asked for its gradient
 _grad_enabled = torch.is_grad_enabled
@@ -208,8 +208,9 @@ def wrote(x: Tensor, soon: bool = False, memory: torch.UntypedStorage | None = N
     """Fspmd has written into a tensor, on all ranks, or will ``soon``; what is remembered of its ``memory`` ends."""
     if (x := unwrapped(x)).is_inference():
         return  # it has no version, and nothing is remembered of it
-    memory = memory_of(x) if memory is None else memory
-    setattr(memory, _WRITES, (getattr(memory, _WRITES, _UNWRITTEN)[0] + 1, x._version + soon))
+    global _last
+    _last = next(_numbers)
+    setattr(memory_of(x) if memory is None else memory, _WRITES, (_last, x._version + soon))
 
 
 def wrote_all(tensors: Iterable[Tensor]) -> None:
@@ -219,6 +220,7 @@ def wrote_all(tensors: Iterable[Tensor]) -> None:
             wrote(x)
 
 
+_last = 0  # the number of the last write into any memory
 _UNWRITTEN: Final = (0, 0)
 
 
@@ -238,7 +240,7 @@ def memory_of(x: Tensor) -> torch.UntypedStorage:
 
 def stamp(x: Tensor) -> Stamp:
     """By which `is_unwritten` tells whether a tensor is what it was."""
-    return x._version, x.__dict__.get(_MEMORY, 0), _writes(x)[0]
+    return x._version, x.__dict__.get(_MEMORY, 0), _last
 
 
 def is_unwritten(x: Tensor, before: Stamp) -> bool:
@@ -247,8 +249,8 @@ def is_unwritten(x: Tensor, before: Stamp) -> bool:
     Raises:
         ArgumentError: somebody else has written into it.
     """
-    version, memory, writes = before
-    if x.__dict__.get(_MEMORY, 0) != memory or _writes(x)[0] != writes:
+    version, memory, last = before
+    if x.__dict__.get(_MEMORY, 0) != memory or (last != _last and _writes(x)[0] > last):
         return False
     if x._version != version:
         _refuse_written(x)

@@ -320,6 +320,24 @@ def leaves_on_processes(*specs: P) -> tuple[list[Any], int]:
     return [fspmd.device_get(one).tolist() for one in (value, first, again, c.grad, leaf.grad)], len(log)
 
 
+def ended_sum_hooked_and_written() -> tuple[list[Any], list[Any]]:
+    """Gradients by way of an ended sum that a hook scales and that is written into; the same by torch alone."""
+    found = []
+    for specs in ((P(None, "x"), P("x")), None):
+        w, x = _weight_and_batch()
+        if specs is not None:
+            mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
+            x, w = (device_put(one, p, mesh=mesh) for one, p in zip((x, w), specs, strict=True))
+        x.requires_grad_()
+        y = x @ w
+        y = y if specs is None else fspmd.reshard(y, P())
+        y.register_hook(lambda g: 2 * g)
+        y.mul_(3)
+        y.square().sum().backward()
+        found.append([one.tolist() for one in map(fspmd.device_get, (y.detach(), x.grad))])
+    return found[0], found[1]
+
+
 class _Cut(torch.autograd.Function):
     """The identity, whose gradient some ranks have."""
 

@@ -42,6 +42,7 @@ from gloo_programs import (
     convolved_on_processes,
     convolved_thrice_differentiated,
     cut_off_in,
+    ended_sum_hooked_and_written,
     leaves_differentiated,
     leaves_on_processes,
     lent_without_a_gradient,
@@ -178,6 +179,12 @@ def test_gradients_of_gradients_on_processes(four: Processes, w: P, x: P, most: 
         for one, other in zip(found, want, strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)
         assert calls == most
+
+
+def test_an_ended_sum_has_hooks_and_is_written_into_as_any_value(four: Processes) -> None:
+    for found, want in four.run(ended_sum_hooked_and_written):
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)
 
 
 def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:

@@ -181,7 +181,7 @@ def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
 def detached(tree: Any) -> Any:
     """The same tree of values that autograd does not follow."""
     if type(tree) is Sharded and state.body is None:  # quickly
-        return tree.detach()
+        return alike(tree.local.detach(), tree)
     return optree.tree_map(_detached_leaf, tree, none_is_leaf=True)
 
 

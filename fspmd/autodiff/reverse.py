@@ -171,7 +171,7 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
             if inner is not None:
                 typed(y, x)
             fresh.append(y)
-            values.append(alike(y, leaf) if whole else y)
+            values.append(y if not whole else pair(y, leaf.spec) if leaf.form is leaf.spec else alike(y, leaf))
     return fresh, values, connected
 
 

@@ -44,6 +44,8 @@ class Transport:
     coalesces = False
     #: kernels that give a view of their operand
     views: frozenset[str] = frozenset()
+    #: kernels that have a twin, `reduce_in_place` of `reduce`, which writes into a contiguous operand of floats
+    in_place: frozenset[str] = frozenset()
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """``[A] [B] [C] => [A+B+C]`` on every rank (or max, min, product)."""

@@ -18,7 +18,7 @@ from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.nothing import nothing_like
+from fspmd.transport.nothing import nothing, nothing_like
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, is_idle
 
@@ -57,6 +57,7 @@ class ProcessGroupTransport(Transport):
 
     coalesces = True
     views = frozenset({"alias", "apart", "pick"})
+    in_place = frozenset({"reduce", "reduce_once", "at_root"})
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
@@ -69,7 +70,11 @@ class ProcessGroupTransport(Transport):
         works = (group.pg.allreduce([out], _ALLREDUCE[o.op]),) if out.numel() else ()
         return Pending(out, works, back)
 
-    reduce_once = reduce
+    def reduce_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        group = group_of(mesh, axes, o)
+        return Pending(x, (group.pg.allreduce([x], _ALLREDUCE[o.op]),) if group.size > 1 and x.numel() else ())
+
+    reduce_once, reduce_once_in_place = reduce, reduce_in_place
 
     @moves_bits
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -324,6 +329,9 @@ class ProcessGroupTransport(Transport):
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else nothing_like(x))
+
+    def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+        return Pending(x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x)))
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
