@@ -30,7 +30,7 @@ from fspmd.variance import unwrapped
 _MOVES: Final = "_fspmd_moves"
 _CASTS: Final = "_fspmd_casts"
 _ORIGIN: Final = "_fspmd_origin"
-_MEMORY: Final = "_fspmd_memory"  # how often a tensor was given other memory, or another graph
+_SHARED: Final = "_fspmd_shared"  # how often a tensor was given memory that it shares with another unseen
 _WRITES: Final = "_fspmd_writes"  # on memory: the number of fspmd's last write into it, and the version after that
 _ASKED: Final = "_fspmd_asked"
 ASKING: Final = frozenset({"register_hook", "retain_grad"})  # methods by which a tensor is asked for its gradient
@@ -40,6 +40,8 @@ Stamp = tuple[int, int, int]
 
 class _Memory(dict[Any, tuple[Any, Any, Any]]):
     """Values with two stamps, of the tensor and of them, by what was done in which scope; a copy has none."""
+
+    owner: weakref.ref[Tensor] | None = None
 
     def __reduce__(self) -> Any:
         return _Memory, ()
@@ -122,6 +124,12 @@ def has_moves(x: Tensor) -> bool:
     return _MOVES in x.__dict__
 
 
+def is_used(x: Tensor) -> bool:
+    """Whether anything is remembered of a tensor that another in its place would not have; a leaf is cast anew."""
+    found = x.__dict__
+    return bool(found.get(_MOVES)) or (not x.is_leaf and (bool(found.get(_CASTS)) or _ORIGIN in found))
+
+
 def moves_of(x: Tensor) -> list[Any]:
     """What was done with a tensor of which something may be remembered, in order."""
     memory: _Memory | None = x.__dict__.get(_MOVES)
@@ -137,7 +145,9 @@ def recall(x: Tensor, what: Hashable) -> Tensor | None:
     value: Tensor = found[0]
     if not (is_unwritten(x, found[1]) and is_unwritten(value, found[2])):
         return None
-    is_cut_off = x.requires_grad and _grad_enabled() and not value.requires_grad  # it was made under no_grad
+    if not x.requires_grad:
+        return value.detach() if value.requires_grad else value  # x was detached since, perhaps on this rank alone
+    is_cut_off = _grad_enabled() and not value.requires_grad  # it was made under no_grad
     return None if is_cut_off else value
 
 
@@ -145,7 +155,9 @@ def remember(x: Tensor, what: Hashable, value: Tensor) -> None:
     """What became of a tensor, as long as that lives."""
     if not (x.is_inference() or value.is_inference()):  # of which torch does not tell what is written into
         scope = _here.moves
-        _memory(x, _MOVES, scope)[_number(scope), what] = value, stamp(x), stamp(value)
+        memory = _memory(x, _MOVES, scope)
+        memory.owner = memory.owner or weakref.ref(x)  # `torch.utils.swap_tensors` refuses a tensor that has one
+        memory[_number(scope), what] = value, stamp(x), stamp(value)
 
 
 def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
@@ -192,16 +204,20 @@ def let_go(tensors: Iterable[Tensor]) -> None:
         setattr(x, _CASTS, None)  # as Dynamo can follow
 
 
-def forget(x: Tensor) -> None:
-    """A tensor is in other memory now, or has left its graph."""
-    for name in (_MOVES, _CASTS, _ORIGIN, *ASKING):
+def forget_graph(x: Tensor) -> None:
+    """A tensor has left its graph; what it was moved to stays what it is, and has left the graph, too."""
+    for name in (_CASTS, _ORIGIN, *ASKING):
         x.__dict__.pop(name, None)
-    setattr(x, _MEMORY, x.__dict__.get(_MEMORY, 0) + 1)
+    memory: _Memory = x.__dict__.get(_MOVES) or _Memory()
+    for what, (value, before, after) in list(memory.items()):
+        if value.requires_grad and _SHARED not in value.__dict__:  # which the detached one would not tell
+            memory[what] = value.detach(), before, after
 
 
 def remember_no_moves(x: Tensor) -> None:
     """From here on, and what was remembered is forgotten."""
     setattr(x, _MOVES, _Nothing())
+    setattr(x, _SHARED, x.__dict__.get(_SHARED, 0) + 1)
 
 
 def wrote(x: Tensor, soon: bool = False, memory: torch.UntypedStorage | None = None) -> None:
@@ -240,17 +256,17 @@ def memory_of(x: Tensor) -> torch.UntypedStorage:
 
 def stamp(x: Tensor) -> Stamp:
     """By which `is_unwritten` tells whether a tensor is what it was."""
-    return x._version, x.__dict__.get(_MEMORY, 0), _last
+    return x._version, x.__dict__.get(_SHARED, 0), _last
 
 
 def is_unwritten(x: Tensor, before: Stamp) -> bool:
-    """Whether a tensor is what it was, as all ranks know: not written into by fspmd, nor was `forget` told of it.
+    """Whether a tensor is what it was, as all ranks know: not written into by fspmd, nor given memory by it.
 
     Raises:
         ArgumentError: somebody else has written into it.
     """
-    version, memory, last = before
-    if x.__dict__.get(_MEMORY, 0) != memory or (last != _last and _writes(x)[0] > last):
+    version, shared, last = before
+    if x.__dict__.get(_SHARED, 0) != shared or (last != _last and _writes(x)[0] > last):
         return False
     if x._version != version:
         _refuse_written(x)

@@ -17,7 +17,7 @@ from fspmd.foreign import refuse_foreign
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.remembered import forget, remember_no_moves
+from fspmd.remembered import forget_graph, is_used, remember_no_moves
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
@@ -34,6 +34,10 @@ class Sharded(Tensor):
     later use of a block that was written into is refused on the rank that wrote. Torch counts no writes by
     ``x.local.data``, NumPy or pointers: those are not seen, and later uses may have the value of before.
 
+    All ranks make the same calls of fspmd, and of torch on Sharded values, in the same order, writes included. A rank
+    that runs ``x.mul_(2)`` alone, or makes a value, or sets ``requires_grad``, may later wait for others that do not
+    come, or take what they send for something else.
+
     It is a ``torch.Tensor`` so that libraries which ask for one take it. Torch functions reach it through
     ``__torch_function__``, above autograd, and run on the block. What torch keeps below Python is a shell without data:
     a function that gets there is refused.
@@ -46,8 +50,8 @@ class Sharded(Tensor):
     (torch.Size([8, 4]), P('x', None))
     """
 
-    __slots__ = ("form", "local", "spec")
-    local: Tensor
+    __slots__ = ("block", "form", "spec")
+    block: Tensor  # `local`, read and set at once
     spec: TensorSpec
     form: Form  # the spec, where torch would keep the global tensor as a new one
     __torch_function__: ClassVar[Callable[..., Any]]  # set, as `above`, where it is written
@@ -84,6 +88,30 @@ class Sharded(Tensor):
             f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
             "does not follow it; write x.local for this rank's block, device_get(x) for the whole tensor"
         )
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's block; in a simulation, those of all ranks.
+
+        To write into it, or to set it, is this rank's affair, of which the others know nothing. What was sent of a
+        block serves its later uses, so after the first of them the next raises where it was written into, and setting
+        raises at once: on all ranks if all of them did so, or on one alone. Write into the Sharded instead, or make a
+        new one, on all ranks: ``x.mul_(2)``, ``x = from_local(block, P("x"), mesh=mesh)``.
+
+        Raises:
+            ArgumentError: it is set after its value was used, or to a block that was used.
+        """
+        return self.block
+
+    @local.setter
+    def local(self, block: Tensor) -> None:
+        if is_used(self.block) or is_used(block):
+            raise ArgumentError(
+                f"x.local = block was written for {self!r}, after the value of either block was used: what was sent of "
+                "it serves later uses on the other ranks, which may not know of another block; on all ranks write into "
+                "x, with torch.no_grad(): x.copy_(y), or make a new value, x = from_local(block, P(...), mesh=mesh)"
+            )
+        self.block = block
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -160,12 +188,12 @@ class Sharded(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where this rank's block is."""
-        return self.local.device
+        return self.block.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether autograd follows the local tensor."""
-        return self.local.requires_grad
+        return self.block.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -182,11 +210,11 @@ class Sharded(Tensor):
 
         It is one object for as long as the local tensor has that gradient.
         """
-        gradient: Tensor | None = self.local.grad
+        gradient: Tensor | None = self.block.grad
         if gradient is None:
             return None
         found: Sharded | None = self.__dict__.get(_GRAD)
-        if found is None or found.local is not gradient:
+        if found is None or found.block is not gradient:
             spec = self.spec.dual
             found = self.__dict__[_GRAD] = laid(held_as(gradient, spec), spec, _lies_of_gradient(self))
             remember_no_moves(found.local)  # backward adds to it, on some ranks perhaps
@@ -199,10 +227,10 @@ class Sharded(Tensor):
                 f"x.grad = y got {described(value)} for the gradient of {self!r}; it takes None, or a Sharded that "
                 f"lies as {self.spec.dual!r}"
             )
-        self.local.grad = None if value is None else value.local
+        self.block.grad = None if value is None else value.local
         self.__dict__.pop(_GRAD, None)
         if value is not None and value.form is not self.form:
-            self.__dict__[_GRAD] = found = alike(self.local.grad, value)
+            self.__dict__[_GRAD] = found = alike(self.block.grad, value)
             remember_no_moves(found.local)
 
     @grad.deleter
@@ -246,7 +274,7 @@ class Sharded(Tensor):
     def of_local(self, name: str, *args: Any) -> Any:
         """What a method of the local tensor gives; of what torch refuses there the error names self."""
         try:
-            return getattr(self.local, name)(*args)
+            return getattr(self.block, name)(*args)
         except RuntimeError as error:
             raise ArgumentError(f"{name}() of {self!r} fails: {error}") from error
 
@@ -262,15 +290,15 @@ class Sharded(Tensor):
                 f"x.data = y got {described(value)} for {self!r}; it takes a Sharded that lies so: write into x, "
                 "with torch.no_grad(): x.copy_(y), or reshard y first"
             )
-        if value.form is not self.form or not _same_memory(value.local, self.local):
+        if value.form is not self.form or not _same_memory(value.local, self.block):
             _take_memory(self, value)  # else x.data -= y has written where it was to
 
     def detach(self) -> Sharded:
         """The same value, not followed by autograd."""
-        return alike(self.local.detach(), self)
+        return alike(self.block.detach(), self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.local!r})"
+        return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.block!r})"
 
     def __str__(self) -> str:
         return above.text(self)
@@ -279,10 +307,10 @@ class Sharded(Tensor):
         return above.html(self)
 
     def __copy__(self) -> Sharded:
-        return _marked(alike(self.local, self), self)
+        return _marked(alike(self.block, self), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return _marked(alike(copy.deepcopy(self.local, memo), self), self)
+        return _marked(alike(copy.deepcopy(self.block, memo), self), self)
 
     def __dir__(self) -> list[str]:
         return list(object.__dir__(self))
@@ -292,7 +320,7 @@ class Sharded(Tensor):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
-        x = self.local
+        x = self.block
         if type(x) is not LocalTensor:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             return _of_block, (x.detach().requires_grad_(x.requires_grad), self.spec, place, *lies(self))
@@ -413,7 +441,7 @@ META: Final = torch.device("meta")
 def pair(local: Any, spec: TensorSpec) -> Sharded:
     """``Sharded(local, spec)`` without the check of its constructor. By place: names cost torch 200 ns."""
     x = shell(Sharded, spec.shape, None, None, None, spec.dtype, STRIDED, META)
-    x.local = local
+    x.block = local
     x.spec = spec
     x.form = spec
     return x
@@ -427,7 +455,7 @@ def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:
     x = shell(
         Sharded, spec.shape, lies.strides or packed(spec.shape), lies.start or None, None, spec.dtype, STRIDED, META
     )
-    x.local = local
+    x.block = local
     x.spec = spec
     x.form = form
     return x
@@ -512,7 +540,7 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
     block = x.local
     gradient = block.grad if block.is_leaf or block.retains_grad else None
     block.data = y.local
-    forget(block)
+    forget_graph(block)
     for one in (block, y.local):  # the two do not tell each other of writes
         remember_no_moves(one)
     if gradient is not None and gradient.dtype is not block.dtype:
@@ -539,7 +567,7 @@ torch.serialization.add_safe_globals([_of_block, _of_blocks, *SAVED])
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], Form, tuple[str]]:
-    return (x.local,), x.form, ("local",)
+    return (x.block,), x.form, ("local",)
 
 
 def _unflatten(form: Form, children: Iterable[Any]) -> Sharded:

@@ -80,7 +80,7 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     specs: list[Any] = []
     for arg in args:
         if type(arg) is Sharded:
-            leaves.append(arg.local)
+            leaves.append(arg.block)
             specs.append(arg.form)
         elif type(arg) is Tensor:
             leaves.append(arg)

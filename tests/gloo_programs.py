@@ -400,41 +400,6 @@ def settled_whatever_the_garbage() -> list[tuple[int, int]]:
     return counts
 
 
-#: what one rank alone does with a value that was used, and with what error it meets it
-ALONE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "a term": (lambda y: y.local.detach().mul_(2), torch.sin, "written into by hand"),
-    "a row": (lambda y: y.local.detach()[0].zero_(), torch.sin, "written into by hand"),
-    "a hook": (lambda y: y.register_hook(lambda g: g), lambda y: y * _batch(y.spec.mesh), "x = x.clone"),
-    "retained": (lambda y: y.retain_grad(), lambda y: y * _batch(y.spec.mesh), "x = x.clone"),
-}
-
-
-def _batch(mesh: Mesh) -> Any:
-    return device_put(torch.ones(8, 900, 64, dtype=torch.float64), P("x"), mesh=mesh)
-
-
-def written_on_one_rank(name: str, everywhere: bool) -> tuple[list[int], str]:
-    """What is sent, forward and backward, by a use of a value that the first rank wrote into or hooked; the error."""
-    mesh = make_mesh((4,), ("x",), device="cpu")
-    act, use, _ = ALONE[name]
-    if use is torch.sin:
-        w = device_put(torch.ones(6, 8, dtype=torch.float64), P(None, "x"), mesh=mesh).requires_grad_()
-        y: Any = w @ w.mT
-        torch.cos(y)
-    else:
-        w = device_put(torch.ones(2, 64, dtype=torch.float64), P(), mesh=mesh).requires_grad_()
-        y = torch.nn.functional.embedding(torch.arange(7200).view(8, 900) % 2, w)
-    if everywhere or mesh.coordinate() == (0,):
-        act(y)
-    error = ""
-    with communication_log() as log:
-        try:
-            use(y)
-        except FspmdError as caught:
-            error = str(caught)
-    return [len(log.forward), len(log.backward)], error
-
-
 # --- what takes lists of parameters ---------------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from dtensor_programs import (
 )
 from full import FULL
 from gloo_programs import (
-    ALONE,
     MISTAKES,
     ONLY_PROCESSES,
     SEEN_EARLIER,
@@ -49,7 +48,6 @@ from gloo_programs import (
     settled_whatever_the_garbage,
     steps_of_training,
     tables_beside_a_batch,
-    written_on_one_rank,
     zeros_travel,
 )
 from number_programs import numbers_on_processes
@@ -409,16 +407,6 @@ _OF_DTENSORS = {
 
 def test_ranks_settle_alike_whatever_their_garbage(four: Processes) -> None:
     assert four.run(settled_whatever_the_garbage) == [[(1, 1)] * 2] * 4
-
-
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_does_by_hand_sends_nothing(four: Processes, name: str, everywhere: bool) -> None:
-    """It gets an error, and the others go on as they would: none is left waiting."""
-    first, *others = four.run(written_on_one_rank, name, everywhere)
-    assert first[0] == [0, 0]
-    assert ALONE[name][2] in first[1]
-    assert others == ([first] * 3 if everywhere else [([0, 0], "")] * 3)
 
 
 def test_gradients_of_tables_are_summed(four: Processes) -> None:

@@ -240,6 +240,39 @@ def test_a_write_by_hand_is_refused(mesh: Mesh) -> None:
             p * 2
 
 
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_another_block_is_refused_after_a_use(mesh: Mesh) -> None:
+    """Which may be one of this rank alone; before the first use it is what the value is, and of a leaf ever."""
+    (p, value), (q, _) = _pending(mesh), _pending(mesh)
+    with torch.no_grad():
+        p.local = p.local * 2
+        torch.testing.assert_close(device_get(torch.sin(p)), (2 * value).sin())
+        for one, block in ((p, q.local), (q, p.local)):
+            with pytest.raises(ArgumentError, match=r"x\.local = block was written for Sharded f64"):
+                one.local = block
+        with pytest.raises(RuntimeError, match="has weakref"):
+            torch.utils.swap_tensors(p.local, q.local)
+    w = device_put(torch.ones(3, dtype=F64), P(), mesh=mesh).requires_grad_()
+    x = device_put(torch.ones(6, 3, dtype=F64), P("x"), mesh=mesh)
+    for scale in (1, 2, 4):
+        out = (x * w).square().sum()
+        out.backward()
+        assert w.grad is not None
+        torch.testing.assert_close(device_get(w.grad), torch.full((3,), 12.0 * scale, dtype=F64))
+        w.local = (w.local.detach() * 2).requires_grad_()
+
+
+def test_what_was_detached_is_not_settled_again() -> None:
+    """Nor does it hold the graph that it has left."""
+    p, value = _pending()
+    node = weakref.ref(p.local.grad_fn)
+    count, out = _sums(lambda: torch.sin(p) * torch.cos(p.detach_()))
+    assert (count, p.requires_grad) == (1, False)
+    torch.testing.assert_close(device_get(out), value.sin() * value.cos())
+    del out
+    assert node() is None
+
+
 def test_what_shares_memory_unseen_remembers_nothing() -> None:
     """After ``x.data = y`` neither tells the other of writes, as in torch."""
     p, value = _pending()
@@ -261,9 +294,9 @@ DETACHED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize(("followed", "by_hand"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", DETACHED)
-def test_what_is_detached_in_place_forgets_its_graph(kind: str, followed: bool) -> None:
+def test_what_is_detached_in_place_forgets_its_graph(kind: str, followed: bool, by_hand: bool) -> None:
     """A use before `detach_` leads to what the value was made of; one after it ends there."""
     torch.manual_seed(0)
     w, x, ids = torch.randn(2, 8, dtype=F64), torch.randn(8, 2, 8, dtype=F64), torch.randint(0, 2, (8, 2))
@@ -273,7 +306,7 @@ def test_what_is_detached_in_place_forgets_its_graph(kind: str, followed: bool) 
         leaf = lay(w.clone(), P(None, "x" if kind == "a sum" else None)).requires_grad_()
         h, rows = make(leaf, lay(ids, P())), lay(x, P("x"))
         before = use(h, rows).sum()
-        h.detach_().requires_grad_(followed)
+        (h.local if by_hand and isinstance(h, Sharded) else h).detach_().requires_grad_(followed)
         (before + use(h, rows).sum() * 3).backward()
         return [one.grad if one.grad is None else device_get(one.grad) for one in (leaf, h)]
 

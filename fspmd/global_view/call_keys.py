@@ -105,7 +105,7 @@ def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[An
             elif what is Sharded:
                 key.append(one.form)
                 held = held or [*arg]
-                held[place] = one.local
+                held[place] = one.block
             else:
                 key.append(one if what in _PLAIN else keyed(func, one))
         blocks.append(held or arg)

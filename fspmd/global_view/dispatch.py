@@ -127,14 +127,14 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     blocks: Any
     count = len(args)
     if not kwargs and count == 2 and type(x := args[0]) is Sharded and type(y := args[1]) is Sharded:
-        cached, blocks = (func, x.form, y.form), (x.local, y.local)  # as below, at half the cost
+        cached, blocks = (func, x.form, y.form), (x.block, y.block)  # as below, at half the cost
     elif not kwargs and count == 1 and type(x := args[0]) is Sharded:
-        cached, blocks = (func, x.form), (x.local,)
+        cached, blocks = (func, x.form), (x.block,)
     elif not kwargs and count == 3 and type(x := args[0]) is type(y := args[1]) is type(z := args[2]) is Sharded:
-        cached, blocks = (func, x.form, y.form, z.form), (x.local, y.local, z.local)
+        cached, blocks = (func, x.form, y.form, z.form), (x.block, y.block, z.block)
     elif kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
         x, func, kwargs = args[0], IN_C[func], None
-        cached, blocks, args = (func, x.form, dim), (x.local, dim), (x, dim)
+        cached, blocks, args = (func, x.form, dim), (x.block, dim), (x, dim)
     else:
         key: list[Any] = [func]
         blocks = []
@@ -142,14 +142,14 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             kind = type(arg)
             if kind is Sharded:
                 key.append(arg.form)
-                blocks.append(arg.local)
+                blocks.append(arg.block)
             elif kind is list:
                 held: list[Any] = []
                 key.append(list)
                 for one in arg:
                     if type(one) is Sharded:
                         key.append(one.form)
-                        held.append(one.local)
+                        held.append(one.block)
                     else:
                         key.append(keyed(func, one))
                         held.append(one)
@@ -167,7 +167,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                 kind = type(arg)
                 if kind is Sharded:
                     key.append(arg.form)
-                    blocks.append(arg.local)
+                    blocks.append(arg.block)
                 elif (kind is int and func in COUNTING) or kind in CONSTANT:
                     key.append(arg)
                     blocks.append(arg)
@@ -221,7 +221,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
         return _wrapped(out, plan, (*args, *kwargs.values()) if kwargs else args)
     value = shell(Sharded, results.shape, plan.strides, plan.start, None, results.dtype, STRIDED, META)  # type: ignore[union-attr] # as `pair` does
-    value.local = out
+    value.block = out
     value.spec = results  # type: ignore[assignment]
     value.form = plan.form
     return value

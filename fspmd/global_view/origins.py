@@ -114,21 +114,25 @@ def _is_followed(x: Any, spec: TensorSpec) -> bool:
 
 
 class _Origin:
-    """The call and the operands that a value was made of, as long as none of them is written into; a copy has none."""
+    """The call and the operands that a value was made of, while none is written into or detached; a copy has none."""
 
-    __slots__ = ("again", "blocks", "stamps")
+    __slots__ = ("again", "blocks", "nodes", "stamps")
 
     def __init__(self, again: _Again | None = None, out: Tensor | None = None, blocks: Sequence[Any] = ()) -> None:
         self.again, self.blocks = again, blocks
-        self.stamps: list[Stamp] = [] if out is None else [stamp(x) for x in self._tensors(out)]
+        operands = self._operands()
+        self.stamps: list[Stamp] = [] if out is None else [stamp(x) for x in (out, *operands)]
+        self.nodes = [x.grad_fn for x in operands]
 
-    def _tensors(self, out: Tensor) -> list[Tensor]:
-        assert self.again is not None
-        return [out, *(at(self.blocks, place) for place, _ in self.again.question.operands)]
+    def _operands(self) -> list[Tensor]:
+        return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.question.operands]
 
     def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
         """What it was made of made into another layout of it."""
-        if self.again is None or not all(map(is_unwritten, self._tensors(out), self.stamps)):
+        operands = self._operands()
+        if self.again is None or not all(map(is_unwritten, (out, *operands), self.stamps)):
+            return None
+        if any(x.grad_fn is not node for x, node in zip(operands, self.nodes, strict=True)):
             return None
         return self.again.run(list(self.blocks), need)
 

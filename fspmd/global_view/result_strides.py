@@ -52,7 +52,7 @@ def _mark_copies(found: Sequence[Any], outcome: Outcome, given: Sequence[Any], n
     for x, place in zip(found, outcome.bases, strict=True):
         base = None if place is None else at(given, place)
         if type(x) is type(base) is Sharded and not share_memory(x.local, base.local):
-            x.local = as_copies(x.local, base.local, name)
+            x.block = as_copies(x.local, base.local, name)
 
 
 def _relay(found: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> None:

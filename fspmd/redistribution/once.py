@@ -17,6 +17,7 @@ from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import (
     bypass,
+    has_moves,
     is_asked,
     is_hooked,
     moves_of,
@@ -54,8 +55,8 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
     something in backward alone, are remembered as long as their graph lives, of which ``kept`` is to be a part. Not
     ``shared``: this use hands out parts of what it is given, which is memory of its own.
     """
-    lasting = leg.communicates and not is_transformed() and _passes(x, leg.source)
-    if lasting and (known := _known(x, leg)) is not None:
+    shares = leg.communicates and not is_transformed() and not (x.is_leaf and x.requires_grad)
+    if shares and has_moves(x) and (known := _known(x, leg)) is not None:
         return known if shared else known.clone()
     y = x
     if (made := _made_again(x, leg, kept)) is not None:
@@ -66,7 +67,7 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
             kept.append(y)
         else:
             y = apply(y, step)
-    if lasting and shared and y is not x and y._base is not x:
+    if shares and shared and y is not x and y._base is not x and _passes(x, leg.source):
         remember(x, (leg.source, leg.reached), y)
     return y
 
@@ -191,4 +192,4 @@ def _is_followed(x: Tensor) -> bool:
 
 def _passes(x: Tensor, spec: TensorSpec) -> bool:
     """Whether a block, or what is remembered of it, is not held for longer than a step, or is of no account."""
-    return not x.is_leaf if x.requires_grad else bool(spec.partition.unreduced)
+    return x.requires_grad or bool(spec.partition.unreduced)

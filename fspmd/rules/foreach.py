@@ -82,7 +82,7 @@ def _blocks_of(value: Any, specs: Specs) -> Any:
     if not isinstance(value, (list, tuple)):
         return _number_of(value)
     found = [
-        x.local if type(x) is Sharded and x.spec is spec else x if spec is None and is_plain(x) else _entry_of(x)
+        x.block if type(x) is Sharded and x.spec is spec else x if spec is None and is_plain(x) else _entry_of(x)
         for x, spec in zip(value, specs, strict=False)
     ]
     return _UNLIKE if any(x is _UNLIKE for x in found) else found

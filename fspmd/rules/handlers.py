@@ -13,7 +13,7 @@ import torch
 
 from fspmd.errors import ArgumentError
 from fspmd.op_kinds import name_of
-from fspmd.remembered import forget
+from fspmd.remembered import forget_graph
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.foreach import of_lists, unscale
@@ -37,9 +37,9 @@ def _refuse_dual(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _detached(x: Any) -> Any:
-    """``x.detach_()``: what was remembered of the block would lead to the graph that it leaves."""
+    """``x.detach_()``: casts of the block, and its origin, would lead to the graph that it leaves."""
     x.of_local("detach_")
-    forget(x.local)
+    forget_graph(x.local)
     return x
 
 

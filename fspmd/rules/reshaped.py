@@ -28,7 +28,7 @@ def _in_place(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
             f"{name}_() of {x!r}, a leaf that requires grad; write y = x.{name}(...), or do it under torch.no_grad()"
         )
     y = getattr(x, name)(*args, **kwargs)
-    x.local = y.local
+    x.block = y.local
     relay(x, y)
     return x
 

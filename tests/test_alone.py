@@ -1,0 +1,114 @@
+"""What one rank does alone with a value that was used: an error there, or nothing is sent; no rank is left waiting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+
+from fspmd import FspmdError, Mesh, P, communication_log, device_put, make_mesh
+
+F64 = torch.float64
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def some(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    with Processes(request.param) as pool:
+        yield pool
+
+
+def _mesh() -> Mesh:
+    return make_mesh((int(os.environ["WORLD_SIZE"]),), ("x",), device="cpu")
+
+
+def _cut(x: Any) -> Any:
+    return device_put(x, P("x"), mesh=_mesh())
+
+
+#: a value whose use sends something, forward or backward; the use
+Pair = tuple[Any, Callable[[Any], Any]]
+
+
+def _pending(follows: bool) -> Pair:
+    w = device_put(torch.linspace(-1, 1, 48, dtype=F64).view(6, 8), P(None, "x"), mesh=_mesh()).requires_grad_(follows)
+    return w @ w.mT, torch.sin
+
+
+def _gathered(_: bool) -> Pair:
+    x = _cut(torch.linspace(-1, 1, 36, dtype=F64).view(6, 6)).requires_grad_()
+    w = device_put(torch.ones(6, 60, dtype=F64), P(None, "x"), mesh=_mesh()).requires_grad_()
+    return torch.relu(x), lambda y: y @ w
+
+
+def _table(_: bool) -> Pair:
+    w = device_put(torch.ones(2, 64, dtype=F64), P(), mesh=_mesh()).requires_grad_()
+    batch = _cut(torch.ones(8, 900, 64, dtype=F64))
+    return torch.nn.functional.embedding(torch.arange(7200).view(8, 900) % 2, w), lambda y: y * batch
+
+
+VALUES = {"pending": _pending, "gathered": _gathered, "table": _table}
+
+
+def _set(y: Any, block: Any) -> None:
+    y.local = block
+
+
+def _swap(y: Any) -> None:
+    torch.utils.swap_tensors(y.local, y.local.detach().clone())
+
+
+BY_HAND, ANOTHER, SWAPPED = "written into by hand", "x.local = block was written", "has weakref"
+#: name -> what is done, with which values, and the error then or at the next use
+ALONE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], str]] = {
+    "a term": (lambda y: y.local.detach().mul_(2), ("pending", "gathered"), BY_HAND),
+    "a row": (lambda y: y.local.detach()[0].zero_(), ("pending", "gathered"), BY_HAND),
+    "another block": (lambda y: _set(y, y.local * 2), ("pending", "gathered", "table"), ANOTHER),
+    "a used block": (lambda y: _set(y * 2, y.local), ("pending", "gathered", "table"), ANOTHER),
+    "another tensor": (_swap, ("pending", "gathered"), SWAPPED),
+    "a hook": (lambda y: y.register_hook(lambda g: g), ("table",), "x = x.clone"),
+    "retained": (lambda y: y.retain_grad(), ("table",), "x = x.clone"),
+    "detached": (lambda y: y.detach_(), ("pending", "gathered"), ""),
+    "detached by hand": (lambda y: y.local.detach_(), ("pending", "gathered"), ""),
+}
+
+
+def _done_alone(name: str, value: str, follows: bool, everywhere: bool) -> tuple[int, float, str]:
+    """Of a use after what the first rank, or each, has done: collectives, the sum of the result, and the error."""
+    y, use = VALUES[value](follows)
+    use(y)
+    with communication_log() as log:
+        try:
+            if everywhere or _mesh().coordinate() == (0,):
+                ALONE[name][0](y)
+            out, error = float(use(y).local.detach().sum()), ""
+        except (FspmdError, RuntimeError) as caught:
+            out, error = 0.0, str(caught)
+    return len(log), out, error
+
+
+def _all_done_alone(everywhere: bool) -> dict[tuple[str, str, bool], tuple[int, float, str]]:
+    return {
+        (name, value, follows): _done_alone(name, value, follows, everywhere)
+        for name, (_, values, _) in ALONE.items()
+        for value in values
+        for follows in ((False, True) if value == "pending" else (True,))
+    }
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_one_rank_does_by_hand_sends_nothing(some: Processes, everywhere: bool) -> None:
+    """It gets an error, and the others go on as they would: none is left waiting, and none has another value."""
+    first, *others = some.run(_all_done_alone, everywhere, seconds=20)
+    for case, (sent, out, error) in first.items():
+        wanted = ALONE[case[0]][2]
+        assert sent == 0, case
+        assert wanted in error if wanted else not error, (case, error)
+        for other in others:
+            sent_there, out_there, error_there = other[case]
+            assert sent_there == 0, case
+            assert error_there == (error if everywhere else ""), case
+            assert wanted or case[1] != "pending" or out_there == out, case
