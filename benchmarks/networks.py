@@ -153,7 +153,10 @@ def _mlp_row(world: World) -> Overhead:
 
 
 def _trained_rows(world: World, what: str, layout: dict[str, tuple[P, tuple[int, ...]]]) -> list[Overhead]:
-    """Loss and gradients that lie as the weights, by ``.backward()``, by `value_and_grad`, and `grad`."""
+    """Loss and gradients that lie as the weights, by ``.backward()``, by `value_and_grad`, and `grad`.
+
+    ``.backward()`` leaves gradients on blocks; the others give `Sharded` ones, for which there ``.grad`` is read.
+    """
     plain, ours, theirs = values_of(world, layout)
     trained = [name for name in layout if name != "x"]
     weights = {name: ours[name].detach() for name in trained}
@@ -167,6 +170,11 @@ def _trained_rows(world: World, what: str, layout: dict[str, tuple[P, tuple[int,
         _mean_square(ours).backward()
         forget(ours)
 
+    def backward_and_read() -> None:
+        _mean_square(ours).backward()
+        _ = [ours[name].grad for name in trained]
+        forget(ours)
+
     def by_dtensor() -> None:
         _mean_square(theirs).backward()
         for name in trained:
@@ -177,13 +185,18 @@ def _trained_rows(world: World, what: str, layout: dict[str, tuple[P, tuple[int,
         {
             "plain": calls(by_torch),
             "ours": calls(backward),
+            "read": calls(backward_and_read),
             **{name: calls(functools.partial(f, weights, ours["x"])) for name, f in functional.items()},
             "theirs": calls(by_dtensor),
         }
     )
     return [
         Overhead(f"MLP, {what}, {how}", found["plain"], found[name], found["theirs"], 1 / 5)
-        for how, name in ((".backward()", "ours"), *zip(functional, functional, strict=True))
+        for how, name in (
+            (".backward()", "ours"),
+            (".backward(), .grad read", "read"),
+            *zip(functional, functional, strict=True),
+        )
     ]
 
 

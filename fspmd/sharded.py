@@ -216,8 +216,13 @@ class Sharded(Tensor):
         found: Sharded | None = self.__dict__.get(_GRAD)
         if found is None or found.block is not gradient:
             spec = self.spec.dual
-            found = self.__dict__[_GRAD] = laid(held_as(gradient, spec), spec, _lies_of_gradient(self))
-            remember_no_moves(found.local)  # backward adds to it, on some ranks perhaps
+            block = held_as(gradient, spec)
+            if self.form is self.spec and self.local.is_leaf:  # quickly
+                found = pair(block, spec)
+            else:
+                found = laid(block, spec, _lies_of_gradient(self))
+            self.__dict__[_GRAD] = found
+            remember_no_moves(block)  # backward adds to it, on some ranks perhaps
         return found
 
     @grad.setter
