@@ -57,7 +57,7 @@ from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
 from saved_programs import checkpoints, optimizer_states, pickled_blocks
 from torch import Tensor
 
-from fspmd import MeshError, P
+from fspmd import MeshError, P, communication_log
 
 _CHUNK = 500
 
@@ -211,7 +211,8 @@ def exchange_on_gloo(cases: list[Ragged]) -> list[Any]:
     found: list[Any] = []
     for case in cases:
         try:
-            results = run_ragged(case, "process_group")
+            with communication_log():  # which reckons what this rank sends
+                results = run_ragged(case, "process_group")
             found.append(None if results is None else [pack(one) for (one,) in results])
         except Exception:
             found.append(traceback.format_exc())

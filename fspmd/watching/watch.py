@@ -213,4 +213,8 @@ def _place(call: Call) -> int:
     """This process's place in its group along the axes."""
     mesh = call.mesh
     at, axes = dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=False)), call.axes or mesh.axis_names
-    return row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
+    place = row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
+    for group in call.options.index_groups or ():
+        if place in group:
+            return group.index(place)
+    return place
