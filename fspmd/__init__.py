@@ -32,6 +32,7 @@ from fspmd.errors import (
     CommunicationError,
     DonationError,
     FspmdError,
+    LockstepError,
     MeshError,
     RecordError,
     ShapeError,
@@ -104,6 +105,7 @@ from fspmd.watching.communication_log import CommunicationLog, communication_log
 from fspmd.watching.explain_rule import explain_rule
 from fspmd.watching.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
 from fspmd.watching.implicit import Implicit
+from fspmd.watching.lockstep import lockstep
 from fspmd.watching.watch import Communication
 
 _install_methods()
@@ -137,6 +139,7 @@ __all__ = [
     "Jitted",
     "Layouts",
     "Link",
+    "LockstepError",
     "Lowered",
     "Mesh",
     "MeshError",
@@ -199,6 +202,7 @@ __all__ = [
     "jit",
     "jvp",
     "linspace",
+    "lockstep",
     "make_mesh",
     "measure_topology",
     "normal",

@@ -48,6 +48,10 @@ class CommunicationError(FspmdError):
     """Communication that the user did not write, within ``explicit``."""
 
 
+class LockstepError(FspmdError):
+    """Ranks that came to different collectives, or some that did not come, within ``lockstep``."""
+
+
 class RecordError(FspmdError):
     """What ``jit`` cannot record: it would be a constant of the record, or be left out of it."""
 

@@ -226,7 +226,16 @@ def wrote(x: Tensor, soon: bool = False, memory: torch.UntypedStorage | None = N
         return  # it has no version, and nothing is remembered of it
     global _last
     _last = next(_numbers)
+    if _hear is not None:
+        _hear()
     setattr(memory_of(x) if memory is None else memory, _WRITES, (_last, x._version + soon))
+
+
+def hear_writes(hear: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Call ``hear`` at each write that fspmd tells of, from here on; gives what was called before."""
+    global _hear
+    before, _hear = _hear, hear
+    return before
 
 
 def wrote_all(tensors: Iterable[Tensor]) -> None:
@@ -237,6 +246,7 @@ def wrote_all(tensors: Iterable[Tensor]) -> None:
 
 
 _last = 0  # the number of the last write into any memory
+_hear: Callable[[], None] | None = None
 _UNWRITTEN: Final = (0, 0)
 
 

@@ -36,7 +36,7 @@ class Sharded(Tensor):
 
     All ranks make the same calls of fspmd, and of torch on Sharded values, in the same order, writes included. A rank
     that runs ``x.mul_(2)`` alone, or makes a value, or sets ``requires_grad``, may later wait for others that do not
-    come, or take what they send for something else.
+    come, or take what they send for something else: `lockstep` finds where ranks part.
 
     It is a ``torch.Tensor`` so that libraries which ask for one take it. Torch functions reach it through
     ``__torch_function__``, above autograd, and run on the block. What torch keeps below Python is a shell without data:

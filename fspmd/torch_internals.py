@@ -265,3 +265,9 @@ def inductor() -> Any:
 def compiled_frames() -> int:
     """How many frames Dynamo has seen in this process, once it is imported; instead: none."""
     return torch._dynamo.utils.counters["frames"]["total"]
+
+
+def store_of_ranks(prefix: str) -> Any:
+    """What all ranks of torch.distributed share, under keys with a prefix; instead: none."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d.PrefixStore(prefix, c10d._get_default_store())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import torch
-from processes import Processes
+from processes import Processes, free_port
 
 from fspmd import FspmdError, Mesh, P, communication_log, device_put, make_mesh
 
@@ -112,3 +115,34 @@ def test_what_one_rank_does_by_hand_sends_nothing(some: Processes, everywhere: b
             assert sent_there == 0, case
             assert error_there == (error if everywhere else ""), case
             assert wanted or case[1] != "pending" or out_there == out, case
+
+
+_ENDS = """
+import torch
+from fspmd import P, device_get, device_put, make_mesh
+mesh = make_mesh((2,), ("x",), device="cpu")
+w = device_put(torch.ones(6, 8), P(None, "x"), mesh=mesh)
+y = w @ w.mT
+torch.cos(y)
+if mesh.coordinate() == (0,):
+    y.local.mul_(2)
+torch.sin(y)
+device_get(device_put(torch.ones(6), P("x"), mesh=mesh))
+"""
+
+
+def test_the_others_end_with_the_rank_that_fails() -> None:
+    """Programs of their own, of which the second waits in a collective when the first ends."""
+    around = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    programs = [
+        subprocess.Popen([sys.executable, "-c", _ENDS], env={**around, "RANK": str(rank)}, stderr=PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        first, second = [program.communicate(timeout=60)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [1, 1]
+    assert BY_HAND in first
+    assert "Connection closed by peer" in second
