@@ -16,7 +16,7 @@ from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import Maker, Part, compiled, has_randomness
 from fspmd.programs.telling import told_before
-from fspmd.remembered import ask_gradient
+from fspmd.remembered import ask_gradient, forgetting
 from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import LocalTensor, expand
@@ -344,8 +344,8 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     now = kept_states()
     if drawn is not None:
         go_on(drawn)
-    with EnableTorchFunction():  # derivatives may have disabled what `Sharded` values need
-        outs = halves.again(inputs)
+    with EnableTorchFunction(), forgetting():  # derivatives may have disabled what `Sharded` values need
+        outs = halves.again(inputs)  # as the record was made: what was moved before bears on how results lie
     go_on(now)
     followed = [outs[i] for i in halves.chosen]
     every = (*inputs, *halves.closed)

@@ -38,7 +38,7 @@ KEPT: Final = "_fspmd_casts"
 def redistribute_once(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
     """`redistribute`, of a value that several functions take so: they are given one and the same tensor."""
     what = _ARRANGED, source, target
-    lasting = not (source is target or is_transformed() or (x.is_leaf and x.requires_grad))
+    lasting = not (source is target or is_transformed() or (x.requires_grad and is_asked(x)))
     if lasting and (known := recall(x, what)) is not None:
         return known
     y = redistribute(x, source, target)
@@ -55,7 +55,7 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
     something in backward alone, are remembered as long as their graph lives, of which ``kept`` is to be a part. Not
     ``shared``: this use hands out parts of what it is given, which is memory of its own.
     """
-    shares = leg.communicates and not is_transformed() and not (x.is_leaf and x.requires_grad)
+    shares = leg.communicates and not (is_transformed() or (x.requires_grad and is_asked(x)))
     if shares and has_moves(x) and (known := _known(x, leg)) is not None:
         return known if shared else known.clone()
     y = x
