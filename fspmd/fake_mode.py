@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,7 +24,13 @@ class FakeMode(fake_tensor.FakeTensorMode):
             groups = () if a.dim() != b.dim() else a.shape[:1] if a.dim() == 3 else given[2].shape
             with self:
                 return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+        if func is _VIEW and all(type(n) is int for n in (*args[0].shape, *args[1])):
+            with disable_dispatch_modes():  # torch's own fake view finds some where there are none
+                torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+_VIEW: Final = torch.ops.aten.view.default
 
 
 class _Converter(fake_tensor.FakeTensorConverter):
