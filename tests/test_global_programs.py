@@ -169,3 +169,8 @@ def test_an_empty_block_holds_no_graph_after_backward() -> None:
     del x, y, g
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("seed", [189, 930])  # writes into what was expanded and is empty
+def test_chains_that_a_full_sweep_found(seed: int) -> None:
+    check_seeds([seed])

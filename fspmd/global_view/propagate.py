@@ -279,7 +279,9 @@ def _outcome(
 def _refuse_expanded(func: Any, x: Any) -> None:
     """Torch's kernels refuse to write into such memory, on ranks alone that have a block with elements."""
     strides = x.form.strides if isinstance(x, Sharded) and isinstance(x.form, Strided) else None
-    if strides is not None and any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True)):
+    if strides is None or not x.numel():
+        return
+    if any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True)):
         raise ArgumentError(
             f"{shown(func)} writes into {x!r}, of which several elements are one in memory, as expand() makes them; "
             "write into what was expanded, or into a clone()"
