@@ -125,9 +125,10 @@ def has_moves(x: Tensor) -> bool:
 
 
 def is_used(x: Tensor) -> bool:
-    """Whether anything is remembered of a tensor that another in its place would not have; a leaf is cast anew."""
+    """Whether anything is known of a tensor that it would not be of another in its place; a leaf is cast anew."""
     found = x.__dict__
-    return bool(found.get(_MOVES)) or (not x.is_leaf and (bool(found.get(_CASTS)) or _ORIGIN in found))
+    made_of = not x.is_leaf and (bool(found.get(_CASTS)) or _ORIGIN in found or 0 in blocks_of(x)[0].stride())
+    return bool(found.get(_MOVES)) or made_of
 
 
 def moves_of(x: Tensor) -> list[Any]:
@@ -240,8 +241,9 @@ def hear_writes(hear: Callable[[], None] | None) -> Callable[[], None] | None:
 
 def wrote_all(tensors: Iterable[Tensor]) -> None:
     """The same of lists of parameters and their like, of most of which nothing can be remembered."""
+    all_of_them = _hear is not None
     for x in tensors:
-        if not x.is_leaf or _MOVES in x.__dict__:
+        if all_of_them or not x.is_leaf or _MOVES in x.__dict__:
             wrote(x)
 
 

@@ -99,7 +99,7 @@ class Sharded(Tensor):
         new one, on all ranks: ``x.mul_(2)``, ``x = from_local(block, P("x"), mesh=mesh)``.
 
         Raises:
-            ArgumentError: it is set after its value was used, or to a block that was used.
+            ArgumentError: it is set after its value was used, or to a block that was used, or either was expanded.
         """
         return self.block
 
@@ -107,9 +107,10 @@ class Sharded(Tensor):
     def local(self, block: Tensor) -> None:
         if is_used(self.block) or is_used(block):
             raise ArgumentError(
-                f"x.local = block was written for {self!r}, after the value of either block was used: what was sent of "
-                "it serves later uses on the other ranks, which may not know of another block; on all ranks write into "
-                "x, with torch.no_grad(): x.copy_(y), or make a new value, x = from_local(block, P(...), mesh=mesh)"
+                f"x.local = block was written for {self!r}, after the value of either block was used, or expanded: "
+                "what is known of it serves later uses on the other ranks, which may not know of another block; on all "
+                "ranks write into x, with torch.no_grad(): x.copy_(y), or make a new value, "
+                "x = from_local(block, P(...), mesh=mesh)"
             )
         self.block = block
 

@@ -53,7 +53,13 @@ def _table(_: bool) -> Pair:
     return torch.nn.functional.embedding(torch.arange(7200).view(8, 900) % 2, w), lambda y: y * batch
 
 
-VALUES = {"pending": _pending, "gathered": _gathered, "table": _table}
+def _expanded(_: bool) -> Pair:
+    w = device_put(torch.ones(64, dtype=F64), P(), mesh=_mesh()).requires_grad_()
+    batch = _cut(torch.ones(8, 900, 64, dtype=F64))
+    return w.expand(8, 900, 64), lambda y: y * batch
+
+
+VALUES = {"pending": _pending, "gathered": _gathered, "table": _table, "expanded": _expanded}
 
 
 def _set(y: Any, block: Any) -> None:
@@ -69,8 +75,8 @@ BY_HAND, ANOTHER, SWAPPED = "written into by hand", "x.local = block was written
 ALONE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], str]] = {
     "a term": (lambda y: y.local.detach().mul_(2), ("pending", "gathered"), BY_HAND),
     "a row": (lambda y: y.local.detach()[0].zero_(), ("pending", "gathered"), BY_HAND),
-    "another block": (lambda y: _set(y, y.local * 2), ("pending", "gathered", "table"), ANOTHER),
-    "a used block": (lambda y: _set(y * 2, y.local), ("pending", "gathered", "table"), ANOTHER),
+    "another block": (lambda y: _set(y, y.local * 2), tuple(VALUES), ANOTHER),
+    "a used block": (lambda y: _set(y * 2, y.local), tuple(VALUES), ANOTHER),
     "another tensor": (_swap, ("pending", "gathered"), SWAPPED),
     "a hook": (lambda y: y.register_hook(lambda g: g), ("table",), "x = x.clone"),
     "retained": (lambda y: y.retain_grad(), ("table",), "x = x.clone"),

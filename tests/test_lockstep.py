@@ -67,6 +67,14 @@ def _written_in_one_graph() -> None:
     ((x + w) * 3 + z).sum().backward()
 
 
+def _stepped() -> None:
+    w = device_put(torch.ones(3), P("x"), mesh=_mesh()).requires_grad_()
+    w.grad = device_put(torch.ones(3), P("x"), mesh=_mesh())
+    if _first():
+        torch.optim.SGD([w], lr=0.1).step()
+    device_get(w)
+
+
 def _another_value() -> None:
     y = _pending(0)
     torch.cos(y)
@@ -92,6 +100,7 @@ def _other() -> Any:
 PARTED: dict[str, tuple[Callable[[], Any], str]] = {
     "a write": (_settled_after_a_write, "rank 0: psum_unreduced over 'x' of mesh(x="),
     "a write in a graph": (_written_in_one_graph, "f32, backward, for + (test_lockstep.py:"),
+    "a step": (_stepped, "f32, for device_get (test_lockstep.py:"),
     "another value": (_another_value, "f64, for sin() (test_lockstep.py:"),
     "a number to print": (_evaluated_alone, "f64, for device_get (test_lockstep.py:"),
 }
@@ -124,8 +133,9 @@ def test_ranks_that_part_are_told_where(some: Processes) -> None:
         assert "ranks came to different collectives, or after different writes:" in error, (name, then)
         assert "rank 0: " in error
         assert f"rank {len(others)}: " in error
-        assert (", after 1 write, the last: mul_() (test_lockstep.py:" in error) == ("a write" in name), error
-        assert ("the end of lockstep()" in error) == (then == "the end" and "graph" not in name), error
+        assert (", after 1 write, the last: " in error) == ("a write" in name or name == "a step"), error
+        assert ("mul_() (test_lockstep.py:" in error) == ("a write" in name), error
+        assert ("the end of lockstep()" in error) == (then == "the end" and name in ("a write", "another value")), error
         assert [other[name, then] for other in others] == [error] * len(others)
 
 

@@ -153,6 +153,9 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     collectives are compared when its forward, or its backward, begins. What ranks tell each other beside collectives
     of values (`barrier`, `process_allgather`, shapes) is not compared.
 
+    Outside it a rank that waits alone gets an error when the time of the process group is over, 30 minutes with Gloo;
+    ``torch.distributed.init_process_group("gloo", timeout=...)`` before `make_mesh` sets another.
+
     Communication: by the store of torch.distributed, a few messages per collective; it is for debugging.
 
     Raises:
