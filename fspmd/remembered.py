@@ -124,11 +124,9 @@ def has_moves(x: Tensor) -> bool:
     return _MOVES in x.__dict__
 
 
-def is_used(x: Tensor) -> bool:
-    """Whether anything is known of a tensor that it would not be of another in its place; a leaf is cast anew."""
-    found = x.__dict__
-    made_of = not x.is_leaf and (bool(found.get(_CASTS)) or _ORIGIN in found or 0 in blocks_of(x)[0].stride())
-    return bool(found.get(_MOVES)) or made_of
+def is_bound(x: Tensor) -> bool:
+    """Whether something is known of a block that would not hold of another: what it was moved to, or a graph."""
+    return bool(x.__dict__.get(_MOVES)) or (x.requires_grad and not x.is_leaf)
 
 
 def moves_of(x: Tensor) -> list[Any]:

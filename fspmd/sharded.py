@@ -17,7 +17,7 @@ from fspmd.foreign import refuse_foreign
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.remembered import forget_graph, is_used, remember_no_moves
+from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
@@ -95,22 +95,22 @@ class Sharded(Tensor):
 
         To write into it, or to set it, is this rank's affair, of which the others know nothing. What was sent of a
         block serves its later uses, so after the first of them the next raises where it was written into, and setting
-        raises at once: on all ranks if all of them did so, or on one alone. Write into the Sharded instead, or make a
-        new one, on all ranks: ``x.mul_(2)``, ``x = from_local(block, P("x"), mesh=mesh)``.
+        raises at once, as it does within a graph: on all ranks if all of them did so, or on one alone. Write into the
+        Sharded instead, or make a new one, on all ranks: ``x.mul_(2)``, ``x = from_local(block, P("x"), mesh=mesh)``.
 
         Raises:
-            ArgumentError: it is set after its value was used, or to a block that was used, or either was expanded.
+            ArgumentError: it is set where either block was used before, is in a graph, or has another requires_grad.
         """
         return self.block
 
     @local.setter
     def local(self, block: Tensor) -> None:
-        if is_used(self.block) or is_used(block):
+        if is_bound(self.block) or is_bound(block) or self.block.requires_grad != block.requires_grad:
             raise ArgumentError(
-                f"x.local = block was written for {self!r}, after the value of either block was used, or expanded: "
-                "what is known of it serves later uses on the other ranks, which may not know of another block; on all "
-                "ranks write into x, with torch.no_grad(): x.copy_(y), or make a new value, "
-                "x = from_local(block, P(...), mesh=mesh)"
+                f"x.local = block was written for {self!r}, where one of the two blocks was used before, or is in a "
+                "graph of autograd, or their requires_grad differs: the other ranks may not know of it, and would send "
+                "what this one does not; on all ranks write into x, with torch.no_grad(): x.copy_(y), or make a new "
+                "value, x = from_local(block, P(...), mesh=mesh)"
             )
         self.block = block
 

@@ -76,6 +76,7 @@ ALONE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...], str]] = {
     "a term": (lambda y: y.local.detach().mul_(2), ("pending", "gathered"), BY_HAND),
     "a row": (lambda y: y.local.detach()[0].zero_(), ("pending", "gathered"), BY_HAND),
     "another block": (lambda y: _set(y, y.local * 2), tuple(VALUES), ANOTHER),
+    "no graph": (lambda y: _set(y, y.local.detach()), tuple(VALUES), ANOTHER),
     "a used block": (lambda y: _set(y * 2, y.local), tuple(VALUES), ANOTHER),
     "another tensor": (_swap, ("pending", "gathered"), SWAPPED),
     "a hook": (lambda y: y.register_hook(lambda g: g), ("table",), "x = x.clone"),

@@ -243,15 +243,15 @@ def test_a_write_by_hand_is_refused(mesh: Mesh) -> None:
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_another_block_is_refused_after_a_use(mesh: Mesh) -> None:
     """Which may be one of this rank alone; before the first use it is what the value is, and of a leaf ever."""
-    (p, value), (q, _) = _pending(mesh), _pending(mesh)
-    with torch.no_grad():
-        p.local = p.local * 2
-        torch.testing.assert_close(device_get(torch.sin(p)), (2 * value).sin())
-        for one, block in ((p, q.local), (q, p.local)):
-            with pytest.raises(ArgumentError, match=r"x\.local = block was written for Sharded f64"):
-                one.local = block
-        with pytest.raises(RuntimeError, match="has weakref"):
-            torch.utils.swap_tensors(p.local, q.local)
+    (y, value), (other, _) = _pending(mesh), _pending(mesh)
+    p, q = y.detach(), other.detach()
+    p.local = p.local * 2
+    torch.testing.assert_close(device_get(torch.sin(p)), (2 * value).sin())
+    for one, block in ((p, q.local), (q, p.local), (y, y.local * 2), (y, q.local), (q, y.local)):
+        with pytest.raises(ArgumentError, match=r"x\.local = block was written for Sharded f64"):
+            one.local = block
+    with pytest.raises(RuntimeError, match="has weakref"):
+        torch.utils.swap_tensors(p.local, q.local)
     w = device_put(torch.ones(3, dtype=F64), P(), mesh=mesh).requires_grad_()
     x = device_put(torch.ones(6, 3, dtype=F64), P("x"), mesh=mesh)
     for scale in (1, 2, 4):
@@ -259,6 +259,8 @@ def test_another_block_is_refused_after_a_use(mesh: Mesh) -> None:
         out.backward()
         assert w.grad is not None
         torch.testing.assert_close(device_get(w.grad), torch.full((3,), 12.0 * scale, dtype=F64))
+        with pytest.raises(ArgumentError, match="their requires_grad differs"):
+            w.local = w.local.detach() * 2
         w.local = (w.local.detach() * 2).requires_grad_()
 
 
