@@ -164,7 +164,8 @@ class Recorder(Values):
             node = self._put(Routed(call, waits), (placed, routes), {}, call.pair.name)
             node.meta["effect"] = True
             return self._results(out, node)
-        node = self._put(runner(call, waits), (placed,), {}, call.pair.name)
+        own = not torch.is_grad_enabled()  # it is in the forward of an `autograd.Function`
+        node = self._put(runner(call, waits), (placed,), {}, call.pair.name, own=own)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
 

@@ -63,6 +63,7 @@ class Values(RecordingMode):
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values, where others have none
         self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # where torch has views; both memories
         self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
+        self._before: dict[int, Cause] = {}  # of the last step before a node, which may have none of its own
         self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
         self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # of values of all ranks
@@ -241,12 +242,14 @@ class Values(RecordingMode):
         kwargs: dict[str, Any],
         name: str | None = None,
         constant: bool = False,
+        own: bool = True,
     ) -> fx.Node:
+        """A step. ``own``: the node that autograd made last is that of the step, or of what it is a part of."""
         node = self.graph.create_node("call_function", target, name=name or getattr(target, "_opname", None))
         node.args = args  # set apart: `create_node` would look through them for sizes of other ranks, which are welcome
         if kwargs:
             node.kwargs = kwargs
-        cause, backward = self._cause()
+        cause, backward = self._cause(own)
         node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
@@ -256,12 +259,18 @@ class Values(RecordingMode):
                 self.is_unlike(lambda: f"{body.name} may have empty blocks")
         return node
 
-    def _cause(self) -> tuple[Cause, bool]:
+    def _cause(self, own: bool = True) -> tuple[Cause, bool]:
         """Who asked for a step, and whether it computes gradients."""
         node: Any = current_autograd_node()
-        known = self._causes.get(node._sequence_nr()) if node is not None and not self.repeats else None
+        known = None
+        if node is not None and not self.repeats:
+            number = node._sequence_nr()
+            known = self._causes.get(number) or self._before.get(number)
         found = known or trace().cause
-        self._causes.setdefault(_last_of_autograd(), found)
+        last = _last_of_autograd()
+        if own:
+            self._causes.setdefault(last, found)
+        self._before[last + 1] = found
         return found, node is not None or self.deferred
 
     def _results(self, out: Any, node: fx.Node) -> Any:
@@ -313,8 +322,12 @@ class _Landing(Pending):
             return plain.wait()
         with recorder.pause():
             out = plain.wait()
-        node = recorder._put(Pending.wait, (self.node,), {})
-        recorder._causes[_last_of_autograd()] = self.node.meta["cause"]  # gradients begin where this ends
+        last, cause = _last_of_autograd(), self.node.meta["cause"]
+        own = not torch.is_grad_enabled() and last not in recorder._causes
+        node = recorder._put(Pending.wait, (self.node,), {}, own=own)
+        recorder._before[last + 1] = cause  # gradients begin where this ends
+        if own:
+            recorder._causes[last] = cause
         node.meta["effect"] = "call" in self.node.meta and bool(self.node.meta.get("effect"))  # it writes until then
         return recorder._results(out, node)  # type: ignore[no-any-return]
 
