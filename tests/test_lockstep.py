@@ -128,7 +128,7 @@ def test_ranks_that_part_are_told_where(some: Processes) -> None:
     for (name, then), error in first.items():
         assert PARTED[name][1] in error, error
         if (name, then) == ("a number to print", "the end"):
-            assert "rank 1 has left lockstep()" in error
+            assert " has left lockstep()\n  * others are at " in error
             continue
         assert "ranks came to different collectives, or after different writes:" in error, (name, then)
         assert "rank 0: " in error
@@ -139,18 +139,17 @@ def test_ranks_that_part_are_told_where(some: Processes) -> None:
         assert [other[name, then] for other in others] == [error] * len(others)
 
 
-def _late() -> tuple[str, float]:
-    """The first rank comes to a collective, the others later to the same; the last raises."""
+def _late() -> str:
+    """The first rank comes to a collective, the others later to the same."""
     _mesh()
-    begun = time.monotonic()
     try:
         with lockstep(seconds=0.5):
             if not _first():
                 time.sleep(1)
             _other()
     except LockstepError as caught:
-        return str(caught), time.monotonic() - begun
-    return "", 0.0
+        return str(caught)
+    return ""
 
 
 def _left() -> str:
@@ -166,12 +165,11 @@ def _left() -> str:
 
 
 def test_who_is_late_or_has_left_is_named(some: Processes) -> None:
-    (first, took), *others = some.run(_late, seconds=20)
+    first, *others = some.run(_late, seconds=20)
     assert "1 rank did not come to " in first if len(others) == 1 else "2 ranks did not come to " in first
     assert "for device_get (test_lockstep.py:" in first
     assert "  * rank 1 has come to no collective" in first
-    assert took < 0.9
-    for other, _ in others:
+    for other in others:
         assert "rank 0 has left lockstep() with LockstepError: " in other
     alone, *left = some.run(_left, seconds=20)
     assert alone == "KeyError: 'mine'"
