@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -377,7 +378,8 @@ def run(seed: int, transport: str | None = "simulation", ranks: int | None = Non
         try:
             write(where[2])
         except FspmdError as error:
-            told.append(f"refused: {type(error).__name__} {str(error)[:150]}")
+            text = re.sub(r"of which .*?, taken", "of which one, taken", str(error))  # of several copies any is named
+            told.append(f"refused: {type(error).__name__} {text[:120]}")
             for (which, _, ours), old in zip(held, before, strict=True):
                 if not same(ours, old):
                     raise Lost(f"{told}: refused, but {which} has {value(ours)} and not {old}") from error
