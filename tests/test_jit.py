@@ -148,6 +148,11 @@ def test_chains_of_torch_calls_on_sharded_values(seed: int) -> None:
     chains.check_seeds(range(seed, seed + 10), None, replayed)
 
 
+@pytest.mark.parametrize("seed", [1201, 1725])  # arguments of which one rank's block is expanded, and others are empty
+def test_uneven_arguments_that_are_expanded_on_some_ranks(seed: int) -> None:
+    chains.check_seeds([seed], None, replayed)
+
+
 def check_writes_of_collectives(mesh: fspmd.Mesh) -> None:
     """Gathers and scatters straight into tensors are one step each, and one more that waits."""
 

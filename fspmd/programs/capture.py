@@ -21,6 +21,7 @@ from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import DataDependentOutputException, DynamicOutputShapeException
 from fspmd.transport.frame import Frame, frame
+from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import kept_states
 from fspmd.trees import filling, flatten, flatten_in_order
 
@@ -158,7 +159,7 @@ def _apart(x: Tensor) -> Tensor:
         other = torch.empty_like(x, requires_grad=False).copy_(x)
         return other.requires_grad_(x.requires_grad and not torch.is_grad_enabled())  # which Python may ask for
     apart = x.detach()
-    if x.layout is torch.strided and 0 in x.stride():
+    if x.layout is torch.strided and any(0 in block.stride() for block in blocks_of(x)):
         apart = apart.contiguous()  # other arguments can lie in memory as this does
     if isinstance(x, torch.nn.Parameter):
         return torch.nn.Parameter(apart, x.requires_grad)
