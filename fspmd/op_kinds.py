@@ -15,6 +15,7 @@ from torch import Tensor
 
 # how a transform runs a custom Function
 from fspmd.errors import ArgumentError
+from fspmd.linearity import LINEAR, WHEN, plain_name
 from fspmd.torch_internals import HigherOrderOperator, OpOverload, custom_function_call, is_any_autocast_enabled
 from fspmd.variance import get_variance
 
@@ -41,7 +42,7 @@ class Op:
     apart: bool = False  # writes into values it makes of its operands: in a simulation all must be held alike
     calls: str = ""  # the parameter that takes a function of tensors
     constant: bool = False  # takes only dtype and device of its first operand, and makes a value of other data
-    linear: str = ""  # sum, collect, product, first, places or metadata: see the tables below
+    linear: str = ""  # sum, product, first (`linearity.py`), or metadata: see the table below
     linear_when: Predicate = lambda *args, **kwargs: True  # it is that, given these arguments
 
     @property
@@ -117,38 +118,11 @@ _RECURRENT: Final = _names("lstm gru rnn_tanh rnn_relu")
 _APART: Final = _RECURRENT | _names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
 _CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
 _RAGGED: Final = _names("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
-#: a sum of unreduced values is unreduced
-_SUMS: Final = _names("add sub subtract __add__ __sub__ __radd__ __rsub__ add_ sub_ __iadd__ __isub__")
-_COLLECTS: Final = _names(
-    "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag diagonal_scatter "
-    "select_scatter slice_scatter complex"
-)
-#: linear in the first operand and the last together; those between say where
-_PLACES: Final = _names("index_add scatter_add scatter_reduce index_put index_add_ scatter_add_ index_put_")
-#: linear in each tensor operand; one of them may be unreduced
-_PRODUCTS: Final = _names(
-    "mul multiply __mul__ __rmul__ matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner outer tensordot einsum kron "
-    "linear cross linalg_cross"
-)
-#: linear in the first operand
-_FIRST: Final = _names(
-    "neg negative __neg__ positive __pos__ sum mean reshape view view_as reshape_as transpose permute t T mT H mH "
-    "adjoint squeeze unsqueeze __getitem__ div divide true_divide __truediv__ clone contiguous to type float double "
-    "half bfloat16 expand expand_as broadcast_to flatten unflatten ravel movedim moveaxis swapaxes swapdims narrow "
-    "split tensor_split chunk unbind select index_select gather take_along_dim roll flip trace diagonal diag tril triu "
-    "cumsum detach data real imag conj resolve_conj tile repeat zeros_like new_zeros index take unsafe_split "
-    "unsafe_chunk split_with_sizes hsplit vsplit dsplit rot90 fliplr flipud diag_embed diagflat diagonal_copy unfold "
-    "fold im2col col2im pad constant_pad_nd avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d interpolate view_as_real view_as_complex conj_physical channel_shuffle pixel_shuffle "
-    "pixel_unshuffle repeat_interleave sum_to_size diff alias fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft "
-    "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift "
-    "deg2rad rad2deg resolve_neg atleast_1d atleast_2d atleast_3d"
-)
 #: read no values, so every type passes
 _METADATA: Final = _names(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
     "is_complex is_signed is_conj is_neg is_inference requires_grad_ register_hook "
-    "register_post_accumulate_grad_hook retain_grad backward __len__ __repr__ __format__ __hash__ get_device type_as "
+    "register_post_accumulate_grad_hook retain_grad backward __len__ __repr__ __format__ __hash__ get_device "
     "empty_like new_empty is_same_size is_pinned __deepcopy__ untyped_storage"
 )
 #: of these, the ones that give no tensor
@@ -156,15 +130,6 @@ _ASKS: Final = _names(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
     "is_complex is_signed is_conj is_neg is_inference __len__ __hash__ get_device is_same_size is_pinned"
 ) | {f"get {name}" for name in _names("shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad_fn")}
-_LINEAR: Final = {
-    **dict.fromkeys(_METADATA, "metadata"),
-    **dict.fromkeys(_FIRST, "first"),
-    **dict.fromkeys(_PRODUCTS, "product"),
-    **dict.fromkeys(_COLLECTS, "collect"),
-    **dict.fromkeys(_PLACES, "places"),
-    **dict.fromkeys(_SUMS, "sum"),
-}
-
 _ALWAYS: Final[Predicate] = lambda *args, **kwargs: True  # noqa: E731
 
 
@@ -217,21 +182,6 @@ def _of_list(*args: Any, **kwargs: Any) -> bool:
 def _unknown_classes(*args: Any, **kwargs: Any) -> bool:
     return bool(_argument(args, kwargs, 1, "num_classes", -1) == -1)
 
-
-def _pads_with_zeros(*args: Any, **kwargs: Any) -> bool:
-    constant = _argument(args, kwargs, 2, "mode", "constant") == "constant"
-    return not (constant and _argument(args, kwargs, 3, "value", None))
-
-
-_LINEAR_WHEN: Final[dict[str, Predicate]] = {
-    "pad": _pads_with_zeros,
-    "constant_pad_nd": lambda *args, **kwargs: not _argument(args, kwargs, 2, "value", 0),
-    "scatter_reduce": lambda *args, **kwargs: _argument(args, kwargs, 4, "reduce", "") == "sum",
-    **dict.fromkeys(
-        ("index_put", "index_put_"), lambda *args, **kwargs: _argument(args, kwargs, 3, "accumulate", False) is True
-    ),
-    "diff": lambda *args, **kwargs: sum(isinstance(x, Tensor) for x in (*args, *kwargs.values())) == 1,
-}
 
 _BRANCHES: Final[dict[str, Predicate]] = {
     **dict.fromkeys((*_PYTHON_VALUE, *_OF_NUMBERS), _ALWAYS),
@@ -345,10 +295,11 @@ def learn(func: Any) -> Op:
         "calls": _CALLS.get(name, ""),
         "constant": name == "new_tensor",
     }
-    linear = _LINEAR.get(name, "metadata" if name.startswith("get ") else "")
+    plain = plain_name(name)
+    linear = "metadata" if name in _METADATA or name.startswith("get ") else LINEAR.get(plain, "")
     sometimes = _SOMETIMES.get(name) if schema is None and not writes else None
     special = any(traits.values()) and sometimes is None
-    when = _LINEAR_WHEN.get(name, _ALWAYS)
+    when = WHEN.get(plain, _ALWAYS)
     op = OPS[func] = Op(name, special, sometimes, asks=name in _ASKS, linear=linear, linear_when=when, **traits)
     return op
 
@@ -361,7 +312,7 @@ def name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return attribute if name == "__get__" and attribute in _FIRST else f"{name.strip('_')} {attribute}"
+        return attribute if name == "__get__" and attribute in LINEAR else f"{name.strip('_')} {attribute}"
     return str(name)
 
 

@@ -428,8 +428,6 @@ def _never(*_: Any) -> NoReturn:
 
 def _linearity(row: Row, whole: Whole, first: TensorSpec, result: TensorSpec) -> str:
     """A number would be added once per rank, and rounding is not linear; what is made wider is added up before."""
-    if whole.kwargs.get("rounding_mode") is not None:
-        return ""
     linear = row.linear if isinstance(row.linear, str) else row.linear(whole)
     if linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in whole.args[:2]):
         return ""

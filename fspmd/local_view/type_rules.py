@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fspmd.errors import VarianceError
 from fspmd.foreign import refuse_foreign
+from fspmd.linearity import ADDED, BETWEEN, plain_name
 from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.op_kinds import Op, written_operands
@@ -65,17 +66,17 @@ def pending_sum(
     unreduced = [v for v in variances if v.unreduced]
     axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
     others = [v for v in variances if not v.unreduced]
-    numbers = any(isinstance(arg, (int, float, complex)) and arg != 0 for arg in args)  # sum([x, y]) begins with 0
-    alike = not others and all(v is unreduced[0] for v in unreduced)
-    ends = variances[0], variances[-1]
+    name, first = plain_name(op.name), variances[0].unreduced == axes
+    summands = (variances[0], variances[-1]) if name in BETWEEN else variances
+    added = variances[ADDED[name]] if ADDED.get(name, len(variances)) < len(variances) else None
+    factors = [v for i, v in enumerate(variances) if v.unreduced and i != ADDED.get(name)]
     allowed = {
-        "sum": alike and not numbers,
-        "collect": alike,
-        "product": len(unreduced) == 1 and (op.name != "linear" or len(tensors) == 2),
-        "first": len(unreduced) == 1 and variances[0].unreduced == axes,
-        "places": len(unreduced) == 2 and all(v is unreduced[0] for v in ends),
+        "sum": all(v is unreduced[0] for v in summands) and len(unreduced) == len(summands),
+        "product": len(factors) == 1 and (added is None or added is factors[0]),
+        "first": len(unreduced) == 1 and first,
         "metadata": True,
     }.get(op.linear, False) and not any(v.varying & axes for v in others)
+    allowed = allowed and (first or not op.writes)  # else what is written into would become a pending sum
     allowed = allowed and op.linear_when(*args, **kwargs)
     if not (allowed or trusted):
         shown = ", ".join(show_value(x) for x in tensors)

@@ -61,11 +61,6 @@ def scatter(whole: Whole) -> Factors:
     return Factors((own, *(dims if s else () for s in others)), (own,), whole=frozenset({dim}), places=_SECOND)
 
 
-def reduces(whole: Whole) -> str:
-    """What ``scatter_reduce`` is linear in: where it adds."""
-    return "sum" if whole.argument(4, "reduce") == "sum" else ""
-
-
 def select(whole: Whole) -> Factors:
     """Slices of x by a vector of places, which may be sharded."""
     x = whole.shapes[0]
@@ -121,11 +116,6 @@ def index_put(whole: Whole) -> Factors:
     own = tuple(f if size == n else None for f, size, n in zip(values, given, sizes, strict=True))
     others = frozenset(range(1, 1 + len(shapes)))
     return Factors((kept, *((None,) * len(s) for s in shapes), own), (kept,), whole=frozenset(places), places=others)
-
-
-def accumulates(whole: Whole) -> str:
-    """What ``index_put`` is linear in: where it adds; else of several values for one place any may be left."""
-    return "sum" if whole.argument(3, "accumulate") is True else ""
 
 
 def _looked_up(whole: Whole) -> tuple[Dims, list[int], int, Sequence[Shape]] | None:

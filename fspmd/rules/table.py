@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from types import FunctionType
 from typing import Any, Final
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.linearity import LINEAR, WHEN, plain_name
 from fspmd.op_kinds import name_of
 from fspmd.operators import OPERATORS
 from fspmd.rules import (
@@ -138,7 +139,7 @@ _GATHERED: Final = _names(
 )
 _RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
 #: of several values for one place any may be left, unless they are added
-_SCATTERS: Final[dict[str, Linear]] = {"scatter": "", "scatter_add": "sum", "scatter_reduce": lookups.reduces}
+_SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: along one dim or several, by default all: name -> place of the argument
 _ALONG: Final[dict[str, Any]] = {
@@ -175,40 +176,37 @@ _BATCHED: Final = {
     "view_as_complex": (1,),
 }
 
-ROWS: Final[dict[str, Row]] = {
+_BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(elementwise, free=NUMBERS) for name in _POINTWISE},
-    "complex": Row(elementwise, "sum", weighs=True),
+    "complex": Row(elementwise, weighs=True),
     **{name: Row(elementwise) for name in ELEMENTWISE},  # as ops they have an int for their reduction
-    **{name: Row(elementwise, "first") for name in _CASTS},
-    "contiguous": Row(elementwise, "first", as_is=True),
-    **{name: Row(elementwise, "sum", free=NUMBERS, sized=True) for name in _names("add sub subtract radd rsub")},
-    **{name: Row(elementwise, "product", free=NUMBERS, sized=True) for name in _names("mul multiply rmul")},
-    **{
-        name: Row(elementwise, "first", free=NUMBERS, sized=True, divides=True)
-        for name in _names("div divide true_divide")
-    },
-    "matmul": Row(matmul, "product", sized=True),
-    "mm": Row(notation("m k, k n -> m n"), "product", sized=True),
-    "bmm": Row(notation("b m k, b k n -> b m n"), "product", sized=True),
-    "mv": Row(notation("m k, k -> m"), "product", sized=True),
-    "dot": Row(notation("k, k ->"), "product", sized=True),
-    "vdot": Row(notation("k, k ->"), "product", sized=True),
-    "outer": Row(notation("m, n -> m n"), "product", sized=True),
-    "linear": Row(with_added("... k, n k -> ... n", 2), "product"),
-    "addmm": Row(with_added("m k, k n -> m n", 0), "product"),
-    "addmv": Row(with_added("m k, k -> m", 0), "product", empty=False),
-    "addr": Row(with_added("m, n -> m n", 0), "product"),
-    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0), "product"),
-    "addbmm": Row(with_added("b m k, b k n -> m n", 0), "product"),
-    "einsum": Row(einsum, "product"),
-    "linalg_cross": Row(elementwise_over(2, "dim", -1), "product"),
+    **{name: Row(elementwise) for name in _CASTS},
+    "contiguous": Row(elementwise, as_is=True),
+    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("add sub subtract rsub")},
+    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("mul multiply")},
+    **{name: Row(elementwise, free=NUMBERS, sized=True, divides=True) for name in _names("div divide true_divide")},
+    "matmul": Row(matmul, sized=True),
+    "mm": Row(notation("m k, k n -> m n"), sized=True),
+    "bmm": Row(notation("b m k, b k n -> b m n"), sized=True),
+    "mv": Row(notation("m k, k -> m"), sized=True),
+    "dot": Row(notation("k, k ->"), sized=True),
+    "vdot": Row(notation("k, k ->"), sized=True),
+    "outer": Row(notation("m, n -> m n"), sized=True),
+    "linear": Row(with_added("... k, n k -> ... n", 2)),
+    "addmm": Row(with_added("m k, k n -> m n", 0)),
+    "addmv": Row(with_added("m k, k -> m", 0), empty=False),
+    "addr": Row(with_added("m, n -> m n", 0)),
+    "baddbmm": Row(with_added("b m k, b k n -> b m n", 0)),
+    "addbmm": Row(with_added("b m k, b k n -> m n", 0)),
+    "einsum": Row(einsum),
+    "linalg_cross": Row(elementwise_over(2, "dim", -1)),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
     "_cdist_forward": Row(distances, body=norms.distances),
     "_pdist_forward": Row(distances_within, body=norms.distances_within),
-    "bilinear": Row(with_added("... i, ... j, o i j -> ... o", 3), "product", empty=False),
+    "bilinear": Row(with_added("... i, ... j, o i j -> ... o", 3), empty=False),
     "_trilinear": Row(gathered),
-    "sum": Row(reductions.summed, "first"),
-    "mean": Row(reductions.summed, "first", local=mean_of_blocks),
+    "sum": Row(reductions.summed),
+    "mean": Row(reductions.summed, local=mean_of_blocks),
     **{name: Row(over()) for name in _names("median nanmedian")},
     "count_nonzero": Row(reductions.summed),
     "prod": Row(reductions.product, local=reductions.product_of_blocks, body=norms.prod),
@@ -217,10 +215,7 @@ ROWS: Final[dict[str, Row]] = {
     **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},
     **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
     "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),
-    **{
-        name: Row(over(*where), "first" if "fft" in name else "", local=SPECTRA.get(name))
-        for name, where in _ALONG.items()
-    },
+    **{name: Row(over(*where), local=SPECTRA.get(name)) for name, where in _ALONG.items()},
     **{name: Row(over(kept=True), kept=True, body=softmaxes.softmax) for name in _names("softmax _softmax")},
     **{
         name: Row(over(kept=True), kept=True, body=softmaxes.log_softmax) for name in _names("log_softmax _log_softmax")
@@ -230,95 +225,81 @@ ROWS: Final[dict[str, Row]] = {
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
-    "cumsum": Row(over(kept=True), "first", body=SCANS["cumsum"]),
-    "flip": Row(views.flipped, "first", body=joins.flip),
-    "roll": Row(views.rolled, "first", local=views.roll_blocks, body=joins.roll),
-    "channel_shuffle": Row(views.shuffled, "first", body=joins.shuffle),
-    "tril": Row(views.triangle, "first", body=joins.tril),
-    "triu": Row(views.triangle, "first", body=joins.triu),
-    **{
-        name: Row(views.unfolded, "first", local=views.unfold, body=joins.unfold)
-        for name in _names("unfold unfold_copy")
-    },
+    "cumsum": Row(over(kept=True), body=SCANS["cumsum"]),
+    "flip": Row(views.flipped, body=joins.flip),
+    "roll": Row(views.rolled, local=views.roll_blocks, body=joins.roll),
+    "channel_shuffle": Row(views.shuffled, body=joins.shuffle),
+    "tril": Row(views.triangle, body=joins.tril),
+    "triu": Row(views.triangle, body=joins.triu),
+    **{name: Row(views.unfolded, local=views.unfold, body=joins.unfold) for name in _names("unfold unfold_copy")},
     **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
     "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
     "rms_norm": Row(reductions.layer_norm, kept=True, body=moments.rms_norm),
     "embedding": Row(lookups.torch_embedding, body=tables.torch_embedding),
-    **{name: Row(permuted(views.transposed), "first") for name in _names("transpose transpose_copy swapaxes swapdims")},
-    **{name: Row(permuted(views.in_order), "first") for name in _names("permute permute_copy")},
-    **{name: Row(permuted(views.moved), "first") for name in _names("movedim moveaxis")},
-    **{name: Row(permuted(views.last_swapped), "first") for name in _names("t mT mH t_copy")},
-    **{name: Row(permuted(views.reversed_dims), "first") for name in _names("T H")},
+    **{name: Row(permuted(views.transposed)) for name in _names("transpose transpose_copy swapaxes swapdims")},
+    **{name: Row(permuted(views.in_order)) for name in _names("permute permute_copy")},
+    **{name: Row(permuted(views.moved)) for name in _names("movedim moveaxis")},
+    **{name: Row(permuted(views.last_swapped)) for name in _names("t mT mH t_copy")},
+    **{name: Row(permuted(views.reversed_dims)) for name in _names("T H")},
+    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=regroups.reshape, as_is=True) for name in _RESHAPES},
+    **{name: Row(views.squeezed, blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
+    **{name: Row(views.unsqueezed) for name in _names("unsqueeze unsqueeze_copy")},
+    **{name: Row(views.expanded, blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
+    **{name: Row(views.repeated, body=joins.repeat) for name in _names("repeat tile")},
+    "view_as_real": Row(notation("... -> ... 1")),
+    "constant_pad_nd": Row(views.padded, body=joins.pad),
     **{
-        name: Row(views.reshaped, "first", blocks=views.reshape_blocks, body=regroups.reshape, as_is=True)
-        for name in _RESHAPES
-    },
-    **{name: Row(views.squeezed, "first", blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
-    **{name: Row(views.unsqueezed, "first") for name in _names("unsqueeze unsqueeze_copy")},
-    **{name: Row(views.expanded, "first", blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
-    **{name: Row(views.repeated, "first", body=joins.repeat) for name in _names("repeat tile")},
-    "view_as_real": Row(notation("... -> ... 1"), "first"),
-    "constant_pad_nd": Row(views.padded, views.of_zeros, body=joins.pad),
-    **{
-        f"{name}_pad{n}d": Row(views.padded, "first", empty=False, body=body)
+        f"{name}_pad{n}d": Row(views.padded, empty=False, body=body)
         for name, body in (("reflection", joins.reflect), ("replication", joins.replicate))
         for n in (1, 2, 3)
     },
-    "pad": Row(views.wrapped, "first", empty=False, body=joins.wrap),
-    "getitem": Row(views.indexed, "first", body=joins.getitem),
-    "slice": Row(views.sliced, "first", body=joins.cut),
-    **{name: Row(diagonals.diagonal, "first", body=diagonals.take) for name in _names("diagonal diagonal_copy")},
-    "diag_embed": Row(diagonals.embedded, "first", body=diagonals.embed),
-    "diagonal_scatter": Row(diagonals.diagonal_scattered, "sum", body=diagonals.put),
-    "slice_scatter": Row(insets.slice_scattered, "sum", body=insets.set_slice),
-    "select_scatter": Row(insets.select_scattered, "sum", body=insets.set_row),
+    "pad": Row(views.wrapped, empty=False, body=joins.wrap),
+    "getitem": Row(views.indexed, body=joins.getitem),
+    "slice": Row(views.sliced, body=joins.cut),
+    **{name: Row(diagonals.diagonal, body=diagonals.take) for name in _names("diagonal diagonal_copy")},
+    "diag_embed": Row(diagonals.embedded, body=diagonals.embed),
+    "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
+    "slice_scatter": Row(insets.slice_scattered, body=insets.set_slice),
+    "select_scatter": Row(insets.select_scattered, body=insets.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),
-    "select": Row(parts(1, "dim", gone=True), "first", body=joins.select),
-    **{name: Row(parts(1, "dim", gone=True), "first") for name in _names("unbind unbind_copy")},
-    **{name: Row(parts(1, "dim"), "first", body=joins.narrow) for name in _names("narrow narrow_copy")},
-    **{name: Row(parts(2, "dim"), "first", body=joins.split) for name in _names("split chunk split_with_sizes")},
-    "split_with_sizes_copy": Row(parts(2, "dim"), "first", body=joins.split),
-    "unsafe_chunk": Row(parts(2, "dim", copied=True), "first", local=chunk, body=joins.split),
-    "unsafe_split": Row(parts(2, "dim", copied=True), "first", local=split, body=joins.split),
-    **{name: Row(joined(), "sum", body=joins.cat) for name in _names("cat concat concatenate")},
-    "stack": Row(joined(new=True), "sum"),
+    "select": Row(parts(1, "dim", gone=True), body=joins.select),
+    **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
+    **{name: Row(parts(1, "dim"), body=joins.narrow) for name in _names("narrow narrow_copy")},
+    **{name: Row(parts(2, "dim"), body=joins.split) for name in _names("split chunk split_with_sizes")},
+    "split_with_sizes_copy": Row(parts(2, "dim"), body=joins.split),
+    "unsafe_chunk": Row(parts(2, "dim", copied=True), local=chunk, body=joins.split),
+    "unsafe_split": Row(parts(2, "dim", copied=True), local=split, body=joins.split),
+    **{name: Row(joined(), body=joins.cat) for name in _names("cat concat concatenate")},
+    "stack": Row(joined(new=True)),
     **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
     "_linalg_solve_ex": Row(solved, empty=False),
-    "convolution": Row(convolution, "product", local=convolution_of_blocks, empty=False, body=halos.convolution),
-    **{
-        f"avg_pool{n}d": Row(pools.pooled(n, dilated=False), "first", empty=False, body=pools.avg_pool(n))
-        for n in (1, 2, 3)
-    },
+    "convolution": Row(convolution, local=convolution_of_blocks, empty=False, body=halos.convolution),
+    **{f"avg_pool{n}d": Row(pools.pooled(n, dilated=False), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
     "max_pool1d": Row(pools.pooled(1, dilated=True), empty=False, body=pools.max_pool(1, places=False)),
     **{
         f"max_pool{n}d_with_indices": Row(pools.pooled(n, dilated=True), empty=False, body=pools.max_pool(n))
         for n in (2, 3)
     },
     **{
-        f"{private}adaptive_avg_pool{n}d": Row(
-            pools.pooled(n, added=True), "first", empty=False, body=pools.adaptive_avg(n)
-        )
+        f"{private}adaptive_avg_pool{n}d": Row(pools.pooled(n, added=True), empty=False, body=pools.adaptive_avg(n))
         for private in ("", "_")
         for n in (1, 2, 3)
     },
     **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
-    **{name: Row(pools.pooled(n), "first", free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
-    "col2im": Row(halos.folded, "first", empty=False, body=halos.fold),
+    **{name: Row(pools.pooled(n), free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
+    "col2im": Row(halos.folded, empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     **{name: Row(recurrent.sequences, free=NONE, empty=False, body=body) for name, body in recurrent.LAYERS.items()},
-    "gather": Row(lookups.gather, "sum", body=tables.gather, weighs=True),
+    "gather": Row(lookups.gather, body=tables.gather, weighs=True),
     **{
-        name: Row(
-            lookups.scatter, linear, body=tables.setting(getattr(torch, name)), sets=linear is not lookups.reduces
-        )
-        for name, linear in _SCATTERS.items()
+        name: Row(lookups.scatter, body=tables.setting(getattr(torch, name)), sets=name != "scatter_reduce")
+        for name in _SCATTERS
     },
-    "index_select": Row(lookups.select, "sum", body=tables.index_select),
+    "index_select": Row(lookups.select, body=tables.index_select),
     **{
         name: Row(
             lookups.put_slices,
-            "sum" if name == "index_add" else "",
             body=tables.setting(getattr(torch, name)),
             weighs=True,
             sets=name != "index_reduce",
@@ -326,18 +307,31 @@ ROWS: Final[dict[str, Row]] = {
         for name in _SLICE_WRITES
     },
     "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True), sets=True),
-    **{name: Row(lookups.index, "sum", body=tables.index) for name in _names("index _unsafe_index")},
+    **{name: Row(lookups.index, body=tables.index) for name in _names("index _unsafe_index")},
     **{
-        name: Row(lookups.index_put, lookups.accumulates, body=tables.index_put, sets=True)
-        for name in _names("index_put _unsafe_index_put")
+        name: Row(lookups.index_put, body=tables.index_put, sets=True) for name in _names("index_put _unsafe_index_put")
     },
-    "take": Row(lookups.taken_whole, "sum"),
+    "take": Row(lookups.taken_whole),
     "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
     "searchsorted": Row(lookups.searched),
     "histc": Row(reductions.histogram, free=NONE),  # bounds that are equal are those of the elements
     **{name: Row(gathered) for name in _GATHERED},
     **{f"fractional_max_pool{n}d": Row(gathered, free=NONE) for n in (2, 3)},  # by ratios of sizes
 }
+
+
+def _linear(name: str) -> Linear:
+    """What a function is linear in, as `linearity.py` says."""
+    plain = plain_name(name)
+    kind, when = LINEAR.get(plain, ""), WHEN.get(plain)
+    return kind if when is None else lambda whole: kind if when(*whole.args, **whole.kwargs) else ""
+
+
+def _rows(by_dims: dict[str, Row]) -> dict[str, Row]:
+    return {name: replace(row, linear=_linear(name)) for name, row in by_dims.items()}
+
+
+ROWS: Final = _rows(_BY_DIMS)
 #: of functions that share a name with another
 _OWN: Final[dict[Any, Row]] = {
     F.embedding: Row(lookups.embedding, body=tables.embedding),
@@ -479,8 +473,4 @@ def without_write(func: Any) -> Callable[..., Any]:
 
 #: written as new values: of an uneven simulated block torch's own write, or its backward, wants the sizes as numbers
 _REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_ copysign_ nextafter_"))
-_WRITES: Final = {
-    "zero_": Row(elementwise, "first"),
-    "fill_": Row(elementwise, free=NUMBERS),
-    "copy_": Row(elementwise, "sum"),
-}
+_WRITES: Final = _rows({"zero_": Row(elementwise), "fill_": Row(elementwise, free=NUMBERS), "copy_": Row(elementwise)})

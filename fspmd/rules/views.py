@@ -248,11 +248,6 @@ def padded(whole: Whole) -> Factors:
     return Factors((every,), (every,), whole=frozenset(whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size))
 
 
-def of_zeros(whole: Whole) -> str:
-    """What a padding with a number is linear in: with nothing but zeros in its operand."""
-    return "" if whole.argument(2, "value", 0) else "first"
-
-
 def wrapped(whole: Whole) -> Factors:
     """The same, of what comes from the other end."""
     return padded(whole) if whole.argument(2, "mode") == "circular" else NO_RULE

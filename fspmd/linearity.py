@@ -1,0 +1,127 @@
+"""Which torch functions are linear, and in what: of a sum of operands they give the sum of their results.
+
+A pending sum stays pending through them, in bodies (`local_view/type_rules.py`) and in the global view
+(`rules/table.py`). The names are those of torch's functions, methods and ops, without the underscores of operators and
+of writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from fspmd.operators import OPERATORS
+
+Predicate = Callable[..., bool]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: in all operands together; a Python number is one of the first, and no parameter
+_ADDS: Final = _names("add sub subtract rsub")
+#: in the first operand and the last together; those between say where
+BETWEEN: Final = _names("index_add scatter_add scatter_reduce index_put _unsafe_index_put")
+#: in all operands together
+_JOINS: Final = _names(
+    "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag diagonal_scatter "
+    "select_scatter slice_scatter complex copy"
+)
+#: of the products, the operand that is added to one
+ADDED: Final = {
+    **dict.fromkeys(_names("addmm addmv addr baddbmm addbmm"), 0),
+    **dict.fromkeys(_names("linear convolution"), 2),
+    **{f"conv{kind}{n}d": 2 for kind in ("", "_transpose") for n in (1, 2, 3)},
+    "bilinear": 3,
+}
+#: in each operand
+_PRODUCTS: Final = _names(
+    "mul multiply rmul matmul __rmatmul__ mm bmm mv dot vdot inner outer tensordot einsum kron cross linalg_cross"
+) | frozenset(ADDED)
+#: in the first operand
+_FIRST: Final = _names(
+    "neg negative positive pos clone alias alias_copy lift_fresh_copy contiguous to type type_as float double half "
+    "bfloat16 _to_copy detach data real imag conj conj_physical _conj _conj_physical _neg_view resolve_conj "
+    "resolve_neg deg2rad rad2deg div divide true_divide zeros_like new_zeros zero "
+    # sums
+    "sum mean sum_to_size cumsum diff trace avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d _adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d fold col2im "
+    # views, and copies that lie as they do
+    "reshape view view_as reshape_as _unsafe_view view_copy transpose transpose_copy permute permute_copy t t_copy T "
+    "mT H mH adjoint squeeze squeeze_copy unsqueeze unsqueeze_copy expand expand_as broadcast_to flatten unflatten "
+    "ravel movedim moveaxis swapaxes swapdims atleast_1d atleast_2d atleast_3d view_as_real view_as_complex "
+    # elements in other places
+    "getitem slice narrow narrow_copy select index_select index _unsafe_index gather take take_along_dim split chunk "
+    "unbind unbind_copy tensor_split unsafe_split unsafe_chunk split_with_sizes split_with_sizes_copy hsplit vsplit "
+    "dsplit diagonal diagonal_copy diag diag_embed diagflat tril triu roll flip fliplr flipud rot90 tile repeat "
+    "repeat_interleave unfold unfold_copy im2col pad constant_pad_nd reflection_pad1d reflection_pad2d "
+    "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d channel_shuffle pixel_shuffle "
+    "pixel_unshuffle "
+    # between elements
+    "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+    # spectra
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn "
+    "fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift _fft_r2c _fft_c2c _fft_c2r"
+)
+#: "sum": in all operands together; "product": in each of them; "first": in the first alone
+LINEAR: Final[dict[str, str]] = {
+    **dict.fromkeys(_FIRST, "first"),
+    **dict.fromkeys(_PRODUCTS, "product"),
+    **dict.fromkeys(_ADDS | BETWEEN | _JOINS, "sum"),
+}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _adds_no_number(*args: Any, **kwargs: Any) -> bool:
+    return not any(isinstance(x, (int, float, complex)) and x != 0 for x in args[:2])
+
+
+def _divides_exactly(*args: Any, **kwargs: Any) -> bool:
+    return kwargs.get("rounding_mode") is None
+
+
+def _keeps_its_dtype(*args: Any, **kwargs: Any) -> bool:
+    return not any(isinstance(x, torch.dtype) for x in (*args[1:2], *kwargs.values()))
+
+
+def _pads_with_zeros(*args: Any, **kwargs: Any) -> bool:
+    constant = _argument(args, kwargs, 2, "mode", "constant") == "constant"
+    return not (constant and _argument(args, kwargs, 3, "value", None))
+
+
+def _accumulates(*args: Any, **kwargs: Any) -> bool:
+    return _argument(args, kwargs, 3, "accumulate", False) is True
+
+
+#: linear only of these arguments
+WHEN: Final[dict[str, Predicate]] = {
+    **dict.fromkeys(_ADDS, _adds_no_number),
+    **dict.fromkeys(_names("div divide true_divide"), _divides_exactly),
+    "view": _keeps_its_dtype,  # else the same bits are other numbers
+    "pad": _pads_with_zeros,
+    "constant_pad_nd": lambda *args, **kwargs: not _argument(args, kwargs, 2, "value", 0),
+    "scatter_reduce": lambda *args, **kwargs: _argument(args, kwargs, 4, "reduce", "") == "sum",
+    **dict.fromkeys(_names("index_put _unsafe_index_put"), _accumulates),  # else any of several values is left
+    "diff": lambda *args, **kwargs: sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())) == 1,
+}
+
+
+def plain_name(name: str) -> str:
+    """The name of a function without what says that it is an operator, or writes into its operand.
+
+    >>> plain_name("__iadd__"), plain_name("mul_"), plain_name("__rtruediv__"), plain_name("_fft_r2c")
+    ('add', 'mul', 'rdiv', '_fft_r2c')
+    """
+    if name.startswith("__"):
+        operator = name.strip("_")
+        found = OPERATORS.get(operator) or OPERATORS.get(operator.removeprefix("i"))
+        return (found and found[1]) or name
+    return name.removesuffix("_")
