@@ -97,6 +97,11 @@ def _pads_with_zeros(*args: Any, **kwargs: Any) -> bool:
     return not (constant and _argument(args, kwargs, 3, "value", None))
 
 
+def _of_one_tensor(*args: Any, **kwargs: Any) -> bool:
+    others = any(isinstance(x, torch.Tensor) for x in (*args[1:], *kwargs.values()))
+    return isinstance(args[0], torch.Tensor) and not others
+
+
 def _accumulates(*args: Any, **kwargs: Any) -> bool:
     return _argument(args, kwargs, 3, "accumulate", False) is True
 
@@ -110,7 +115,7 @@ WHEN: Final[dict[str, Predicate]] = {
     "constant_pad_nd": lambda *args, **kwargs: not _argument(args, kwargs, 2, "value", 0),
     "scatter_reduce": lambda *args, **kwargs: _argument(args, kwargs, 4, "reduce", "") == "sum",
     **dict.fromkeys(_names("index_put _unsafe_index_put"), _accumulates),  # else any of several values is left
-    "diff": lambda *args, **kwargs: sum(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())) == 1,
+    **dict.fromkeys(_names("diff atleast_1d atleast_2d atleast_3d"), _of_one_tensor),
 }
 
 
