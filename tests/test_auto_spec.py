@@ -46,12 +46,12 @@ from fspmd import (
 from fspmd.auto import eliminate
 from fspmd.auto.apply import _moved
 from fspmd.auto.axes import alike, renamed
+from fspmd.auto.call_layouts import layouts, ways
 from fspmd.auto.fitting import peak_of
 from fspmd.auto.model import Builder
 from fspmd.auto.record import record
 from fspmd.auto.repeats import ties
 from fspmd.auto.solve import Solver
-from fspmd.auto.ways import layouts, ways
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.steps import back
 from fspmd.sharded import is_sharded

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fspmd import RecordError, jit
-from fspmd.programs.reach import reached
+from fspmd.programs.reachable import reached
 
 
 def test_generators_are_drawn_from_by_steps() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh, psum, shard_map
-from fspmd.local_view.connected import connected
+from fspmd.local_view.empty_blocks import connected
 
 #: writes into views that had to be moved, into what such a view was taken of, and into pending sums
 REFUSED = ("writes into a copy", "would not see the write", "would change how its operand lies")

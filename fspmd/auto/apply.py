@@ -15,7 +15,7 @@ import optree
 import torch
 
 from fspmd.global_view.calls import Calls, operands_of, replaced
-from fspmd.global_view.instead import Dispatch, instead_of_dispatch
+from fspmd.global_view.interceptors import Dispatch, instead_of_dispatch
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply

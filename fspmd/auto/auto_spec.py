@@ -16,7 +16,7 @@ from fspmd.auto.apply import Step, applied, short
 from fspmd.auto.eliminate import TooWide
 from fspmd.auto.fitting import fitting, peak_of
 from fspmd.auto.model import Builder
-from fspmd.auto.others import others, runners_up, smallest
+from fspmd.auto.next_best import others, runners_up, smallest
 from fspmd.auto.record import Op, Program, is_value, record
 from fspmd.auto.repeats import Ties, ties
 from fspmd.auto.solve import DoesNotFit, Found, Solver

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import optree
 
 from fspmd.auto.apply import Step, applied
-from fspmd.auto.others import names
+from fspmd.auto.next_best import names
 from fspmd.auto.record import is_value
 from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import FspmdError

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fspmd.auto.axes import alike, renamed
+from fspmd.auto.call_layouts import Need, Way, layouts, ways
 from fspmd.auto.prices import Cost, Laid, Prices, least_prices, size
 from fspmd.auto.record import Op, Program
 from fspmd.auto.repeats import Ties
-from fspmd.auto.ways import Need, Way, layouts, ways
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.auto.axes import over_axes
-from fspmd.auto.ways import Need
+from fspmd.auto.call_layouts import Need
 from fspmd.redistribution.bounds import least_times
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves

@@ -2,7 +2,7 @@
 
 A value is known by the memory of its stand-in, a meta tensor; so what autodiff detaches is the value itself, and
 zeros like it are a gradient, which lies as it does. Where gradients have gradients the function runs once more, with
-the graph that autograd makes of it (`trips.py`); gradients are then what comes back to a value.
+the graph that autograd makes of it (`move_counts.py`); gradients are then what comes back to a value.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.auto.trips import Counting, Trips
+from fspmd.auto.move_counts import Counting, Trips
 from fspmd.autodiff.leaves import DEPTH
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.decompose import tensors_of
-from fspmd.global_view.instead import instead_of_dispatch
+from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import Question

@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.op_kinds import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
-from fspmd.rules.likes import LIKES
+from fspmd.rules.like_functions import LIKES
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P
 

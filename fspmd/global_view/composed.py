@@ -16,7 +16,7 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
-from fspmd.global_view.instead import instead_of_dispatch
+from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.layouts import working
 from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.planning import places_of, plan_call

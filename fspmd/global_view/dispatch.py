@@ -28,7 +28,7 @@ from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.op_kinds import INSTEAD_OF_COMPILED
 from fspmd.redistribution.cost import replan_with
-from fspmd.redistribution.once import keep
+from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, laid, pair, shell

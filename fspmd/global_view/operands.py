@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
-from fspmd.redistribution.once import along, cast_once
+from fspmd.redistribution.shared_moves import along, cast_once
 from fspmd.remembered import holds_casts
 from fspmd.torch_internals import transforms_active
 

@@ -24,7 +24,7 @@ from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.once import keep
+from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
 from fspmd.spec import TensorSpec
 

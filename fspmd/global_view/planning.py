@@ -19,8 +19,8 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.global_view.decompose import sharded_values, tensors_of
+from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.outcomes import Place
-from fspmd.global_view.outs import written_into
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import refuse_global, refuse_higher_order, shown
 from fspmd.global_view.signatures import parameters, schemas

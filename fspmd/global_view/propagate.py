@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.forms import Strided, Strides, form_of, packed
-from fspmd.global_view.bodied import as_local_call
-from fspmd.global_view.on_blocks import (
+from fspmd.global_view.flat_dims import Products, products_of
+from fspmd.global_view.local_calls import (
     as_block,
     as_even_block,
     in_own_memory,
@@ -41,11 +41,11 @@ from fspmd.global_view.outcomes import (
     on_one_element,
     views_any,
 )
-from fspmd.global_view.products import Products, products_of
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
+from fspmd.global_view.sharded_bodies import as_local_call
 from fspmd.global_view.signatures import by_signature, may_view, stand_in_order
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
-from fspmd.local_view.connected import connected
+from fspmd.local_view.empty_blocks import connected
 from fspmd.local_view.hooks import completing
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import topology

@@ -22,8 +22,8 @@ from fspmd.global_view.decompose import (
     sharded_values,
     written,
 )
-from fspmd.global_view.followed import Followed
 from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, shown
+from fspmd.global_view.result_gradients import Followed
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes

@@ -17,8 +17,8 @@ from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, is_floa
 from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
 from fspmd.pairs import is_transformed
-from fspmd.redistribution.once import ended
 from fspmd.redistribution.redistribute import redistribute
+from fspmd.redistribution.shared_moves import ended
 from fspmd.remembered import has_moves
 from fspmd.sharded import Sharded, above
 from fspmd.spec import P, TensorSpec

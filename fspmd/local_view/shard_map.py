@@ -14,7 +14,7 @@ from fspmd.body import RUNNING, state
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.foreign import foreign_name
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
-from fspmd.local_view.connected import ConnectingMode
+from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
     BodyMode,

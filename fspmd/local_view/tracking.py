@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
-from fspmd.local_view.connected import ConnectingMode, connected
+from fspmd.local_view.empty_blocks import ConnectingMode, connected
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
 from fspmd.local_view.modes import BodyMode, again
 from fspmd.local_view.type_rules import (

@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.pairs import apply, call, is_watched
+from fspmd.programs.logged_collectives import told_before
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import Recorder
 from fspmd.programs.replay import Maker, Part, compiled, has_randomness
-from fspmd.programs.telling import told_before
 from fspmd.remembered import ask_gradient, forgetting
 from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame

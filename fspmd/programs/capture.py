@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.backward import Followed, differentiated, has_gradient
-from fspmd.programs.escapes import constant_of, not_compiled
 from fspmd.programs.facts import state_of
+from fspmd.programs.impurities import constant_of, not_compiled
 from fspmd.programs.program import Program
-from fspmd.programs.reach import reached
+from fspmd.programs.reachable import reached
 from fspmd.programs.recorder import Recorder
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import DataDependentOutputException, DynamicOutputShapeException

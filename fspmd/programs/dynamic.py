@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fspmd.errors import RecordError
 from fspmd.local_view.indexing import INTEGERS, as_index
-from fspmd.programs.escapes import line
+from fspmd.programs.impurities import line
 from fspmd.sharded import Sharded, is_plain
 
 _VALUES: Final[Any] = (Tensor, Sharded)

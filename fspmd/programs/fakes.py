@@ -8,9 +8,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.programs.escapes import not_dense
 from fspmd.programs.facts import is_dense
 from fspmd.programs.fake_results import Imagining
+from fspmd.programs.impurities import not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (

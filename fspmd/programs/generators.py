@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.programs.escapes import line
+from fspmd.programs.impurities import line
 from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
 from fspmd.tracing import outside_transforms
 from fspmd.transport.randomness import go_on, kept_states

@@ -14,8 +14,8 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.op_kinds import autocasts
-from fspmd.programs.escapes import not_dense
 from fspmd.programs.facts import is_dense
+from fspmd.programs.impurities import not_dense
 from fspmd.torch_internals import (
     DeviceContext,
     TensorGuards,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
-from fspmd.programs.ahead import Compiled, check_runs
+from fspmd.programs.ahead_of_time import Compiled, check_runs
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.fakes import fake_mode, stand_ins
 from fspmd.programs.flops import model_flops

@@ -11,9 +11,9 @@ from torch import Tensor
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.local_view.python_step import write_of_python
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.programs.escapes import line
 from fspmd.programs.facts import memory_of
-from fspmd.programs.reach import reached
+from fspmd.programs.impurities import line
+from fspmd.programs.reachable import reached
 from fspmd.programs.refusals import written_by
 from fspmd.sharded import Sharded
 from fspmd.tracing import DispatchMode

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from fspmd.errors import ValuesNeededError
 from fspmd.messages import described
-from fspmd.programs.ahead import Compiled
+from fspmd.programs.ahead_of_time import Compiled
 from fspmd.programs.arguments import Chosen, mark_static, with_static
 from fspmd.programs.donation import NOTHING, Donation, donation
 from fspmd.programs.first_rank import of_first_rank

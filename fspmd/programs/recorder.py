@@ -17,14 +17,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.global_view.instead import Dispatch, instead_of_dispatch
+from fspmd.global_view.interceptors import Dispatch, instead_of_dispatch
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.dynamic import INSTEAD
-from fspmd.programs.escapes import Escapes, line, not_compiled, not_dense
 from fspmd.programs.facts import aten, is_dense
 from fspmd.programs.generators import Generators, generators_of
+from fspmd.programs.impurities import Escapes, line, not_compiled, not_dense
 from fspmd.programs.python_steps import check_reached, given_alone
 from fspmd.programs.refusals import check, check_writes
 from fspmd.programs.values import Values

@@ -14,16 +14,16 @@ from fspmd.errors import RecordError
 from fspmd.op_kinds import autocasts
 from fspmd.programs.backward import Halves, followed, halves_of, replay
 from fspmd.programs.capture import Capture, capture
-from fspmd.programs.closed import Closed
+from fspmd.programs.closed_over import Closed
 from fspmd.programs.donation import Donation
 from fspmd.programs.facts import is_as, memory_of
 from fspmd.programs.keys import strides_of
+from fspmd.programs.logged_collectives import tell_when_they_run, told_before
 from fspmd.programs.misses import Facts
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import owner
 from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
 from fspmd.programs.reuse import reuse
-from fspmd.programs.telling import tell_when_they_run, told_before
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
 from fspmd.transport.local_tensor import LocalTensor

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from fspmd.errors import RecordError
 from fspmd.messages import style_by_rows
 from fspmd.programs.dynamic import written_while_copied
-from fspmd.programs.escapes import constant_of, line
+from fspmd.programs.impurities import constant_of, line
 from fspmd.transport.op_facts import facts_of
 from fspmd.watching.causes import trace
 

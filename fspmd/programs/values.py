@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fspmd import tracing
 from fspmd.body import state
-from fspmd.programs.escapes import line
 from fspmd.programs.facts import aten, memory_of, shard_of
 from fspmd.programs.fakes import active_mode, stand_in
+from fspmd.programs.impurities import line
 from fspmd.programs.program import value_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec, describe

@@ -22,7 +22,7 @@ from fspmd.op_kinds import autocasts
 from fspmd.redistribution.cost import work
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, match, parse
-from fspmd.rules.whole import NO_RULE, Whole
+from fspmd.rules.global_call import NO_RULE, Whole
 from fspmd.rules.windows import block_places, per_rank
 from fspmd.torch_internals import safe_softmax
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fspmd.rules.factors import Dims, Factors, match, parse
-from fspmd.rules.whole import NO_RULE, Rule, Whole
+from fspmd.rules.global_call import NO_RULE, Rule, Whole
 
 
 def batched(*trailing: int) -> Rule:

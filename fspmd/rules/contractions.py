@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 
 from fspmd.rules.factors import Factors, Shape, match, parse
+from fspmd.rules.global_call import NO_RULE, Rule, Whole
 from fspmd.rules.halos import near
-from fspmd.rules.whole import NO_RULE, Rule, Whole
 
 _MATMUL: Final = {
     (1, 1): parse("k, k ->"),

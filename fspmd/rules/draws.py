@@ -20,7 +20,7 @@ from fspmd.random.blocks import Law, drawn, fill
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.random.poisson import counts
 from fspmd.remembered import wrote
-from fspmd.rules.likes import Handler, Value, drawn_like, settle, settled
+from fspmd.rules.like_functions import Handler, Value, drawn_like, settle, settled
 from fspmd.rules.values import check_values
 from fspmd.sharded import Sharded, above, is_sharded, pair
 from fspmd.spec import P, TensorSpec

@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.random.blocks import drawn, fill
 from fspmd.random.counter import Block
 from fspmd.random.distributions import bernoulli, exponential, uniform
-from fspmd.rules.likes import Handler, Value, drawn_like, settle, settled
+from fspmd.rules.like_functions import Handler, Value, drawn_like, settle, settled
 from fspmd.spec import P, TensorSpec
 
 _ALPHA: Final = 1.7580993408473766  # of SELU, times its scale: what alpha dropout sets elements to, negated

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.whole import Rule, Whole
+from fspmd.rules.global_call import Rule, Whole
 
 _PATTERNS: Final = {
     (n, results): parse(", ".join(["..."] * n) + " -> " + ", ".join(["..."] * results))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fspmd.collectives import pcast
 from fspmd.rules.bodies import Site
 from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.whole import Whole
+from fspmd.rules.global_call import Whole
 from fspmd.rules.windows import fetched, longer, passing, per_rank, still
 from fspmd.variance import get_variance
 

@@ -17,7 +17,7 @@ from fspmd.remembered import forget_graph
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.foreach import of_lists, unscale
-from fspmd.rules.likes import LIKES, Handler
+from fspmd.rules.like_functions import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
 from fspmd.sharded import above

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from fspmd.rules.factors import Dims, Factors, Shape, match, parse
-from fspmd.rules.whole import NO_RULE, Whole
+from fspmd.rules.global_call import NO_RULE, Whole
 
 _SECOND: Final = frozenset({1})
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from fspmd.errors import ShapeError
 from fspmd.rules.batches import gathered
 from fspmd.rules.factors import Factors, match, parse
+from fspmd.rules.global_call import Whole
 from fspmd.rules.labels import reduction_of
 from fspmd.rules.reductions import along
 from fspmd.rules.values import check_values
-from fspmd.rules.whole import Whole
 from fspmd.sharded import Sharded, above
 
 #: of elements; but for their reduction

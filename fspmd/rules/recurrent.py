@@ -8,7 +8,7 @@ import torch
 
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import Dims, Factors
-from fspmd.rules.whole import NO_RULE, Whole
+from fspmd.rules.global_call import NO_RULE, Whole
 from fspmd.rules.windows import still
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.factors import Dims, Factors, Shape
-from fspmd.rules.whole import NO_RULE, Rule, Whole
+from fspmd.rules.global_call import NO_RULE, Rule, Whole
 
 
 def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fspmd.op_kinds import name_of
 from fspmd.rules.composites import sums_of_groups
 from fspmd.rules.elementwise import elementwise
+from fspmd.rules.global_call import notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.labels import labelled, labelled_on_blocks, of_labels, ratio
@@ -19,7 +20,6 @@ from fspmd.rules.reductions import over
 from fspmd.rules.spectra import whole_along
 from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch
-from fspmd.rules.whole import notation
 from fspmd.torch_internals import OpOverloadPacket
 
 #: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch

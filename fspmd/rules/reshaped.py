@@ -13,7 +13,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.forms import is_dense, order_in_memory
 from fspmd.random.blocks import fill
 from fspmd.random.counter import Block
-from fspmd.rules.likes import Handler, settled
+from fspmd.rules.like_functions import Handler, settled
 from fspmd.sharded import Sharded, lies, relay
 
 _VIEWS: Final = ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")

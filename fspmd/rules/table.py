@@ -20,12 +20,12 @@ from fspmd.rules import (
     attention,
     diagonals,
     halos,
-    insets,
     joins,
     lookups,
     moments,
     norms,
     pools,
+    range_writes,
     recurrent,
     reductions,
     regroups,
@@ -56,6 +56,7 @@ from fspmd.rules.contractions import (
 )
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
+from fspmd.rules.global_call import Rule, Whole, notation
 from fspmd.rules.labels import cross_entropy, has_labels
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
@@ -64,7 +65,6 @@ from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
 from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
-from fspmd.rules.whole import Rule, Whole, notation
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
@@ -260,8 +260,8 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(diagonals.diagonal, body=diagonals.take) for name in _names("diagonal diagonal_copy")},
     "diag_embed": Row(diagonals.embedded, body=diagonals.embed),
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
-    "slice_scatter": Row(insets.slice_scattered, body=insets.set_slice),
-    "select_scatter": Row(insets.select_scattered, body=insets.set_row),
+    "slice_scatter": Row(range_writes.slice_scattered, body=range_writes.set_slice),
+    "select_scatter": Row(range_writes.select_scattered, body=range_writes.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),
     "select": Row(parts(1, "dim", gone=True), body=joins.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},

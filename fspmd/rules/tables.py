@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.windows import longer, per_rank, still
 from fspmd.transport.carriers import as_words
-from fspmd.transport.nothing import nothing
+from fspmd.transport.neutral import nothing
 
 
 def in_block(

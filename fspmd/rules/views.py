@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.rules.factors import Dims, Factors, Shape
-from fspmd.rules.whole import NO_RULE, Rule, Whole
+from fspmd.rules.global_call import NO_RULE, Rule, Whole
 
 
 def permuted(order: Callable[[Whole], Sequence[int | None]]) -> Rule:

@@ -18,7 +18,7 @@ from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.nothing import nothing, nothing_like
+from fspmd.transport.neutral import nothing, nothing_like
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, is_idle
 

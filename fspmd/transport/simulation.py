@@ -14,7 +14,7 @@ from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
-from fspmd.transport.nothing import nothing_like
+from fspmd.transport.neutral import nothing_like
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import coordinates, parts
 

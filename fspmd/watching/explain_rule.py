@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, FspmdError
 from fspmd.global_view.choices import passed_on
 from fspmd.global_view.dispatch import dispatch
-from fspmd.global_view.instead import instead_of_dispatch
+from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched

@@ -25,10 +25,10 @@ from fspmd.programs.copied import copied
 from fspmd.programs.facts import aten
 from fspmd.programs.flops import flops_of
 from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.left import leave, leave_all
 from fspmd.programs.passes.options import check_counts
 from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
 from fspmd.programs.passes.rewrites import GATHERS, SUMS
+from fspmd.programs.passes.skipped import leave, leave_all
 from fspmd.programs.program import Program, Value, owner
 from fspmd.programs.schedule import time_after
 from fspmd.redistribution.cost import price, topology, work

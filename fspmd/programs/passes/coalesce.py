@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from fspmd.pairs import Call, call
 from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, reading_what_it_gives, replace
 from fspmd.programs.passes.dead_code import has_effect
-from fspmd.programs.passes.left import forget, leave, leave_all
 from fspmd.programs.passes.options import check_bytes
 from fspmd.programs.passes.order import dependencies
+from fspmd.programs.passes.skipped import forget, leave, leave_all
 from fspmd.programs.program import Program, Value
 from fspmd.programs.schedule import time_after
 from fspmd.redistribution.cost import moves, price, topology

@@ -7,7 +7,7 @@ from torch import fx
 from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.facts import draws, is_pure
 from fspmd.programs.passes.aliases import Memory, written
-from fspmd.programs.passes.left import UNLIKE, leave
+from fspmd.programs.passes.skipped import UNLIKE, leave
 from fspmd.programs.program import Program
 from fspmd.torch_internals import OpOverload
 

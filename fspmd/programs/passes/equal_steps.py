@@ -12,7 +12,7 @@ from torch import fx
 from fspmd.programs.calls import is_aten, is_collective, replace
 from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import Memory, is_view
-from fspmd.programs.passes.left import UNLIKE, leave
+from fspmd.programs.passes.skipped import UNLIKE, leave
 from fspmd.programs.program import Program
 from fspmd.transport.local_tensor import LocalTensor
 

@@ -12,9 +12,9 @@ from torch import fx
 
 from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_wait
 from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
-from fspmd.programs.passes.left import leave, leave_all
 from fspmd.programs.passes.options import check_bytes, check_choice
 from fspmd.programs.passes.order import dependencies
+from fspmd.programs.passes.skipped import leave, leave_all
 from fspmd.programs.program import Program
 from fspmd.redistribution.cost import moves
 

@@ -17,8 +17,8 @@ from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.flops import flops_of
 from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.left import leave_all
 from fspmd.programs.passes.options import check_bytes, check_choice
+from fspmd.programs.passes.skipped import leave_all
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import bytes_of, price_of_step
 from fspmd.redistribution.cost import moves, topology, work

@@ -17,7 +17,7 @@ from fspmd.pairs import Call, call
 from fspmd.programs.calls import add_collective, add_step, add_view, compact, is_collective, replace
 from fspmd.programs.facts import aten
 from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.left import leave, leave_all
+from fspmd.programs.passes.skipped import leave, leave_all
 from fspmd.programs.program import Program, owner
 from fspmd.redistribution.cost import price
 

@@ -13,12 +13,12 @@ from math import prod
 from typing import Any
 
 from fspmd.auto.axes import over_axes
+from fspmd.auto.move_counts import ONCE, Trips
 from fspmd.auto.record import Op
-from fspmd.auto.trips import ONCE, Trips
 from fspmd.entries import entry_of
 from fspmd.global_view.choices import passed_on
+from fspmd.global_view.flat_dims import products_of
 from fspmd.global_view.layouts import Choice, layouts_of, working
-from fspmd.global_view.products import products_of
 from fspmd.global_view.propagate import Question
 from fspmd.redistribution.cost import Topology
 from fspmd.rules.factors import Factors

@@ -13,7 +13,7 @@ from fspmd.local_view.exit import leave_as
 from fspmd.local_view.modes import again
 from fspmd.local_view.tracking import Tracker, convert
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.redistribution.once import cast_once, keep
+from fspmd.redistribution.shared_moves import cast_once, keep
 from fspmd.rules import Bodied, Site
 from fspmd.spec import TensorSpec
 from fspmd.variance import Variance

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fspmd.rules.bodies import Site
 from fspmd.rules.factors import Dims, Factors
-from fspmd.rules.whole import Whole
+from fspmd.rules.global_call import Whole
 from fspmd.rules.windows import block_places, fetched, moving, per_rank, still
 
 
