@@ -145,7 +145,7 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", sorted(LINEAR))
 def test_what_is_called_linear_is(name: str) -> None:
     torch.manual_seed(0)
     count = 0
@@ -159,7 +159,7 @@ def test_what_is_called_linear_is(name: str) -> None:
     assert count
 
 
-@pytest.mark.parametrize("name", WHEN)
+@pytest.mark.parametrize("name", sorted(WHEN))
 def test_what_is_linear_of_some_arguments_alone_is_not_of_others(name: str) -> None:
     refused = {
         **dict.fromkeys(("add", "sub", "subtract", "rsub"), (_numbers(3), 2.0)),
