@@ -41,14 +41,21 @@ ADDED: Final = {
 _PRODUCTS: Final = _names(
     "mul multiply rmul matmul __rmatmul__ mm bmm mv dot vdot inner outer tensordot einsum kron cross linalg_cross"
 ) | frozenset(ADDED)
+#: in the first operand, unless it has integers, which they round
+AVERAGES: Final = _names(
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "_adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
+)
 #: in the first operand
-_FIRST: Final = _names(
+_FIRST: Final = AVERAGES | _names(
     "neg negative positive pos clone alias alias_copy lift_fresh_copy contiguous to type type_as float double half "
     "bfloat16 _to_copy detach data real imag conj conj_physical _conj _conj_physical _neg_view resolve_conj "
     "resolve_neg deg2rad rad2deg div divide true_divide zeros_like new_zeros zero "
     # sums
-    "sum mean sum_to_size cumsum diff trace avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d _adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d fold col2im "
+    "sum mean sum_to_size cumsum diff trace fold col2im "
     # views, and copies that lie as they do
     "reshape view view_as reshape_as _unsafe_view view_copy transpose transpose_copy permute permute_copy t t_copy T "
     "mT H mH adjoint squeeze squeeze_copy unsqueeze unsqueeze_copy expand expand_as broadcast_to flatten unflatten "
@@ -60,10 +67,6 @@ _FIRST: Final = _names(
     "repeat_interleave unfold unfold_copy im2col pad constant_pad_nd reflection_pad1d reflection_pad2d "
     "reflection_pad3d replication_pad1d replication_pad2d replication_pad3d channel_shuffle pixel_shuffle "
     "pixel_unshuffle "
-    # between elements
-    "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
-    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
     # spectra
     "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn "
     "fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift _fft_r2c _fft_c2c _fft_c2r"
@@ -81,11 +84,12 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
 
 
 def _adds_no_number(*args: Any, **kwargs: Any) -> bool:
-    return not any(isinstance(x, (int, float, complex)) and x != 0 for x in args[:2])
+    numbers = [x for x in args[:2] if not isinstance(x, torch.Tensor)]
+    return len(args) > 1 and all(type(x) in (int, float, complex) and x == 0 for x in numbers)
 
 
 def _divides_exactly(*args: Any, **kwargs: Any) -> bool:
-    return kwargs.get("rounding_mode") is None
+    return _argument(args, kwargs, 2, "rounding_mode", None) is None
 
 
 def _keeps_its_dtype(*args: Any, **kwargs: Any) -> bool:
@@ -98,15 +102,23 @@ def _pads_with_zeros(*args: Any, **kwargs: Any) -> bool:
 
 
 def _of_one_tensor(*args: Any, **kwargs: Any) -> bool:
-    others = any(isinstance(x, torch.Tensor) for x in (*args[1:], *kwargs.values()))
-    return isinstance(args[0], torch.Tensor) and not others
+    tensors = [isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())]
+    return tensors[0] and sum(tensors) == 1
 
 
 def _accumulates(*args: Any, **kwargs: Any) -> bool:
     return _argument(args, kwargs, 3, "accumulate", False) is True
 
 
-#: linear only of these arguments
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _has_no_integers(*args: Any, **kwargs: Any) -> bool:
+    return isinstance(args[0], torch.Tensor) and _is_float(args[0].dtype)
+
+
+#: linear only of these arguments, which stand in the order of the parameters (`signatures.in_order`)
 WHEN: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_ADDS, _adds_no_number),
     **dict.fromkeys(_names("div divide true_divide"), _divides_exactly),
@@ -116,7 +128,19 @@ WHEN: Final[dict[str, Predicate]] = {
     "scatter_reduce": lambda *args, **kwargs: _argument(args, kwargs, 4, "reduce", "") == "sum",
     **dict.fromkeys(_names("index_put _unsafe_index_put"), _accumulates),  # else any of several values is left
     **dict.fromkeys(_names("diff atleast_1d atleast_2d atleast_3d"), _of_one_tensor),
+    **dict.fromkeys(AVERAGES, _has_no_integers),
 }
+
+
+def stay_sums(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether numbers of a dtype that become numbers of another one add up as before: no integers, and no truths.
+
+    >>> stay_sums(torch.int64, torch.float32), stay_sums(torch.float32, torch.int64), stay_sums(torch.int64, torch.bool)
+    (True, False, False)
+    """
+    if after is torch.bool:
+        return before is torch.bool
+    return _is_float(after) or not _is_float(before)
 
 
 def plain_name(name: str) -> str:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -17,8 +18,8 @@ from full import FULL
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from fspmd import P, VarianceError, make_mesh, pcast, psum, shard_map
-from fspmd.linearity import ADDED, BETWEEN, LINEAR, WHEN
+from fspmd import P, VarianceError, device_get, device_put, make_mesh, pcast, psum, shard_map
+from fspmd.linearity import ADDED, AVERAGES, BETWEEN, LINEAR, WHEN
 
 F64, aten = torch.float64, torch.ops.aten
 Sample = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -175,7 +176,9 @@ def test_what_is_linear_of_some_arguments_alone_is_not_of_others(name: str) -> N
         named = {"prepend": _numbers(1)}
     if name.startswith("atleast"):
         refused[name] = _numbers(3), _numbers(3)
-    args = refused.get(name, (_numbers(3), 0.7) if named.get("rounding_mode") else (_numbers(3),))
+    args = refused.get(
+        name, (_numbers(3), 0.7) if named.get("rounding_mode") else (_integers(3) if name in AVERAGES else _numbers(3),)
+    )
     assert not WHEN[name](*args, **named)
 
 
@@ -196,18 +199,66 @@ NEAR: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "an equal one": lambda u, v, w: u.add_(w),
     "two at once": lambda u, v, w: torch.atleast_2d(u, w),
     "a join with a plain one": lambda u, v, w: torch.cat([u, w]),
+    "a number by name": lambda u, v, w: torch.add(u, other=1),
+    "both operands by name": lambda u, v, w: torch.add(other=1, input=u),
+    "a number subtracted by name": lambda u, v, w: u.sub(other=1),
+    "a number added in place": lambda u, v, w: (u * 1).add_(other=1),
+    "a number of NumPy's": lambda u, v, w: u + np.float32(1),
+    "an integer of NumPy's": lambda u, v, w: u + np.int64(1),
+    "a rounded quotient by name": lambda u, v, w: u.div(other=2, rounding_mode="floor"),
+    "both factors by name": lambda u, v, w: F.linear(u[None], bias=w[:1], weight=v[None]),
+    "both matrices by name": lambda u, v, w: torch.addmm(mat1=u[None], mat2=v[:, None], input=w[:1, None]),
+    "both sides of a convolution": lambda u, v, w: F.conv1d(u[None, None], bias=w[:1], weight=v[None, None, :2]),
+    "two of a difference": lambda u, v, w: torch.diff(prepend=v, input=u),
+    "padding by name": lambda u, v, w: F.pad(value=1.0, pad=(1, 1), input=u),
+}
+#: the same of integers
+NEAR_INTEGERS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "truths": lambda u, v, w: u.to(torch.bool),
+    "a sum of truths": lambda u, v, w: u.sum(dtype=torch.bool),
+    "truths of complex numbers": lambda u, v, w: torch.complex(u.double(), v.double()).to(torch.bool),
+    "integers of complex numbers": lambda u, v, w: torch.complex(u.double(), v.double()).to(torch.int64),
+    "floats copied": lambda u, v, w: (u * 1).copy_(v * 0.5),
+    "floats joined": lambda u, v, w: u.slice_scatter(v * 0.5),
+    "a float set": lambda u, v, w: u.select_scatter((v * 0.5)[0], 0, 0),
+    "a diagonal of floats": lambda u, v, w: u.diag().diagonal_scatter(v * 0.5),
+    "an average": lambda u, v, w: F.avg_pool2d(u[:2].expand(1, 2, 2), 2),
+    "between bytes": lambda u, v, w: F.interpolate(u.to(torch.uint8).expand(1, 1, 2, 3), size=(3, 5), mode="bilinear"),
 }
 
 
-@pytest.mark.parametrize("name", NEAR)
+def _integers(*shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=_RANDOM) | 1
+
+
+#: what is near linear, with numbers that show it
+CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], Callable[..., Tensor]]] = {
+    **{name: (call, _numbers) for name, call in NEAR.items()},
+    **{name: (call, _integers) for name, call in NEAR_INTEGERS.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_near_linear_is_refused_in_bodies(name: str) -> None:
+    call, numbers = CASES[name]
+
     def body(a: Tensor, w: Tensor) -> Tensor:
         u, v = pcast(a, "x", to="unreduced"), pcast(2 * a, "x", to="unreduced")
-        return psum(NEAR[name](u, v, w), "x")
+        return psum(call(u, v, w), "x")
 
     mesh = make_mesh((4,), ("x",))
-    with pytest.raises(VarianceError, match="unreduced"):
-        shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())(_numbers(12), _numbers(3))
+    with pytest.raises(VarianceError, match="pending"):
+        shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())(numbers(12), numbers(3))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_near_linear_adds_up_first_in_the_global_view(name: str) -> None:
+    call, numbers = CASES[name]
+    a, w = numbers(4, 3), numbers(3)
+    total, mesh = a.sum(0), make_mesh((4,), ("x",))
+    x = device_put(a, P("x"), mesh=mesh)
+    found = call(x.sum(0), (2 * x).sum(0), device_put(w, P(), mesh=mesh))
+    torch.testing.assert_close(device_get(found), call(total, 2 * total, w), rtol=1e-12, atol=1e-12)
 
 
 #: calls that keep a sum pending since both views read one registry
@@ -219,6 +270,10 @@ KEPT: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "zero": lambda u, v, w: (u * 1).zero_(),
     "copied": lambda u, v, w: (u * 1).copy_(v),
     "0 + x": lambda u, v, w: sum([u, v]),
+    "a product by name": lambda u, v, w: torch.addmm(mat1=w[None], mat2=u[:, None], input=v[:1, None]),
+    "a difference by name": lambda u, v, w: torch.diff(input=u),
+    "added rows by name": lambda u, v, w: u.index_add(source=v, dim=0, index=PLACES),
+    "scattered by name": lambda u, v, w: torch.scatter_add(src=v, index=PLACES, dim=0, input=u),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fspmd.global_view.call_keys import hashable
-from fspmd.global_view.outcomes import Place
 from fspmd.global_view.planning import places_of, plan_call
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.unruled import gathered
@@ -20,6 +19,7 @@ from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.like_functions import LIKES
 from fspmd.sharded import Sharded, above
+from fspmd.signatures import Place
 from fspmd.spec import P
 
 #: functions that draw or make values of the shape of an operand, as which they lie

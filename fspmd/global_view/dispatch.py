@@ -19,7 +19,7 @@ from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget
 from fspmd.global_view.composed import plan
 from fspmd.global_view.decompose import sharded_values
 from fspmd.global_view.operands import cast_operands, move_operands
-from fspmd.global_view.outcomes import at, begun
+from fspmd.global_view.outcomes import begun
 from fspmd.global_view.planning import tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
@@ -32,6 +32,7 @@ from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, laid, pair, shell
+from fspmd.signatures import at
 from fspmd.spec import TensorSpec
 from fspmd.tracing import hidden
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.global_view.outcomes import Place, at
 from fspmd.global_view.propagate import OpPlan
 from fspmd.redistribution.shared_moves import along, cast_once
 from fspmd.remembered import holds_casts
+from fspmd.signatures import Place, at
 from fspmd.torch_internals import transforms_active
 
 _grad_enabled = torch.is_grad_enabled

@@ -16,6 +16,7 @@ from fspmd.op_kinds import name_of
 from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
+from fspmd.signatures import Place, at
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
     DataDependentOutputException,
@@ -26,14 +27,7 @@ from fspmd.torch_internals import (
 )
 
 Shape = tuple[int, ...]
-#: where a tensor stands: its number among the arguments (positional ones first), and in a list there
-Place = int | tuple[int, int]
 Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
-
-
-def at(values: Sequence[Any], place: Place) -> Any:
-    """What stands there."""
-    return values[place[0]][place[1]] if isinstance(place, tuple) else values[place]
 
 
 class Lying(NamedTuple):

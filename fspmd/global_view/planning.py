@@ -20,10 +20,8 @@ from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
-from fspmd.global_view.outcomes import Place
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import refuse_global, refuse_higher_order, shown
-from fspmd.global_view.signatures import parameters, schemas
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
 from fspmd.meshes.mesh import Mesh
@@ -33,6 +31,7 @@ from fspmd.operators import BINARY, REFLECTED
 from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.signatures import Place, parameters, schemas
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import LocalTensor

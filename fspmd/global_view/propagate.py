@@ -6,6 +6,8 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
+from numbers import Number
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.forms import Strided, Strides, form_of, packed
+from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import Products, products_of
 from fspmd.global_view.local_calls import (
     as_block,
@@ -29,9 +32,7 @@ from fspmd.global_view.outcomes import (
     Kind,
     Lying,
     Outcome,
-    Place,
     Shape,
-    at,
     by_factors,
     kernel_complaint,
     lies_as_new,
@@ -43,8 +44,8 @@ from fspmd.global_view.outcomes import (
 )
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.sharded_bodies import as_local_call
-from fspmd.global_view.signatures import by_signature, may_view, stand_in_order
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
+from fspmd.linearity import stay_sums
 from fspmd.local_view.empty_blocks import connected
 from fspmd.local_view.hooks import completing
 from fspmd.pairs import Call
@@ -56,6 +57,7 @@ from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, withou
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.views import groups, reshaped
 from fspmd.sharded import Sharded
+from fspmd.signatures import Place, argument_of, at, by_signature, in_order, may_view, stand_in_order
 from fspmd.spec import P, TensorSpec
 
 T = TypeVar("T")
@@ -218,7 +220,7 @@ def ask(
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
     if not (fits or _fits(factors, shapes, after, free, resized=row.blocks is not None)):
         return None
-    linear = _linearity(row, Whole(shapes, plain, kwargs, after), specs[0], results[0])
+    linear = _linearity(row, func, args, kwargs, specs, results[0])
     products = products_of(row, factors, specs, results)
     bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
     viewed = None if fixed else outcome.bases[0]
@@ -322,7 +324,7 @@ def plan_of(
         casts,
         local,
         in_order=not question.names if by_body else stand_in_order(local, positional, question.names),
-        by_name=bool(question.names) and any(_argument(place) >= positional for place, _ in operands),
+        by_name=bool(question.names) and any(argument_of(place) >= positional for place, _ in operands),
         writes=written,
         name=shown(func),
         copies=copies,
@@ -413,10 +415,6 @@ def _merged(question: Question) -> tuple[tuple[int, int], ...]:
     return tuple([pair for run in large for pair in itertools.pairwise(run)])
 
 
-def _argument(place: Place) -> int:
-    return place[0] if isinstance(place, tuple) else place
-
-
 def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, in_parts: bool = False) -> OpPlan:
     """The plan of a call that is more than one local call; ``in_parts``: calls of other functions alone."""
     return OpPlan((), True, (), (), _never, whole=run, in_parts=in_parts)
@@ -426,13 +424,27 @@ def _never(*_: Any) -> NoReturn:
     raise NotImplementedError
 
 
-def _linearity(row: Row, whole: Whole, first: TensorSpec, result: TensorSpec) -> str:
-    """A number would be added once per rank, and rounding is not linear; what is made wider is added up before."""
-    linear = row.linear if isinstance(row.linear, str) else row.linear(whole)
-    if linear == "sum" and int in row.free and any(isinstance(a, (int, float, complex)) for a in whole.args[:2]):
-        return ""
+def _linearity(
+    row: Row,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: Sequence[TensorSpec],
+    result: TensorSpec,
+) -> str:
+    """What a call is linear in, whatever the numbers are that are in no key; what is made wider is added up before."""
+    args = tuple(_some_number(func, arg, i) for i, arg in enumerate(args))
+    kwargs = {name: _some_number(func, arg, name) for name, arg in kwargs.items()}
+    args, kwargs = in_order(func, args, kwargs)
+    linear = row.linear if isinstance(row.linear, str) else row.linear(*args, **kwargs)
+    first = specs[0]
     widened = linear == "first" and result.shape == first.shape and result.dtype.itemsize > first.dtype.itemsize
-    return "" if widened or _rounds(first.dtype, result.dtype) else linear
+    rounds = _rounds(first.dtype, result.dtype) or not all(stay_sums(spec.dtype, result.dtype) for spec in specs)
+    return "" if widened or rounds else linear
+
+
+def _some_number(func: Any, arg: Any, place: int | str) -> Any:
+    return nan if isinstance(arg, Number) and keyed(func, arg, place) is type(arg) else arg
 
 
 def _rounds(before: torch.dtype, after: torch.dtype) -> bool:

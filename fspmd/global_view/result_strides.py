@@ -7,12 +7,13 @@ from typing import Any
 
 from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.decompose import tensors_of
-from fspmd.global_view.outcomes import Outcome, at, begun, on_meta
+from fspmd.global_view.outcomes import Outcome, begun, on_meta
 from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import shown
 from fspmd.rules import ENGINE, writes
 from fspmd.sharded import Sharded, laid, lies, relay
+from fspmd.signatures import at
 
 
 def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:

@@ -21,7 +21,7 @@ from fspmd.local_view.type_rules import (
     Borrowed,
     beside_pending,
     check_known_to_vary,
-    check_stays_real,
+    check_stays_sum,
     check_writes,
     first_seen,
     parts_by_type,
@@ -127,7 +127,7 @@ class Tracker(BodyMode):
         if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
             refuse_branch(op, tensors, result)
         if result.unreduced:
-            result = pending_sum(op, tensors, variances, args, kwargs, trusted=self.body.linear)
+            result = pending_sum(func, op, tensors, args, kwargs, trusted=self.body.linear)
         if op.writes or "out" in kwargs:
             check_writes(func, op, args, kwargs, result, self.borrowed)
         if any(variance is not result for variance in variances):
@@ -147,7 +147,7 @@ class Tracker(BodyMode):
         else:
             out = func(*args, **kwargs)
         if result.unreduced and op.linear != "metadata" and not self.body.linear:
-            check_stays_real(op, tensors[0], out)
+            check_stays_sum(op, tensors, out)
         annotate(out, result.dual if op.dual else result)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from fspmd.errors import VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.linearity import ADDED, BETWEEN, plain_name
+from fspmd.linearity import ADDED, BETWEEN, plain_name, stay_sums
 from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.op_kinds import Op, written_operands
 from fspmd.remembered import wrote
+from fspmd.signatures import in_order
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame
@@ -52,17 +54,15 @@ def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
 
 
 def pending_sum(
-    op: Op,
-    tensors: list[Tensor],
-    variances: list[Variance],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    trusted: bool,
+    func: Any, op: Op, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], *, trusted: bool
 ) -> Variance:
     """The type of a linear op on unreduced operands; raises `VarianceError` for any other op, unless it is ``trusted``
     to be a step of a linear function.
     """
+    if kwargs:
+        args, kwargs = in_order(func, args, kwargs)
+        tensors = list(tensors_of((*args, *kwargs.values())))
+    variances = [get_variance(x) for x in tensors]
     unreduced = [v for v in variances if v.unreduced]
     axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
     others = [v for v in variances if not v.unreduced]
@@ -84,18 +84,23 @@ def pending_sum(
             f"{op.name}({shown}): a value unreduced over {quoted(sorted(axes))} is a sum still pending, which only "
             f"linear ops keep so; add it up first: psum(x, {as_axis_name(sorted(axes))}), or psum_scatter"
         )
+    if op.writes and not trusted:
+        check_stays_sum(op, tensors, tensors[0])
     varying = frozenset[str]().union(*(v.varying for v in variances)) - axes
     reduced = frozenset[str]().union(*(v.reduced for v in variances)) - axes - varying
     return Variance(varying, axes, reduced)
 
 
-def check_stays_real(op: Op, x: Tensor, out: Any) -> None:
-    """A pending sum of floating-point numbers does not become one of integers: rounding is not linear."""
-    if x.is_floating_point() and isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex()):
-        raise VarianceError(
-            f"{op.name} of {show_value(x)} gives {out.dtype}: rounding a pending sum on each rank is not rounding the "
-            "sum; reduce it first: psum or psum_scatter over the axis"
-        )
+def check_stays_sum(op: Op, tensors: list[Tensor], out: Any) -> None:
+    """A pending sum of floating-point numbers does not become one of integers, nor any one of truths."""
+    pending = [x for x in tensors if get_variance(x).unreduced]
+    for one in itertools.islice(tensors_of((out,)), 1):
+        for x in pending:
+            if not stay_sums(x.dtype, one.dtype):
+                raise VarianceError(
+                    f"{op.name} of {show_value(x)} gives {one.dtype}: rounding a pending sum on each rank is not "
+                    "rounding the sum; reduce it first: psum or psum_scatter over the axis"
+                )
 
 
 def beside_pending(variance: Variance, to: Variance) -> Variance:

@@ -56,7 +56,7 @@ from fspmd.rules.contractions import (
 )
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
-from fspmd.rules.global_call import Rule, Whole, notation
+from fspmd.rules.global_call import Rule, notation
 from fspmd.rules.labels import cross_entropy, has_labels
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
@@ -68,7 +68,7 @@ from fspmd.rules.views import joined, parts, permuted
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
-Linear = str | Callable[[Whole], str]
+Linear = str | Callable[..., str]  # or says so of the arguments in order, tensors among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ def _linear(name: str) -> Linear:
     """What a function is linear in, as `linearity.py` says."""
     plain = plain_name(name)
     kind, when = LINEAR.get(plain, ""), WHEN.get(plain)
-    return kind if when is None else lambda whole: kind if when(*whole.args, **whole.kwargs) else ""
+    return kind if when is None else lambda *args, **kwargs: kind if when(*args, **kwargs) else ""
 
 
 def _rows(by_dims: dict[str, Row]) -> dict[str, Row]:

@@ -18,11 +18,11 @@ from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
-from fspmd.global_view.signatures import required
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.rules import composite_of, handler_of, is_registered
 from fspmd.sharded import Sharded
+from fspmd.signatures import required
 from fspmd.spec import P, TensorSpec
 from fspmd.watching.trials import takes_tensors_alone, trials
 

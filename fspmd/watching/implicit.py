@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.global_view.outcomes import Place, differentiated
+from fspmd.global_view.outcomes import differentiated
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
@@ -29,6 +29,7 @@ from fspmd.redistribution.routes import Route
 from fspmd.redistribution.steps import Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
+from fspmd.signatures import Place
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of

@@ -6,35 +6,77 @@ import functools
 import inspect
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 
-from fspmd.global_view.outcomes import Place
 from fspmd.op_kinds import name_of
-from fspmd.spec import TensorSpec
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
+
+T = TypeVar("T")
+#: where a tensor stands: its number among the arguments (positional ones first), and in a list there
+Place = int | tuple[int, int]
+#: what torch's own functions in C take for the names of their parameters, too
+_ALSO: Final = {
+    **dict.fromkeys(("input", "x", "a", "x1"), "self"),
+    "x2": "other",
+    "axis": "dim",
+    "keepdims": "keepdim",
+}
+
+
+def at(values: Sequence[Any], place: Place) -> Any:
+    """What stands there."""
+    return values[place[0]][place[1]] if isinstance(place, tuple) else values[place]
+
+
+def argument_of(place: Place) -> int:
+    """The number of the argument that it is in."""
+    return place[0] if isinstance(place, tuple) else place
+
+
+def in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in the order of the parameters, however they were named: positional up to the first left out.
+
+    >>> in_order(torch.addmm, (), {"mat2": 3, "mat1": 2, "beta": 5, "input": 1})
+    ((1, 2, 3, 5), {})
+    >>> in_order(torch.sum, (1,), {"out": 3, "keepdims": 2})
+    ((1,), {'keepdim': 2, 'out': 3})
+    """
+    if not kwargs:
+        return args, kwargs
+    order = parameters(func)
+    named = {_parameter(order, name): value for name, value in kwargs.items()}
+    placed = list(args)
+    for name in order[len(args) :]:
+        if name not in named:
+            break
+        placed.append(named.pop(name))
+    return tuple(placed), {name: named[name] for name in sorted(named, key=_rank(order))}
 
 
 def by_signature(
-    func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Sequence[tuple[Place, TensorSpec]] | None:
+    func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, T]]
+) -> Sequence[tuple[Place, T]] | None:
     """The operands in the order of the parameters, however they were named; None where that is not known."""
-    if not names:
-        return operands
-
-    def place_of(operand: tuple[Place, TensorSpec]) -> int:
-        place = operand[0]
-        return place[0] if isinstance(place, tuple) else place
-
-    named = [operand for operand in operands if place_of(operand) >= positional]
+    named = [operand for operand in operands if argument_of(operand[0]) >= positional]
     if len(named) < 2:
         return operands
     order = parameters(func)
-    if not all(names[place_of(operand) - positional] in order for operand in named):
+    by_name = [_parameter(order, names[argument_of(place) - positional]) for place, _ in named]
+    if not {*order}.issuperset(by_name):
         return None
-    named.sort(key=lambda operand: order.index(names[place_of(operand) - positional]))
-    return [*(operand for operand in operands if place_of(operand) < positional), *named]
+    ranks = sorted(range(len(named)), key=lambda i: order.index(by_name[i]))
+    return [*(one for one in operands if argument_of(one[0]) < positional), *(named[i] for i in ranks)]
+
+
+def _parameter(order: list[str], name: str) -> str:
+    """The parameter that an argument's name means."""
+    return name if name in order else _ALSO.get(name, name)
+
+
+def _rank(order: list[str]) -> Any:
+    return lambda name: order.index(name) if name in order else len(order)
 
 
 def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
