@@ -28,6 +28,9 @@ opinfo: $(VENV)/dev.stamp
 	$(BIN)/python tests/opinfo/sweep.py --sizes uneven
 	$(BIN)/python tests/opinfo/sweep.py --sizes even
 	$(BIN)/python tests/opinfo/sweep.py --sizes uneven --mesh grid
+	for written in named numpy pending; do \
+	  $(BIN)/python tests/opinfo/sweep.py --samples 10 --placements 4 --mesh grid --written $$written || exit 1; \
+	done
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

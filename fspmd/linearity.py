@@ -115,7 +115,7 @@ def _is_float(dtype: torch.dtype) -> bool:
 
 
 def _has_no_integers(*args: Any, **kwargs: Any) -> bool:
-    return isinstance(args[0], torch.Tensor) and _is_float(args[0].dtype)
+    return bool(args) and isinstance(args[0], torch.Tensor) and _is_float(args[0].dtype)
 
 
 #: linear only of these arguments, which stand in the order of the parameters (`signatures.in_order`)

@@ -16,12 +16,12 @@ from fspmd.torch_internals import OpOverload, OpOverloadPacket
 T = TypeVar("T")
 #: where a tensor stands: its number among the arguments (positional ones first), and in a list there
 Place = int | tuple[int, int]
-#: what torch's own functions in C take for the names of their parameters, too
+#: what torch's functions in C take for the names that their schemas have: its own, and NumPy's
 _ALSO: Final = {
-    **dict.fromkeys(("input", "x", "a", "x1"), "self"),
-    "x2": "other",
-    "axis": "dim",
-    "keepdims": "keepdim",
+    **dict.fromkeys(("input", "x", "a", "x1"), ("self", "input")),
+    "x2": ("other",),
+    "axis": ("dim",),
+    "keepdims": ("keepdim",),
 }
 
 
@@ -55,6 +55,23 @@ def in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tuple(placed), {name: named[name] for name in sorted(named, key=_rank(order))}
 
 
+def by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function in C by the names that its schema has, of which rules know; the first without.
+
+    >>> by_own_names(torch.sum, (), {"keepdims": True, "axis": 1, "input": 0})
+    ((0,), {'keepdim': True, 'dim': 1})
+    """
+    own = parameters(func)
+    meant = {name: _parameter(own, name) for name in kwargs}
+    first = None
+    if not args:
+        overloads = [[one.name for one in schema.arguments] for schema in schemas(func)]
+        first = next((names[0] for names in overloads if {*meant.values()} <= {*names}), "self")
+    given = [kwargs[name] for name, parameter in meant.items() if parameter == first]
+    rest = {name: parameter for name, parameter in meant.items() if parameter != first}
+    return (*args, *given), {name if to == "self" else to: kwargs[name] for name, to in rest.items()}
+
+
 def by_signature(
     func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, T]]
 ) -> Sequence[tuple[Place, T]] | None:
@@ -72,7 +89,7 @@ def by_signature(
 
 def _parameter(order: list[str], name: str) -> str:
     """The parameter that an argument's name means."""
-    return name if name in order else _ALSO.get(name, name)
+    return name if name in order else next((one for one in _ALSO.get(name, ()) if one in order), name)
 
 
 def _rank(order: list[str]) -> Any:
@@ -104,10 +121,16 @@ def parameters(func: Any) -> list[str]:
     """The names of a function's parameters; torch's own in C are known by their schemas."""
     if isinstance(func, OpOverload):
         return [argument.name for argument in func._schema.arguments]
+    if isinstance(func, OpOverloadPacket):
+        return _of_any(schemas(func))
     try:
         return list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
-        return list(dict.fromkeys(argument.name for schema in schemas(func) for argument in schema.arguments))
+        return _of_any(schemas(func))
+
+
+def _of_any(schemas: list[Any]) -> list[str]:
+    return list(dict.fromkeys(argument.name for schema in schemas for argument in schema.arguments))
 
 
 def required(func: Any) -> list[list[str]]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import warnings
 import zlib
+from typing import Any
 
+import optree
 import pytest
-from opinfo.sweep import REFUSED, ops, run_op
+import torch
+from opinfo.sweep import DRAWS, REFUSED, WRITTEN, function_of, is_tensor, ops, run_op, samples
 from processes import Processes
+
+from fspmd import P, device_put, make_mesh
 
 #: sizes, mesh
 MODES = (("uneven", "line"), ("even", "line"), ("uneven", "grid"))
@@ -23,6 +28,35 @@ def test_values_and_gradients(name: str) -> None:
         assert report.status in ("clean", "refused"), report.notes
     else:
         assert report.status in ("clean", "no samples"), report.notes
+
+
+@pytest.mark.parametrize("name", [name for name in ops() if name not in REFUSED])
+def test_calls_that_are_written_otherwise(name: str) -> None:
+    number = zlib.crc32(name.encode())
+    sizes, mesh = MODES[number % len(MODES)]
+    written = WRITTEN[1 + number // len(MODES) % 3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = run_op(ops()[name], sizes=sizes, mesh=mesh, most_samples=3, most_placements=2, written=written)
+    assert report.status in ("clean", "no samples"), report.notes
+
+
+@pytest.mark.parametrize("name", sorted(DRAWS & ops().keys()))
+def test_a_first_call_draws_no_more_than_the_next(name: str) -> None:
+    op, mesh = ops()[name], make_mesh((4,), ("x",))
+
+    def put(x: Any) -> Any:
+        return device_put(x.detach().clone(), P("x"), mesh=mesh) if is_tensor(x) and x.ndim else x
+
+    for sample in samples(op, torch.float64, "uneven", 8):
+        states = []
+        for _ in range(2):
+            given: Any = (sample.input, tuple(sample.args), dict(sample.kwargs))
+            first, args, kwargs = optree.tree_map(put, given, none_is_leaf=True)
+            torch.manual_seed(1)
+            function_of(op)(first, *args, **kwargs)
+            states.append(torch.get_rng_state())
+        torch.testing.assert_close(*states, msg=str(sample))
 
 
 def _on_processes(names: list[str], mesh: str) -> list[str]:

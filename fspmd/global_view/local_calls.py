@@ -20,29 +20,29 @@ from fspmd.transport.local_tensor import blocks_of
 Pairs = tuple[tuple[int, int], ...]  # of dims
 
 
-def set_in(local: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def set_in(local: Callable[..., Tensor], x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
     """A block, with the result in place of what was there."""
     return x.copy_(local(x, *args, **kwargs))
 
 
-def in_own_memory(local: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_own_memory(local: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The result, as a copy where it views a block: torch copies the global tensor, which lies otherwise."""
     out = local(*args, **kwargs)
     return out.clone() if share_memory(out, args[0]) else out
 
 
-def as_even_block(sizes: Shape, x: Tensor, *_: Any, **__: Any) -> Tensor:
+def as_even_block(sizes: Shape, x: Tensor, /, *_: Any, **__: Any) -> Tensor:
     """The same elements as a block of a layout whose blocks are all of one shape."""
     return x.reshape(sizes)
 
 
-def as_block(spec: TensorSpec, pure: bool, x: Tensor, *_: Any, **__: Any) -> Any:
+def as_block(spec: TensorSpec, pure: bool, x: Tensor, /, *_: Any, **__: Any) -> Any:
     """The same elements as a block of a layout; ``pure``: they may be copied."""
     sizes = block_sizes(spec)
     return call_uneven(of_sizes, (x, sizes), {}, numbers_frame(sizes), pure=pure)
 
 
-def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """A view, or a copy where blocks have none, though the whole tensor has: they may lie otherwise in memory.
 
     ``merged`` are pairs of dims of which that cannot be told by each block: where some block could not have a view,
@@ -54,7 +54,7 @@ def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor,
     return out if seen else as_copies(out, x, name)
 
 
-def packed_if_need_be(local: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def packed_if_need_be(local: Callable[..., Any], x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """What gives views of blocks that lie as the global tensor does, of others too: ``x.view(torch.int32)``."""
     try:
         return local(x, *args, **kwargs)
@@ -74,16 +74,16 @@ def are_adjacent(x: Tensor, pairs: Pairs) -> bool:
     )
 
 
-def of_first(local: Callable[[Tensor], Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def of_first(local: Callable[[Tensor], Any], x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
     """A function of the first operand alone; the other arguments said what the call is."""
     return local(x)
 
 
-def untouched(kind: Kind | None, count: int, shape: Shape, x: Tensor, *_: Any, **__: Any) -> Any:
+def untouched(kind: Kind | None, count: int, shape: Shape, x: Tensor, /, *_: Any, **__: Any) -> Any:
     """A view of a block, for a function that takes all of the global tensor; where it gives a tuple so many there."""
     return x[...] if kind is None else kind([x[...] for _ in range(count)])
 
 
-def rank_by_rank(func: Any, pure: bool, *args: Any, **kwargs: Any) -> Any:
+def rank_by_rank(func: Any, pure: bool, /, *args: Any, **kwargs: Any) -> Any:
     """What torch does in backward often needs the sizes of an uneven block as plain numbers."""
     return call_uneven(func, args, kwargs, None, pure=pure)

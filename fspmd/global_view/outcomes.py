@@ -348,4 +348,7 @@ def _on(
         else:
             values[place] = make(spec)
     values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
-    return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    named = dict(zip(kwargs, values[len(args) :], strict=True))
+    if named.get("device") is not None:  # where there are no values to make, nor numbers to draw
+        named["device"] = at(values, operands[0][0]).device
+    return func(*values[: len(args)], **named)

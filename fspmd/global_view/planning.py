@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from numbers import Integral, Number, Real
 from types import FunctionType
 from typing import Any, Final
 
@@ -31,15 +32,13 @@ from fspmd.operators import BINARY, REFLECTED
 from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, above, is_sharded
-from fspmd.signatures import Place, parameters, schemas
+from fspmd.signatures import Place, by_own_names, parameters
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import LocalTensor
 
 _NUMBERS: Final = ("alpha", "beta")
 _INDEXING: Final = (Tensor.__getitem__, Tensor.__setitem__)
-#: NumPy's names of parameters, which torch's functions in C take too
-_NUMPY: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 
 
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
@@ -54,8 +53,10 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     if kwargs:
         if any(isinstance(kwargs.get(name), Tensor) for name in _numbers_of(func)):
             return as_whole(functools.partial(_with_numbers, func))
-        if not isinstance(func, FunctionType) and _by_own_names(func, args, kwargs) != (args, kwargs):
-            return as_whole(lambda args, kwargs: above.dispatch(func, (), *_by_own_names(func, args, kwargs)))
+        if not isinstance(func, FunctionType) and by_own_names(func, args, kwargs) != (args, kwargs):
+            return as_whole(lambda args, kwargs: above.dispatch(func, (), *by_own_names(func, args, kwargs)))
+    if any(map(_is_of_numpy, optree.tree_leaves((args, kwargs), none_is_leaf=True))):
+        return as_whole(functools.partial(_with_own_numbers, func))
     if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
         return as_whole(functools.partial(_with_truths, func))
     try:
@@ -161,17 +162,6 @@ def _without_data(x: Any) -> Any:
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
-def _by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a function in C by the names that its schema has, of which rules know; the first without."""
-    own = parameters(func)
-    named = {name if name in own else _NUMPY.get(name, name): value for name, value in kwargs.items()}
-    if args:
-        return args, named
-    overloads = [["input" if one.name == "self" else one.name for one in schema.arguments] for schema in schemas(func)]
-    first = next((names[0] for names in overloads if named.keys() <= {*names}), "input")
-    return ((named.pop(first),), named) if first in named else (args, named)
-
-
 def _names_all(composite: Any, kwargs: dict[str, Any]) -> bool:
     own = inspect.signature(composite).parameters
     return kwargs.keys() <= own.keys() or any(one.kind is one.VAR_KEYWORD for one in own.values())
@@ -225,6 +215,22 @@ def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             f"{shown(func)} would take {args[0]!r} to {str(asked)!r}, but its mesh moves what lies on {str(home)!r}; "
             f"write device_get(x).to({str(asked)!r})"
         )
+
+
+def _is_of_numpy(x: Any) -> bool:
+    return isinstance(x, Number) and not isinstance(x, (int, float, complex)) and hasattr(x, "dtype")
+
+
+def _with_own_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with Python's numbers for NumPy's, which are none of its types: ``x.sum(np.int64(0))``."""
+
+    def number(x: Any) -> Any:
+        if not _is_of_numpy(x):
+            return x
+        return int(x) if isinstance(x, Integral) else float(x) if isinstance(x, Real) else complex(x)
+
+    args, kwargs = optree.tree_map(number, (args, kwargs), none_is_leaf=True)
+    return above.dispatch(func, (), args, kwargs)
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,9 +96,9 @@ def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
     return torch.chunk(*args, **kwargs)
 
 
-def split(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+def split(_: tuple[int, ...], x: Tensor, split_size: Any, dim: int = 0) -> Any:
     """On blocks, for `torch.unsafe_split`."""
-    return torch.split(*args, **kwargs)
+    return torch.split(x, split_size, dim)
 
 
 def _names(text: str) -> tuple[str, ...]:

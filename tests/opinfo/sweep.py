@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -20,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 import torch.testing._internal.common_methods_invocations as common
@@ -37,6 +40,9 @@ MESHES = {
     "six": ((6,), ("x",)),
     "wide": ((2, 3), ("x", "y")),
 }
+#: how calls are written: as the database has them; with all arguments by name, the last first; with NumPy's numbers;
+#: or with pending sums for values
+WRITTEN = ("plain", "named", "numpy", "pending")
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 
 
@@ -126,7 +132,14 @@ class Wrong(Exception):
 
 
 def run_op(
-    op: Any, *, sizes: str, mesh: str, most_samples: int, most_placements: int, transport: str = "simulation"
+    op: Any,
+    *,
+    sizes: str,
+    mesh: str,
+    most_samples: int,
+    most_placements: int,
+    transport: str = "simulation",
+    written: str = "plain",
 ) -> Report:
     """Every sample under every choice of layouts, up to the given numbers."""
     report = Report(name_of(op))
@@ -140,7 +153,7 @@ def run_op(
         report.status, given = "no samples", []
         report.notes.append(f"{error!r}"[:300])
     for sample in given:
-        run_sample(op, sample, on, most_placements, report)
+        run_sample(op, sample, on, most_placements, report, written)
     report.seconds = round(time.perf_counter() - start, 2)
     return report
 
@@ -154,8 +167,18 @@ def _note(report: Report, status: str, text: str) -> None:
         report.notes.append(f"{status}: {text}")
 
 
-def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> None:
-    given = (sample.input, tuple(sample.args), dict(sample.kwargs))
+def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report, written: str = "plain") -> None:
+    given: Any = (sample.input, tuple(sample.args), dict(sample.kwargs))
+    function = function_of(op)
+    if written == "named":
+        function = by_name(op.op, given)
+    elif written == "numpy":
+        numbers = optree.tree_map(in_numpy, given, none_is_leaf=True)
+        function, given = function if is_taken(function, numbers) else None, numbers
+    elif written == "pending":
+        given = optree.tree_map(in_steps, given, none_is_leaf=True)
+    if function is None:
+        return
     leaves, treedef = optree.tree_flatten(given, none_is_leaf=True)
     places = [i for i, x in enumerate(leaves) if is_tensor(x)]
     tensors = [leaves[i] for i in places]
@@ -171,7 +194,6 @@ def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> N
         out = function(first, *args, **kwargs)
         return optree.tree_flatten(out, is_leaf=lambda x: isinstance(x, Sharded))[0], type(out)
 
-    function = function_of(op)
     plain = [x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
     try:
         expected, kind = call(_of_leaves(plain))
@@ -183,7 +205,7 @@ def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> N
     for specs in placements(tensors, mesh, most):
         report.runs += 1
         try:
-            compare(call, tensors, specs, mesh, expected, grads, kind, report, name_of(op) not in UNDEFINED)
+            compare(call, tensors, specs, mesh, expected, grads, kind, report, name_of(op) not in UNDEFINED, written)
         except FspmdError as error:
             report.refused += 1
             _note(report, "refused", str(error)[:240])
@@ -194,6 +216,68 @@ def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report) -> N
             _note(
                 report, "crash", f"{described(tensors, specs, sample)}: {error!r} at {where.name}:{where.lineno}"[:500]
             )
+
+
+def by_name(function: Any, given: Any) -> Callable[..., Any] | None:
+    """The function with every argument named, the last first; None where torch takes them by no names of its own."""
+
+    def named(names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        return function(**dict(reversed([*zip(names, args, strict=False), *kwargs.items()])))
+
+    for names in _signatures(function):
+        written = functools.partial(named, names)
+        if len(names) > len(given[1]) and is_taken(written, given):
+            return written
+    return None
+
+
+def _signatures(function: Any) -> Iterator[list[str]]:
+    packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+    for overload in packet.overloads() if hasattr(packet, "overloads") else ():
+        found = [argument.name for argument in getattr(packet, overload)._schema.arguments]
+        yield from (["input" if name == "self" else name for name in found], found)
+    with contextlib.suppress(TypeError, ValueError):
+        yield list(inspect.signature(function).parameters)
+
+
+def is_taken(function: Callable[..., Any], given: Any) -> bool:
+    """Whether torch takes a call that is written so."""
+    first, args, kwargs = optree.tree_map(lambda x: x.detach().clone() if is_tensor(x) else x, given, none_is_leaf=True)
+    try:
+        function(first, *args, **kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def in_numpy(x: Any) -> Any:
+    """A number of NumPy's for one of Python's."""
+    return np.int64(x) if type(x) is int else np.float64(x) if type(x) is float else x
+
+
+def in_steps(x: Any) -> Any:
+    """A value of which sums of few terms are exact: so it can be a pending sum."""
+    if not is_tensor(x) or x.dtype not in _PENDING:
+        return x
+    parts = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    exact = parts.mul(2**18).round().div(2**18) if x.dtype is not torch.int64 else parts
+    exact = torch.where(parts.abs() < 2**20, exact, parts).to(parts.dtype)
+    return (torch.view_as_complex(exact) if x.is_complex() else exact).requires_grad_(x.requires_grad)
+
+
+#: of these dtypes operands are pending sums, where they are to be
+_PENDING = frozenset({torch.float64, torch.complex128, torch.int64})
+
+
+def terms_of(x: Tensor, count: int) -> Tensor:
+    """So many terms, which add up to it."""
+    terms = in_steps(
+        torch.randn((count, *x.shape), dtype=x.dtype)
+        if x.dtype is not torch.int64
+        else torch.randint(-3, 4, (count, *x.shape))
+    )
+    terms[-1] = x - terms[:-1].sum(0)
+    return terms
 
 
 def names(text: str) -> frozenset[str]:
@@ -280,14 +364,21 @@ def compare(
     kind: Any,
     report: Report,
     compared: bool,
+    written: str,
 ) -> None:
-    given = [
-        device_put(x.detach().clone(), spec, mesh=mesh).requires_grad_(x.requires_grad)
-        if x.requires_grad
-        else device_put(x.detach().clone(), spec, mesh=mesh)
-        for x, spec in zip(tensors, specs, strict=True)
-    ]
-    found, found_kind = call([x * 1 if x.requires_grad else x for x in given])
+    pends = [written == "pending" and x.dtype in _PENDING for x in tensors]
+    axis = mesh.axis_names[0]
+    given = []
+    for x, spec, waits in zip(tensors, specs, pends, strict=True):
+        value, lies = x.detach().clone(), spec
+        if waits:
+            value = terms_of(value, mesh.shape[axis])
+            entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+            lies = P(axis, *(tuple(a for a in entry if a not in (None, axis)) for entry in entries))
+        put = device_put(value, lies, mesh=mesh)
+        given.append(put.requires_grad_() if x.requires_grad else put)
+    operands = [x.sum(0) if waits else x * 1 if x.requires_grad else x for x, waits in zip(given, pends, strict=True)]
+    found, found_kind = call(operands)
     if len(found) != len(expected) or (kind in (tuple, list) and found_kind is not kind):
         raise Wrong(f"{len(found)} results ({found_kind}), expected {len(expected)} ({kind})")
     total: Any = None
@@ -310,13 +401,14 @@ def compare(
     if total is not None:
         total.backward()
         report.gradients += 1
-    for leaf, want in zip(given, grads, strict=True):
+    for leaf, want, waits in zip(given, grads, pends, strict=True):
         if want is not None:
             if leaf.grad is None:
                 if want.abs().max() > 0 if want.numel() else False:
                     raise Wrong("no gradient")
                 continue
-            _same(device_get(leaf.grad), want, "gradient")
+            gradient = device_get(leaf.grad)
+            _same(gradient, want.expand_as(gradient) if waits else want, "gradient")
 
 
 def _same(found: Any, want: Any, what: str) -> None:
@@ -369,6 +461,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="ops (all by default); a name ending in * is a prefix")
     parser.add_argument("--sizes", choices=SIZES, default="uneven")
     parser.add_argument("--mesh", choices=MESHES, default="line")
+    parser.add_argument("--written", choices=WRITTEN, default="plain", help="how calls are written")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--placements", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -385,6 +478,7 @@ def main() -> None:
     settings = {
         "sizes": options.sizes,
         "mesh": options.mesh,
+        "written": options.written,
         "most_samples": options.samples,
         "most_placements": options.placements,
         "bodies_free": options.bodies,
