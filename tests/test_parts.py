@@ -105,3 +105,39 @@ def test_a_simulation_is_lowered_as_a_mesh_without_ranks(case: Any) -> None:
 def test_views_take_no_memory() -> None:
     x = TensorSpec(make_mesh((2,), ("x",), transport="abstract"), P(), (4, 8), torch.float64)
     assert jit(lambda x: x.chunk(4, 1)[1].sin()).lower(x).memory().peak == 8 * (4 * 8 + 4 * 2)
+
+
+#: of blocks of [rows, 4], in backward of which torch asks for the sizes of a block
+OF_ROWS: dict[str, Function] = {
+    "row": lambda y: y[0],
+    "rows": lambda y: y[-2:],
+    "steps": lambda y: y[-3:-1:2],
+    "narrow": lambda y: y.narrow(0, 0, 2),
+    "flipped": lambda y: y.flip(0)[0],
+    "last sum": lambda y: y.cumsum(0)[-1],
+    "chosen": lambda y: torch.where(y > 0, y, 0.0)[1],
+    "padded": lambda y: torch.nn.functional.pad(y, (0, 0, 1, 0))[:2],
+    "moments": lambda y: torch.std_mean(y, 0)[1],
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_cotangent_that_is_equal_on_all_ranks(name: str) -> None:
+    view = OF_ROWS[name]
+    mesh = make_mesh((3,), ("x",))
+    x = torch.randn(8, 4, dtype=torch.float64)
+    c = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def squares(block: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+        y = block.detach().requires_grad_()
+        out = view(y**3)
+        (g,) = torch.autograd.grad(out, y, cotangent.expand(out.shape), create_graph=True)
+        return (g * g).sum()
+
+    def body(block: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+        return psum(squares(block, cotangent), "x")
+
+    found = shard_map(body, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())(x, c)
+    expected = torch.stack([squares(block, c) for block in x.split(3)]).sum()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, c), torch.autograd.grad(expected, c))

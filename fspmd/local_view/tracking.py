@@ -34,6 +34,7 @@ from fspmd.local_view.uneven import (
     call_uneven,
     call_with_numbers,
     hold_alike,
+    hold_as,
     hold_each,
     numbers_frame,
     numbers_to_tensors,
@@ -305,7 +306,8 @@ class Tracker(BodyMode):
                 f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
             )
         to = get_variance(output).dual
-        return cotangent if to.unreduced else self.cast(cotangent, to)
+        cotangent = cotangent if to.unreduced else self.cast(cotangent, to)
+        return hold_as(cotangent, output) if UNEVEN and self.simulated else cotangent
 
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
