@@ -205,7 +205,8 @@ def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report, writ
     for specs in placements(tensors, mesh, most):
         report.runs += 1
         try:
-            compare(call, tensors, specs, mesh, expected, grads, kind, report, name_of(op) not in UNDEFINED, written)
+            compared = name_of(op) not in UNDEFINED
+            compare(call, tensors, specs, mesh, expected, grads, kind, report, compared, pending=written == "pending")
         except FspmdError as error:
             report.refused += 1
             _note(report, "refused", str(error)[:240])
@@ -364,9 +365,10 @@ def compare(
     kind: Any,
     report: Report,
     compared: bool,
-    written: str,
+    *,
+    pending: bool = False,
 ) -> None:
-    pends = [written == "pending" and x.dtype in _PENDING for x in tensors]
+    pends = [pending and x.dtype in _PENDING for x in tensors]
     axis = mesh.axis_names[0]
     given = []
     for x, spec, waits in zip(tensors, specs, pends, strict=True):
