@@ -99,6 +99,17 @@ def _in_flight(x: Tensor) -> Tensor:
     return torch.stack([one.wait().sin().sum() for one in begun])
 
 
+def _extremum(x: Tensor) -> tuple[Tensor, Tensor]:
+    largest = fspmd.pmax(x, "x")
+    row = fspmd.axis_index("x") % largest.shape[0]  # steps without gradients between pmax and what uses it
+    return largest, largest[row][None] + torch.zeros(1)
+
+
+def test_gradients_are_of_the_call_that_they_are_gradients_of() -> None:
+    f = shard_map(_extremum, mesh=MESH, in_specs=P("x"), out_specs=(P(), P("x")))
+    lowered(f, torch.randn(2 * MESH.size, dtype=torch.float64, requires_grad=True))
+
+
 def test_gradients_of_what_is_in_flight_are_of_the_line_where_it_began() -> None:
     f = shard_map(_in_flight, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     lowered(f, torch.randn(4 * MESH.size, dtype=torch.float64, requires_grad=True))

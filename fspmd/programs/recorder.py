@@ -103,6 +103,7 @@ class Recorder(Values):
         if self.imagines and facts.gives_values:
             with self.real():
                 return func(*map(self.values_of, args), **kwargs)
+        followed = any(x.requires_grad for x in tensors_of((*args, *kwargs.values())))
         self.paused = True
         try:
             out = func(*args, **kwargs)
@@ -111,7 +112,8 @@ class Recorder(Values):
         if func in _ALIASES:
             self._know(out, placed[0])
             return out
-        return self._results(out, self._put(func, placed, named, constant=fixed))
+        own = followed or not torch.is_grad_enabled()  # else autograd has made no node for it
+        return self._results(out, self._put(func, placed, named, constant=fixed, own=own))
 
     def step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: bool = False

@@ -140,7 +140,7 @@ class Values(RecordingMode):
         self._gradients[node] = None
         if value is None:
             self._of_rank.add(node)
-        copy = self._put(aten.clone.default, (node,), {}, constant=True)
+        copy = self._put(aten.clone.default, (node,), {}, constant=True, own=False)
         self._know(x, copy)
         return x
 
