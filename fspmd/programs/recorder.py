@@ -109,10 +109,12 @@ class Recorder(Values):
             out = func(*args, **kwargs)
         finally:
             self.paused = False
+        own = followed or not torch.is_grad_enabled()  # else autograd has made no node for it
         if func in _ALIASES:
+            if not torch.is_grad_enabled():
+                self._cause()  # in an `autograd.Function`, whose backward is a step
             self._know(out, placed[0])
             return out
-        own = followed or not torch.is_grad_enabled()  # else autograd has made no node for it
         return self._results(out, self._put(func, placed, named, constant=fixed, own=own))
 
     def step(
