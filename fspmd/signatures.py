@@ -87,15 +87,6 @@ def by_signature(
     return [*(one for one in operands if argument_of(one[0]) < positional), *(named[i] for i in ranks)]
 
 
-def _parameter(order: list[str], name: str) -> str:
-    """The parameter that an argument's name means."""
-    return name if name in order else next((one for one in _ALSO.get(name, ()) if one in order), name)
-
-
-def _rank(order: list[str]) -> Any:
-    return lambda name: order.index(name) if name in order else len(order)
-
-
 def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
     """Whether keyword arguments can be given as positional ones, which is quicker: no overload has them elsewhere."""
     if not names:
@@ -162,3 +153,12 @@ def schemas(func: Any) -> list[Any]:
     packet: Any = getattr(torch.ops.aten, name_of(func), None)
     known = isinstance(packet, OpOverloadPacket)  # not a method of the namespace, as `__eq__` is
     return [getattr(packet, name)._schema for name in packet.overloads()] if known else []
+
+
+def _parameter(order: list[str], name: str) -> str:
+    """The parameter that an argument's name means."""
+    return name if name in order else next((one for one in _ALSO.get(name, ()) if one in order), name)
+
+
+def _rank(order: list[str]) -> Any:
+    return lambda name: order.index(name) if name in order else len(order)
