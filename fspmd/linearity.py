@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from fspmd.operators import OPERATORS
+from fspmd.spec import is_float
 
 Predicate = Callable[..., bool]
 
@@ -110,12 +111,8 @@ def _accumulates(*args: Any, **kwargs: Any) -> bool:
     return _argument(args, kwargs, 3, "accumulate", False) is True
 
 
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _has_no_integers(*args: Any, **kwargs: Any) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor) and _is_float(args[0].dtype)
+    return bool(args) and isinstance(args[0], torch.Tensor) and is_float(args[0].dtype)
 
 
 #: linear only of these arguments, which stand in the order of the parameters (`signatures.in_order`)
@@ -140,7 +137,7 @@ def stay_sums(before: torch.dtype, after: torch.dtype) -> bool:
     """
     if after is torch.bool:
         return before is torch.bool
-    return _is_float(after) or not _is_float(before)
+    return is_float(after) or not is_float(before)
 
 
 def plain_name(name: str) -> str:

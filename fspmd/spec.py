@@ -396,6 +396,15 @@ def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
 
 
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype may be differentiated: floating-point ones, and complex ones.
+
+    >>> is_float(torch.bfloat16), is_float(torch.complex64), is_float(torch.int64)
+    (True, True, False)
+    """
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def short_dtype(dtype: torch.dtype) -> str:
     """``torch.float32`` → ``f32``, ``torch.bfloat16`` → ``bf16``, ``torch.bool`` → ``bool``.
 

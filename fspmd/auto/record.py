@@ -34,7 +34,7 @@ from fspmd.placing.reshard import telling
 from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_plain
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import DisableTorchFunction, aten_number, transforms_active
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
@@ -224,7 +224,9 @@ class Recorder(DispatchMode):
         following = torch.is_grad_enabled()
         followed = frozenset(i for i, x in enumerate(operands) if following and x.requires_grad)
         if self._counting is None or not followed:
-            made = [self.value(one.shape, one.dtype, bool(followed) and _is_float(one)) for one in question.results]
+            made = [
+                self.value(one.shape, one.dtype, bool(followed) and is_float(one.dtype)) for one in question.results
+            ]
         else:
             locals_ = self._counting.results(func, question, args, kwargs, numbers, len(self.program.ops))
             rows = zip(question.results, locals_, strict=True)
@@ -331,10 +333,6 @@ def is_value(x: Any) -> bool:
 
 def _is_followed(x: Any) -> bool:
     return not isinstance(x, TensorSpec) and bool(x.requires_grad)
-
-
-def _is_float(spec: TensorSpec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 def _without_data(args: Any, kwargs: Any) -> Any:

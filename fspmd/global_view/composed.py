@@ -20,7 +20,7 @@ from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.layouts import working
 from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.planning import places_of, plan_call
-from fspmd.global_view.propagate import OpPlan, Question, as_whole, is_float
+from fspmd.global_view.propagate import OpPlan, Question, as_whole
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.global_view.unruled import Run
@@ -32,7 +32,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import wrote
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, alike
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import hidden
 from fspmd.transport.randomness import kept

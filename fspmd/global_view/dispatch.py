@@ -33,7 +33,7 @@ from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, laid, pair, shell
 from fspmd.signatures import at
-from fspmd.spec import TensorSpec
+from fspmd.spec import TensorSpec, is_float
 from fspmd.tracing import hidden
 
 
@@ -252,17 +252,13 @@ def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
     if any(map(_has_float, key)):
         return False
     results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
-    return any(map(_is_float, results))
-
-
-def _is_float(spec: TensorSpec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
+    return any(is_float(spec.dtype) for spec in results)
 
 
 def _has_float(part: Any) -> bool:
     if type(part) is Strided:
         part = part.spec
-    return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and _is_float(part)
+    return any(map(_has_float, part)) if type(part) is tuple else type(part) is TensorSpec and is_float(part.dtype)
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded
 from fspmd.signatures import Place, at
-from fspmd.spec import TensorSpec
+from fspmd.spec import TensorSpec, is_float
 from fspmd.torch_internals import (
     DataDependentOutputException,
     DisableTorchFunction,
@@ -216,7 +216,7 @@ def differentiated(
     made: list[Tensor] = []
 
     def make(spec: TensorSpec) -> Tensor:
-        follows = spec.dtype.is_floating_point or spec.dtype.is_complex
+        follows = is_float(spec.dtype)
         made.append(torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=follows))
         return made[-1]
 

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
-from numbers import Number
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -58,7 +57,7 @@ from fspmd.rules.elementwise import elementwise
 from fspmd.rules.views import groups, reshaped
 from fspmd.sharded import Sharded
 from fspmd.signatures import Place, argument_of, at, by_signature, in_order, may_view, stand_in_order
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, is_float
 
 T = TypeVar("T")
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
@@ -439,24 +438,20 @@ def _linearity(
     linear = row.linear if isinstance(row.linear, str) else row.linear(*args, **kwargs)
     first = specs[0]
     widened = linear == "first" and result.shape == first.shape and result.dtype.itemsize > first.dtype.itemsize
-    rounds = _rounds(first.dtype, result.dtype) or not all(stay_sums(spec.dtype, result.dtype) for spec in specs)
-    return "" if widened or rounds else linear
+    exact = not _narrows(first.dtype, result.dtype) and all(stay_sums(spec.dtype, result.dtype) for spec in specs)
+    return linear if exact and not widened else ""
 
 
 def _some_number(func: Any, arg: Any, place: int | str) -> Any:
-    return nan if isinstance(arg, Number) and keyed(func, arg, place) is type(arg) else arg
+    return nan if isinstance(arg, (int, float, complex)) and keyed(func, arg, place) is type(arg) else arg
 
 
-def _rounds(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether some numbers of a float dtype are none of another one."""
+def _narrows(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a float dtype becomes another one that lacks some of its numbers."""
     if not (is_float(before) and is_float(after)):
-        return is_float(before)
+        return False
     old, new = torch.finfo(before), torch.finfo(after)
     return new.eps > old.eps or new.max < old.max
-
-
-def is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: frozenset[int], *, resized: bool) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from cmath import isfinite
 from collections.abc import Sequence
-from numbers import Integral, Number
 from typing import Any, Final
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.global_view.origins import noting
-from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, is_float, plan_of
+from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, plan_of
 from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
 from fspmd.pairs import is_transformed
@@ -22,7 +21,7 @@ from fspmd.redistribution.shared_moves import ended
 from fspmd.remembered import has_moves
 from fspmd.sharded import Sharded, above
 from fspmd.signatures import Place, at
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import transforms_active
 
 
@@ -163,8 +162,8 @@ def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
     pends = question.factors.summed or True in [bool(spec.partition.unreduced) for _, spec in question.operands]
     if not pends:
         return []
-    found = [i for i, one in enumerate(arguments) if isinstance(one, Number) and not isinstance(one, bool)]
-    return [i for i in found if question.row.divides or not isinstance(arguments[i], Integral)]
+    kinds = (int, float, complex) if question.row.divides else (float, complex)
+    return [i for i, one in enumerate(arguments) if isinstance(one, kinds) and not isinstance(one, bool)]
 
 
 class _ByNumbers:

@@ -31,10 +31,10 @@ from fspmd.local_view.type_rules import (
     tensors_of,
 )
 from fspmd.local_view.uneven import (
+    apart_as,
     call_uneven,
     call_with_numbers,
     hold_alike,
-    hold_as,
     hold_each,
     numbers_frame,
     numbers_to_tensors,
@@ -128,7 +128,7 @@ class Tracker(BodyMode):
         if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
             refuse_branch(op, tensors, result)
         if result.unreduced:
-            result = pending_sum(func, op, tensors, args, kwargs, trusted=self.body.linear)
+            result = pending_sum(func, op, tensors, variances, args, kwargs, trusted=self.body.linear)
         if op.writes or "out" in kwargs:
             check_writes(func, op, args, kwargs, result, self.borrowed)
         if any(variance is not result for variance in variances):
@@ -307,7 +307,7 @@ class Tracker(BodyMode):
             )
         to = get_variance(output).dual
         cotangent = cotangent if to.unreduced else self.cast(cotangent, to)
-        return hold_as(cotangent, output) if UNEVEN and self.simulated else cotangent
+        return apart_as(cotangent, output) if UNEVEN and self.simulated else cotangent
 
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -54,7 +53,14 @@ def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
 
 
 def pending_sum(
-    func: Any, op: Op, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], *, trusted: bool
+    func: Any,
+    op: Op,
+    tensors: list[Tensor],
+    variances: list[Variance],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    trusted: bool,
 ) -> Variance:
     """The type of a linear op on unreduced operands; raises `VarianceError` for any other op, unless it is ``trusted``
     to be a step of a linear function.
@@ -62,7 +68,7 @@ def pending_sum(
     if kwargs:
         args, kwargs = in_order(func, args, kwargs)
         tensors = list(tensors_of((*args, *kwargs.values())))
-    variances = [get_variance(x) for x in tensors]
+        variances = [get_variance(x) for x in tensors]
     unreduced = [v for v in variances if v.unreduced]
     axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
     others = [v for v in variances if not v.unreduced]
@@ -93,14 +99,15 @@ def pending_sum(
 
 def check_stays_sum(op: Op, tensors: list[Tensor], out: Any) -> None:
     """A pending sum of floating-point numbers does not become one of integers, nor any one of truths."""
-    pending = [x for x in tensors if get_variance(x).unreduced]
-    for one in itertools.islice(tensors_of((out,)), 1):
-        for x in pending:
-            if not stay_sums(x.dtype, one.dtype):
-                raise VarianceError(
-                    f"{op.name} of {show_value(x)} gives {one.dtype}: rounding a pending sum on each rank is not "
-                    "rounding the sum; reduce it first: psum or psum_scatter over the axis"
-                )
+    result = next(tensors_of((out,)), None)
+    if result is None:
+        return
+    for x in tensors:
+        if get_variance(x).unreduced and not stay_sums(x.dtype, result.dtype):
+            raise VarianceError(
+                f"{op.name} of {show_value(x)} gives {result.dtype}: rounding a pending sum on each rank is not "
+                "rounding the sum; reduce it first: psum or psum_scatter over the axis"
+            )
 
 
 def beside_pending(variance: Variance, to: Variance) -> Variance:

@@ -142,13 +142,13 @@ def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return _held_apart(held, args, kwargs)
 
 
-def hold_as(x: Tensor, like: Tensor) -> Tensor:
+def apart_as(x: Tensor, like: Tensor) -> Tensor:
     """A cotangent with a copy for each rank that has its output apart: of its ranks' sizes torch makes gradients."""
     inner = unwrapped(like)
     if type(inner) is not LocalTensor:
         return x
-    held: Tensor = next(hold_each((x,), call("apart", inner.frame.mesh, inner.frame.axes)))
-    return held
+    (held,), _ = _held_apart(inner.frame, (x,), {})
+    return held  # type: ignore[no-any-return]
 
 
 def _held_apart(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -30,7 +30,7 @@ from fspmd.redistribution.steps import Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.signatures import Place
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import leaf_paths
@@ -105,7 +105,7 @@ def _has_gradient(dispatched: FrameType) -> bool:
     """Whether a torch function gives something that may be differentiated, as far as it is known: no booleans."""
     results = dispatched.f_locals["plan"].results if "plan" in dispatched.f_locals else ()
     specs = results if isinstance(results, tuple) else (results,)
-    return not specs or any(spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs)
+    return not specs or any(is_float(spec.dtype) for spec in specs)
 
 
 def report(x: Tensor, first: Call, trace: Trace) -> Implicit:

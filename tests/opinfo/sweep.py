@@ -43,6 +43,8 @@ MESHES = {
 #: how calls are written: as the database has them; with all arguments by name, the last first; with NumPy's numbers;
 #: or with pending sums for values
 WRITTEN = ("plain", "named", "numpy", "pending")
+#: of these dtypes operands are pending sums, where they are to be
+_PENDING = frozenset({torch.float64, torch.complex128, torch.int64})
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 
 
@@ -266,17 +268,10 @@ def in_steps(x: Any) -> Any:
     return (torch.view_as_complex(exact) if x.is_complex() else exact).requires_grad_(x.requires_grad)
 
 
-#: of these dtypes operands are pending sums, where they are to be
-_PENDING = frozenset({torch.float64, torch.complex128, torch.int64})
-
-
 def terms_of(x: Tensor, count: int) -> Tensor:
     """So many terms, which add up to it."""
-    terms = in_steps(
-        torch.randn((count, *x.shape), dtype=x.dtype)
-        if x.dtype is not torch.int64
-        else torch.randint(-3, 4, (count, *x.shape))
-    )
+    shape = count, *x.shape
+    terms = torch.randint(-3, 4, shape) if x.dtype is torch.int64 else in_steps(torch.randn(shape, dtype=x.dtype))
     terms[-1] = x - terms[:-1].sum(0)
     return terms
 
