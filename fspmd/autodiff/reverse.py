@@ -159,7 +159,7 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
     with DisableTorchFunction():
         for leaf in leaves:
             whole = type(leaf) is Sharded
-            x = leaf.local if whole else leaf
+            x = leaf.block if whole else leaf
             if followed and x.requires_grad:
                 connected = True
                 y = x.view_as(x)

@@ -19,13 +19,13 @@ from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import Sharded, is_plain, pair
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
-from fspmd.transport.frame import frame, groups
+from fspmd.transport.frame import Frame, frame, groups
 from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
@@ -110,6 +110,8 @@ def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:
 def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> Failure | None:
     """Why a value of this type cannot leave under this spec, or None."""
     variance = get_variance(x)
+    if variance is variance_of_spec(partition) and type(x) is Tensor:
+        return None
     shown = f"{path}, {show(x)},"
     if extra := variance.varying & inner - partition.mentioned:
         over = sorted(extra)
@@ -180,12 +182,17 @@ def make_exit(
     if inner_absent and not body.checked:
         share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
 
+    held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
+    kind = LocalTensor if held is not None and held.axes else Tensor
+
     def known(x: Any) -> Any:
-        """The common case: a plain tensor of the right type and of a shape seen before."""
-        if type(x) is Tensor and not body.uneven and (share is None or not _followed(x)):
+        """The common case: a block of the right type, held as its spec says, and of a shape seen before."""
+        if type(x) is kind and not body.uneven and (share is None or not (simulated or _followed(x))):
+            if kind is LocalTensor and (x.frame is not held or x.uneven):
+                return None
             spec = specs.get((x.shape, x.dtype))
             if spec is not None and (getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked):
-                return Sharded(x, spec)
+                return pair(x, spec)
         return None
 
     def leave(x: Any) -> Any:
@@ -198,8 +205,8 @@ def make_exit(
                 x = _typed(x, target, body, outer_axes)
         elif share is not None and (simulated or _followed(x)):
             x = set_variance(apply(x, share), get_variance(x))
-        if simulated and not nested:
-            x = _held(x, partition, body)
+        if held is not None and not nested:
+            x = _held(x, held, body)
         uneven = is_uneven(x) if simulated else body.uneven
         if nested and (not uneven or (not body.uneven and _even_along(x, partition.axes))):
             return _whole(x, partition, body)
@@ -214,14 +221,14 @@ def make_exit(
             spec = _even_spec(x, partition, body)
             if spec.flat and (not spec.even or spec.block_shape != tuple(x.shape)):  # its sizes are told, not measured
                 spec = spec_of_blocks(x, partition, body.mesh, path)
-            if not nested and not simulated:
+            if not nested:
                 specs[x.shape, x.dtype] = spec
-        return _whole(x, spec, body) if nested else Sharded(x, spec)
+        return _whole(x, spec, body) if nested else pair(x, spec)
 
     def failure(x: Any) -> Failure | None:
         return result_failure(x, partition, path, body, outer_axes)
 
-    return Exit(_unknown if nested or simulated else known, leave, failure)
+    return Exit(_unknown if nested else known, leave, failure)
 
 
 def _followed(x: Tensor) -> bool:
@@ -248,13 +255,12 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
     return x
 
 
-def _held(x: Tensor, partition: P, body: Body) -> Tensor:
+def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
     """A simulated result is held apart over exactly the axes its spec names, in memory of its own."""
-    want = frame(body.mesh, partition.axes | partition.unreduced)
-    if frame_of(x, body.mesh) is want:
+    if frame_of(x, body.mesh) is held:
         return x
     with DisableTorchFunction():
-        return apply(x, call("apart", body.mesh, want.axes)).clone()
+        return apply(x, call("apart", body.mesh, held.axes)).clone()
 
 
 def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
@@ -280,7 +286,9 @@ def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
     target = variance_of_spec(spec.partition)
     if getattr(x, ATTRIBUTE, INVARIANT) is not target:
         x = _typed(x, target, body, frozenset())
-    return _held(x, spec.partition, body) if body.mesh.transport == "simulation" else x
+    if body.mesh.transport != "simulation":
+        return x
+    return _held(x, frame(body.mesh, spec.partition.axes | spec.partition.unreduced), body)
 
 
 def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> TensorSpec:

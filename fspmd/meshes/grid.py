@@ -11,8 +11,10 @@ import itertools
 import math
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
+from threading import Lock
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
+from weakref import WeakSet
 
 from fspmd.errors import AxisError, MeshError, ShapeError
 from fspmd.meshes.axes import check_different, check_names, infer_sizes, integers
@@ -23,17 +25,19 @@ __all__ = ["Grid", "lay_out"]
 
 G = TypeVar("G", bound="Grid")
 
+_GRIDS: Final[dict[Any, WeakSet[Grid]]] = {}  # by what equal grids agree on
+_LOCK: Final = Lock()
 _CACHED = 1 << 12  # results kept per grid, and the largest grid whose groups are kept
 
 
 class Grid:
-    """Named axes over global ranks; immutable, and equal to every grid of the same names, shape and ranks.
+    """Named axes over global ranks; immutable. Grids of the same names, shape and ranks are one object.
 
     Deriving one costs a few integers; ranks are listed only by what asks for them (:meth:`groups`, ``list(ranks)``).
     Wherever ``axes`` is taken it is a name or a tuple of names.
     """
 
-    __slots__ = ("_axes", "_cache", "_hash", "_layout", "_map", "_offset", "axis_names", "shape", "size")
+    __slots__ = ("__weakref__", "_axes", "_cache", "_layout", "_map", "_offset", "axis_names", "shape", "size")
 
     axis_names: tuple[str, ...]
     """The names of the axes, major first."""
@@ -43,12 +47,12 @@ class Grid:
     """How many ranks there are."""
     _axes: tuple[Layout, ...]
     _cache: dict[Any, Any]
-    _hash: int
     _layout: Layout
     _map: RankMap | None
     _offset: int
 
-    def _fill(self, axes: Mapping[str, Layout], offset: int, rank_map: RankMap | None, kind: tuple[str, ...]) -> None:
+    def _fill(self, axes: Mapping[str, Layout], offset: int, rank_map: RankMap | None) -> Self:
+        """Set the slots of a new grid; gives the one object of its value."""
         put = object.__setattr__
         names = tuple(axes)
         layouts = tuple(axis.coalesce() for axis in axes.values())
@@ -61,8 +65,24 @@ class Grid:
         put(self, "_offset", offset)
         put(self, "_map", rank_map)
         put(self, "_cache", {})
-        ranks = self.ranks  # equal grids may have different layouts over different maps: hash what they agree on
-        put(self, "_hash", hash((names, sizes, ranks[0], ranks[-1], kind)))
+        return self._interned()
+
+    def _interned(self) -> Self:
+        ranks = self.ranks  # of equal grids the layouts may differ, over different maps; these do not
+        key = (type(self), self._kind(), self.axis_names, tuple(self.shape.values()), ranks[0], ranks[-1])
+        with _LOCK:
+            alike = _GRIDS.setdefault(key, WeakSet())
+            for known in alike:
+                if self._has_ranks_of(known):
+                    return known  # type: ignore[return-value]
+            alike.add(self)
+        return self
+
+    def _has_ranks_of(self, other: Grid) -> bool:
+        """Whether each rank of a grid of the same names and sizes stands at the same place here."""
+        if same_map(self._map, other._map):
+            return self._offset == other._offset and self._axes == other._axes
+        return all(map(operator.eq, self.ranks, other.ranks))
 
     def _kind(self) -> tuple[str, ...]:
         """What else two grids must have in common to be equal."""
@@ -70,9 +90,7 @@ class Grid:
 
     def _like(self, axes: Mapping[str, Layout], offset: int, rank_map: RankMap | None) -> Self:
         """A grid of this one's kind."""
-        made = object.__new__(type(self))
-        made._fill(axes, offset, rank_map, ())
-        return made
+        return object.__new__(type(self))._fill(axes, offset, rank_map)
 
     def _like_ranks(self, shape: Mapping[str, int], ranks: Sequence[int]) -> Self:
         return self._like(*lay_out(shape, ranks))
@@ -321,25 +339,6 @@ class Grid:
         return self._derive(self._layouts(names), self._start(names, through)) == other
 
     # ------------------------------------------------------------------------------------------------------------ value
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Grid):
-            return NotImplemented
-        if (
-            self._hash != other._hash
-            or self.axis_names != other.axis_names
-            or self.shape != other.shape
-            or self._kind() != other._kind()
-        ):
-            return False
-        if same_map(self._map, other._map):
-            return self._offset == other._offset and self._axes == other._axes
-        return all(map(operator.eq, self.ranks, other.ranks))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __repr__(self) -> str:
         return f"mesh({', '.join(f'{name}={size}' for name, size in self.shape.items())})"

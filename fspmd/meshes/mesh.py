@@ -35,7 +35,8 @@ _TRANSPORTS = ("simulation", "process_group", "abstract")
 
 
 class Mesh(Grid):
-    """Named axes over global ranks; immutable, and equal by value: names, shape, ranks, device type and transport.
+    """Named axes over global ranks; immutable. Meshes of the same value (names, shape, ranks, device type and transport)
+    are one object.
 
     Make one with :func:`make_mesh`; derive others by ``mesh["tp"]``, :meth:`flatten`, :meth:`unflatten`, :meth:`split`.
 
@@ -60,8 +61,7 @@ class Mesh(Grid):
         made = object.__new__(cls)
         object.__setattr__(made, "device_type", kind[0])
         object.__setattr__(made, "transport", kind[1])
-        made._fill(axes, offset, rank_map, kind)
-        return made
+        return made._fill(axes, offset, rank_map)
 
     def _kind(self) -> tuple[str, str]:
         return self.device_type, self.transport

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -131,10 +131,14 @@ def default_device_type() -> str:
     return "cpu" if "cpu" in backends else next(iter(backends))
 
 
+#: devices of which a process has one; made once, since each new value asks for its device
+_ALONE: Final = {name: torch.device(name) for name in ("cpu", "meta")}
+
+
 def local_device(device_type: str) -> torch.device:
     """This process's device of a type: the one that LOCAL_RANK names under a launcher, else the current one."""
-    if device_type in ("cpu", "meta"):
-        return torch.device(device_type)
+    if device_type in _ALONE:
+        return _ALONE[device_type]
     module = torch.get_device_module(device_type)
     if not module.is_available():
         return torch.device(device_type)

@@ -205,8 +205,9 @@ def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, str
     key, group = key_of(seed, stream), law.group
     if run.single:
         first, skipped = divmod(run.start, group)
-        values = _groups(first, (skipped + run.length - 1) // group + 1, law, key, device)
-        if len(values) != run.length:
+        count = (skipped + run.length - 1) // group + 1
+        values = _groups(first, count, law, key, device)
+        if count * group != run.length:
             values = values[skipped : skipped + run.length].clone()  # in memory no larger than it
         return values if len(block.shape) == 1 else values.view(block.shape)
     starts, phase = _starts(block, run, group, device)

@@ -29,7 +29,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     """One seed from a generator, by default the CPU's own, which it advances by one draw."""
     device = _CPU if generator is None else generator.device
     with DisableTorchFunction(), outside_transforms() if transforms_active() else _NOTHING:
-        return int(torch.randint(_MASK, (), dtype=torch.int64, device=device, generator=generator))
+        return int(torch.empty((), dtype=torch.int64, device=device).random_(_MASK, generator=generator))
 
 
 def fold_in(seed: int, index: int) -> int:
