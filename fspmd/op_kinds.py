@@ -16,7 +16,13 @@ from torch import Tensor
 # how a transform runs a custom Function
 from fspmd.errors import ArgumentError
 from fspmd.linearity import LINEAR, WHEN, plain_name
-from fspmd.torch_internals import HigherOrderOperator, OpOverload, custom_function_call, is_any_autocast_enabled
+from fspmd.torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    custom_function_call,
+    is_any_autocast_enabled,
+)
 from fspmd.variance import get_variance
 
 Predicate = Callable[..., bool]
@@ -106,13 +112,11 @@ _IN_PLACE_DUNDERS: Final = _names(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__ __idiv__"
 )
+#: those that torch's tags do not tell of
 _RANDOM: Final = _names(
-    "bernoulli bernoulli_ multinomial normal normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ "
-    "poisson binomial rand_like randn_like randint_like dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout "
-    "alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout rrelu "
-    "rrelu_ gumbel_softmax trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ "
-    "sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
-    "fractional_max_pool3d_with_indices multi_head_attention_forward"
+    "dropout1d dropout2d dropout3d gumbel_softmax trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
+    "xavier_normal_ orthogonal_ sparse_ fractional_max_pool2d fractional_max_pool3d "
+    "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices multi_head_attention_forward"
 )
 _RECURRENT: Final = _names("lstm gru rnn_tanh rnn_relu")
 _APART: Final = _RECURRENT | _names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
@@ -191,13 +195,32 @@ _BRANCHES: Final[dict[str, Predicate]] = {
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads the numbers out of 0-d tensors
     "__format__": lambda *args, **kwargs: len(args) > 1 and args[1] != "",
 }
+#: which calls of them draw, where not all do
 _DRAWS: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_RANDOM, _ALWAYS),
     "scaled_dot_product_attention": _draws_in_attention,
-    **dict.fromkeys((name for name in _RANDOM if "dropout" in name and name != "native_dropout"), _draws_in_dropout),
+    **dict.fromkeys(
+        _names(
+            "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout "
+            "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_"
+        ),
+        _draws_in_dropout,
+    ),
     **dict.fromkeys(("rrelu", "rrelu_"), _draws_in_rrelu),
     **dict.fromkeys(_RECURRENT, _draws_in_recurrent),
 }
+
+
+def _draws(name: str, func: Any) -> Predicate | None:
+    """Which calls of a function draw random numbers; of numbers alone they draw what is equal on all ranks."""
+    if name in _DRAWS:
+        return _DRAWS[name]
+    is_op = isinstance(func, OpOverload)
+    tagged = _SEEDED in func.tags if is_op else name not in _OF_NUMBERS and is_tagged(name, _SEEDED)
+    return _ALWAYS if tagged else None
+
+
+_SEEDED: Final = torch.Tag.nondeterministic_seeded
 
 
 def _ragged_index(*args: Any, **kwargs: Any) -> bool:
@@ -273,7 +296,6 @@ def learn(func: Any) -> Op:
     if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
         raise ArgumentError(f"{name}() runs functions that torch compiles, not in bodies. {INSTEAD_OF_COMPILED}")
     schema = getattr(func, "_schema", None)
-    seeded = schema is not None and torch.Tag.nondeterministic_seeded in func.tags
     elementwise = name.startswith(("_foreach_", "_fused_"))
     writes = name not in _NOT_WRITES and (
         name in _IN_PLACE_DUNDERS
@@ -284,7 +306,7 @@ def learn(func: Any) -> Op:
     traits: dict[str, Any] = {
         "python_value": _BRANCHES.get(name),
         "writes": writes,
-        "draws": _DRAWS.get(name, _ALWAYS if seeded else None),
+        "draws": _draws(name, func),
         "ragged": _RAGGED_WHEN.get(name),
         "indexes": name in ("__getitem__", "__setitem__", "narrow", "select"),
         "elementwise": elementwise,
@@ -314,6 +336,20 @@ def name_of(func: Any) -> str:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute if name == "__get__" and attribute in LINEAR else f"{name.strip('_')} {attribute}"
     return str(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_tagged(name: str, tag: torch.Tag) -> bool:
+    """Whether torch says something of an op of that name that gives tensors.
+
+    >>> is_tagged("relu", torch.Tag.pointwise), is_tagged("mm", torch.Tag.pointwise)
+    (True, False)
+    """
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, OpOverloadPacket):
+        return False
+    ops = [getattr(packet, overload) for overload in packet.overloads()]
+    return any(tag in op.tags and [str(out.type) for out in op._schema.returns[:1]] == ["Tensor"] for op in ops)
 
 
 def written_operands(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -35,8 +35,9 @@ _TRANSPORTS = ("simulation", "process_group", "abstract")
 
 
 class Mesh(Grid):
-    """Named axes over global ranks; immutable. Meshes of the same value (names, shape, ranks, device type and transport)
-    are one object.
+    """Named axes over global ranks; immutable.
+
+    Meshes of the same names, shape, ranks, device type and transport are one object.
 
     Make one with :func:`make_mesh`; derive others by ``mesh["tp"]``, :meth:`flatten`, :meth:`unflatten`, :meth:`split`.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.linearity import LINEAR, WHEN, plain_name
-from fspmd.op_kinds import name_of
+from fspmd.op_kinds import is_tagged, name_of
 from fspmd.operators import OPERATORS
 from fspmd.rules import (
     attention,
@@ -105,26 +105,11 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+#: functions of elements that torch's tags do not tell of
 _POINTWISE: Final = _names(
-    "relu sigmoid tanh exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh asinh acosh "
-    "atanh erf erfc erfinv abs absolute sign sgn square reciprocal ceil floor round trunc frac gelu silu mish softplus "
-    "elu selu celu leaky_relu hardtanh relu6 hardsigmoid hardswish logsigmoid softsign tanhshrink clamp clamp_min "
-    "clamp_max clip pow rpow rdiv float_power atan2 arctan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 "
-    "remainder fmod floor_divide eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor "
-    "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift where masked_fill lerp "
-    "addcmul addcdiv copysign nan_to_num logit xlogy digamma lgamma threshold _threshold hardshrink softshrink arccos "
-    "arcsin arctan arccosh arcsinh arctanh fix sinc i0 polygamma mvlgamma nextafter signbit angle "
-    "frexp gcd lcm ldexp igamma igammac gammainc gammaincc heaviside isposinf isneginf isreal isclose polar "
-    "log_sigmoid_forward bool byte char short int long chalf cfloat cdouble "
-    "native_dropout_backward special_erfcx special_i0e special_i1 "
-    "special_i1e special_zeta special_ndtri special_ndtr special_log_ndtr "
-    "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
-    "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
-    "special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
-    "special_laguerre_polynomial_l special_legendre_polynomial_p special_modified_bessel_i0 special_modified_bessel_i1 "
-    "special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_xlog1py "
-    "special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
-    "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0"
+    "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh fix floor_divide gammainc gammaincc hardswish "
+    "isclose isreal log_sigmoid_forward logsigmoid polar rdiv rpow softsign special_ndtr tanhshrink _threshold "
+    "bool byte cdouble cfloat chalf char int long short"
 )
 #: linear in one operand, which stays as it is or only changes its dtype
 _CASTS: Final = _names(
@@ -176,8 +161,10 @@ _BATCHED: Final = {
     "view_as_complex": (1,),
 }
 
+#: that of a function of elements
+POINTWISE: Final = Row(elementwise, free=NUMBERS)
 _BY_DIMS: Final[dict[str, Row]] = {
-    **{name: Row(elementwise, free=NUMBERS) for name in _POINTWISE},
+    **dict.fromkeys(_POINTWISE, POINTWISE),
     "complex": Row(elementwise, weighs=True),
     **{name: Row(elementwise) for name in ELEMENTWISE},  # as ops they have an int for their reduction
     **{name: Row(elementwise) for name in _CASTS},
@@ -351,9 +338,17 @@ def row_of(func: Any) -> Row | None:
     if writes(func) and name in _REWRITTEN:
         return None
     if writes(func):
-        row = _WRITES.get(name) or ROWS.get(name.removesuffix("_"))
+        row = _WRITES.get(name) or _row_by_name(name.removesuffix("_"))
         return row if row is not None and (row.sets or row.rule is elementwise) else None
-    return _OWN.get(func) or ROWS.get(name)
+    return _OWN.get(func) or _row_by_name(name)
+
+
+def _row_by_name(name: str) -> Row | None:
+    """A row of the table, or that of a function of elements, of which torch's tags tell."""
+    row = ROWS.get(name)
+    if row is None and is_tagged(name, torch.Tag.pointwise) and not is_tagged(name, torch.Tag.nondeterministic_seeded):
+        return POINTWISE
+    return row
 
 
 def _is_torch(func: Any) -> bool:
