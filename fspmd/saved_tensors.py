@@ -37,7 +37,7 @@ def is_checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
-class Kept:
+class KeptTensors:
     """What a gradient taken within a checkpointed function needs: kept while this lives, then as the checkpoint has it.
 
     Torch alone would run the whole function again for it, in the midst of its forward, as far as it has come; that

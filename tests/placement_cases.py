@@ -14,7 +14,7 @@ from collective_cases import ADDED, DIFFERENTIABLE, MOVED, NAMES, chunks, draw
 from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, from_callback, from_local, make_mesh
-from fspmd.placing.scatter import Route, _Scatter
+from fspmd.placing.scatter import ScatterRoute, _Scatter
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 
@@ -176,7 +176,7 @@ def _gradients(case: Placement, mesh: Mesh, spec: TensorSpec, source: int, at_so
     got = held.grad if at_source else None
     second = [torch.zeros(0)] if mesh.transport != "simulation" else [torch.zeros(0)] * mesh.size
     if mesh.transport != "simulation":  # in a simulation device_put does not scatter
-        route = Route(spec, case.source, _place(mesh), mesh.device)
+        route = ScatterRoute(spec, case.source, _place(mesh), mesh.device)
         anchor = (case.whole if at_source else torch.zeros(0, dtype=spec.dtype)).requires_grad_()
         block = _Scatter.apply(anchor, route)
         cotangent = torch.ones_like(block).requires_grad_()

@@ -36,7 +36,7 @@ from fspmd.local_view.closures import INNER, depends_on_others
 from fspmd.local_view.modes import leave_to_python
 from fspmd.local_view.tracking import own
 from fspmd.remembered import ask_gradient, hold_casts, let_go
-from fspmd.saved_tensors import Kept, is_checkpointed, without_saved_tensor_hooks
+from fspmd.saved_tensors import KeptTensors, is_checkpointed, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 from fspmd.trees import parameter_names
@@ -105,7 +105,7 @@ def _trace(
     has_aux: bool,
     labels: Callable[[], list[tuple[Any, str]]],
     what: str,
-) -> tuple[list[Tensor], Any, Any, bool, Kept | None]:
+) -> tuple[list[Tensor], Any, Any, bool, KeptTensors | None]:
     """Run a function of a tree on fresh autograd leaves (connected to what the primals came from) and give its result.
 
     The fourth says whether gradients must be differentiable: inside another derivative, or where the function depends
@@ -130,7 +130,7 @@ def _trace(
         if followed and not is_checkpointed():
             out = run(tree)
         else:
-            kept = Kept()
+            kept = KeptTensors()
             with torch.enable_grad(), kept.saving():
                 out = run(tree)
     finally:
@@ -182,7 +182,7 @@ def _autograd(
     inputs: list[Tensor],
     create: bool,
     retain: bool,
-    kept: Kept | None,
+    kept: KeptTensors | None,
 ) -> list[Any]:
     """Gradients that lie as the leaves, of what ``kept`` has, which lives until they are there."""
     inner = state.body

@@ -25,7 +25,7 @@ from fspmd.collectives.operands import (
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, Reshape, Rows, Step, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, Reshape, Rows, T, run
 from fspmd.collectives.uneven_rows import exchange_rows
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
@@ -105,7 +105,7 @@ def _all_to_all(
     count = len(index_groups[0]) if index_groups else n
     names = ("axis", "axis") if what == "pswapaxes" else ("split_axis", "concat_axis")
 
-    def build(i: int, leaf: Tensor) -> Step:
+    def build(i: int, leaf: Tensor) -> LeafCollective:
         variance = varying_operand(body, leaf, axes, what)
         split = check_dim(dims[0], leaf.ndim, what, names[0])
         concat = check_dim(dims[1], leaf.ndim, what, names[1])
@@ -115,7 +115,7 @@ def _all_to_all(
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         after = variance.moved(axes, "V") if body.checked else INVARIANT
         rows = _exchange_rows(body, leaf, axes, o, back)
-        return Step(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
+        return LeafCollective(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 

@@ -27,7 +27,7 @@ from fspmd.collectives.operands import (
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, Rows, Step, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, Rows, T, run
 from fspmd.collectives.uneven_rows import gather_rows, scatter_rows
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name, quoted
@@ -110,7 +110,7 @@ def all_gather(
     check_alike(body, leaves, axes, what, axis, size)
     name, letter = _GATHER_ROWS[to] if body.checked else _GATHER_ROWS["varying"]
 
-    def build(i: int, leaf: Tensor) -> Step:
+    def build(i: int, leaf: Tensor) -> LeafCollective:
         variance = varying_operand(body, leaf, axes, what)
         if letter == "R" and body.checked and not variance.varying.intersection(axes):
             axis_name = as_axis_name(axes)
@@ -146,7 +146,7 @@ def _gather_step(
     lengths: tuple[int, ...] | None,
     index_groups: Any,
     after: Variance,
-) -> Step:
+) -> LeafCollective:
     o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
     rows: Rows | None = None
     if lengths is not None and body.transport.coalesces:
@@ -162,7 +162,7 @@ def _gather_step(
         on_rows = call(name, body.mesh, axes, Options(index_groups=index_groups))
         rows = Rows(on_rows, lambda leaf: leaf.reshape(1, -1), back)
     before = None if tiled else (lambda leaf: leaf.unsqueeze(dim))
-    return Step(call(name, body.mesh, axes, o), after, before, rows=rows)
+    return LeafCollective(call(name, body.mesh, axes, o), after, before, rows=rows)
 
 
 @overload
@@ -226,7 +226,7 @@ def psum_scatter(
     check_alike(body, leaves, axes, what)
     count = len(index_groups[0]) if index_groups else n
 
-    def build(i: int, leaf: Tensor) -> Step:
+    def build(i: int, leaf: Tensor) -> LeafCollective:
         variance = get_variance(leaf)
         letter = one_state(leaf, variance, axes, what) if body.checked else "V"
         if letter == "R":
@@ -257,7 +257,7 @@ def psum_scatter(
             rows = _scatter_rows(body, leaf, axes, name, dim, tiled, count, index_groups)
         elif body.transport.coalesces:
             rows = scatter_rows(body, leaf, axes, name, dim, lengths)
-        return Step(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
+        return LeafCollective(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
 

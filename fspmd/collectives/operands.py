@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body, state
-from fspmd.collectives.steps import Handle, Rows, Step
+from fspmd.collectives.steps import Handle, LeafCollective, Rows
 from fspmd.errors import ArgumentError, FspmdError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
@@ -51,12 +51,12 @@ _LEAF = optree.tree_structure(0)
 
 
 def steps_of(
-    leaves: list[Any], treedef: optree.PyTreeSpec, what: str, build: Callable[[int, Any], Step | None]
-) -> list[Step | None]:
+    leaves: list[Any], treedef: optree.PyTreeSpec, what: str, build: Callable[[int, Any], LeafCollective | None]
+) -> list[LeafCollective | None]:
     """A step per leaf; of a tree, every leaf that does not fit is in one message."""
     if treedef == _LEAF:
         return [build(0, leaves[0])]
-    steps: list[Step | None] = []
+    steps: list[LeafCollective | None] = []
     failures = []
     for i, leaf in enumerate(leaves):
         try:
@@ -73,18 +73,20 @@ def tensor_leaves(tree: Any, what: str) -> tuple[list[Any], Any]:
     return [leaf if is_plain(leaf) else torch.as_tensor(leaf) for leaf in leaves], treedef
 
 
-def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> Step:
+def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> LeafCollective:
     """A step whose call acts element by element, so that any shape can be packed as one row."""
     shape = tuple(x.shape)
-    return Step(the_call, after, rows=Rows(the_call, lambda leaf: leaf.reshape(1, -1), lambda row: row.reshape(shape)))
+    return LeafCollective(
+        the_call, after, rows=Rows(the_call, lambda leaf: leaf.reshape(1, -1), lambda row: row.reshape(shape))
+    )
 
 
-def then(step: Step, after: Callable[[Tensor], Tensor]) -> Step:
+def then(step: LeafCollective, after: Callable[[Tensor], Tensor]) -> LeafCollective:
     rows = step.rows
     if rows is not None:
         back = rows.back
         rows = Rows(rows.call, rows.into, lambda row: after(back(row)))
-    return Step(step.call, step.variance, step.before, after, rows)
+    return LeafCollective(step.call, step.variance, step.before, after, rows)
 
 
 def one_state(x: Tensor, variance: Variance, axes: tuple[str, ...], what: str) -> str:

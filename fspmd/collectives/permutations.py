@@ -19,7 +19,7 @@ from fspmd.collectives.operands import (
     tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, Step, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, T, run
 from fspmd.pairs import Call, call
 from fspmd.transport import Options
 from fspmd.variance import INVARIANT
@@ -114,7 +114,7 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -
 def _moved(
     body: Body, leaves: list[Tensor], treedef: Any, axes: tuple[str, ...], the_call: Call, wait: bool, what: str
 ) -> Any:
-    def build(i: int, leaf: Tensor) -> Step:
+    def build(i: int, leaf: Tensor) -> LeafCollective:
         after = varying_operand(body, leaf, axes, what).moved(axes, "V") if body.checked else INVARIANT
         leaves[i] = as_varying(body, leaf, after)
         return elementwise_step(the_call, after, leaf)

@@ -23,7 +23,7 @@ from fspmd.collectives.operands import (
     then,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, Step, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, T, run
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call, watched
@@ -101,7 +101,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
     count = _count(body, axes, n, index_groups)
     mean = what == "pmean"
 
-    def build(i: int, leaf: Any) -> Step | None:
+    def build(i: int, leaf: Any) -> LeafCollective | None:
         if not is_plain(leaf):  # a Python number: no communication
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
             return None
@@ -131,7 +131,7 @@ def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
     return set_variance(count, Variance(varying=axes)) if body.checked else count
 
 
-def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, what: str) -> Step:
+def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, what: str) -> LeafCollective:
     variance = get_variance(x)
     letter = one_state(x, variance, axes, what) if body.checked else "V"
     if letter == "R":
@@ -148,7 +148,7 @@ def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, 
     return elementwise_step(call(name, body.mesh, axes, Options(index_groups=index_groups)), after, x)
 
 
-def _remember_psum(body: Body, axis_name: str, x: Tensor, step: Step) -> None:
+def _remember_psum(body: Body, axis_name: str, x: Tensor, step: LeafCollective) -> None:
     """The fast path of `psum`: known types need no more checks."""
     variance = getattr(x, ATTRIBUTE, None)
     if not body.checked or (variance is not None and axis_name in variance.varying):
@@ -243,7 +243,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
     if within is None:
         check_alike(body, leaves, axes, what)
 
-    def build(i: int, leaf: Any) -> Step | None:
+    def build(i: int, leaf: Any) -> LeafCollective | None:
         if not is_plain(leaf):
             return None
         check_adds(leaf.dtype, what, op)
@@ -255,7 +255,9 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         count = call(sums, body.mesh, axes, Options(index_groups=index_groups))
         if transforms_active() or forward_ad._current_level >= 0:
-            return Step(None, after, after=lambda x: _Extremum.apply(x, watched(x, find), watched(x, count), within))
+            return LeafCollective(
+                None, after, after=lambda x: _Extremum.apply(x, watched(x, find), watched(x, count), within)
+            )
         x = leaves[i]
         followed = x.requires_grad and torch.is_grad_enabled()
         if followed or within is not None:
@@ -311,7 +313,7 @@ def _shared(g: Tensor, saved: tuple[Tensor, Tensor], count: Call, within: Within
     return (g * hit / apply(hit if within is None else within.count(hit), count)).to(x.dtype)
 
 
-def _operand(body: Body, x: Tensor, axes: tuple[str, ...], step: Step) -> Tensor:
+def _operand(body: Body, x: Tensor, axes: tuple[str, ...], step: LeafCollective) -> Tensor:
     variance = get_variance(x)
     if step.call is not None and step.call.pair.source == "V":
         return as_varying(body, x, variance.moved(axes, "V"))

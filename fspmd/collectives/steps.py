@@ -38,7 +38,7 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Step:
+class LeafCollective:
     """What one collective does to one leaf."""
 
     call: Call | None  # None: no communication, `after` does it all
@@ -114,7 +114,7 @@ for _shown, _names in {
 
 
 def run(
-    body: Body, leaves: list[Any], steps: list[Step | None], treedef: optree.PyTreeSpec, wait: bool, what: str
+    body: Body, leaves: list[Any], steps: list[LeafCollective | None], treedef: optree.PyTreeSpec, wait: bool, what: str
 ) -> Any:
     """Run every step; a leaf whose step is None stays as it is."""
     if wait is not True and wait is not False:
@@ -143,7 +143,7 @@ def run(
     return finish() if wait else Handle(finish)
 
 
-def _packs(body: Body, leaves: list[Any], steps: list[Step | None]) -> list[list[int]]:
+def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[list[int]]:
     packs: dict[Any, list[int]] = {}
     for i, step in enumerate(steps):
         if step is None:
@@ -163,7 +163,7 @@ def _begin(x: Tensor, call: Call, wait: bool) -> Callable[[], Tensor]:
 
 
 def _start_one(
-    leaves: list[Any], steps: list[Step | None], members: list[int], results: list[Any], wait: bool
+    leaves: list[Any], steps: list[LeafCollective | None], members: list[int], results: list[Any], wait: bool
 ) -> Callable[[], None]:
     (i,) = members
     step, x = steps[i], leaves[i]
@@ -180,7 +180,7 @@ def _start_one(
 
 
 def _start_packed(
-    leaves: list[Any], steps: list[Step | None], members: list[int], results: list[Any], wait: bool
+    leaves: list[Any], steps: list[LeafCollective | None], members: list[int], results: list[Any], wait: bool
 ) -> Callable[[], None]:
     chosen = [(i, step.rows) for i in members if (step := steps[i]) is not None and step.rows is not None]
     parts = [rows.into(leaves[i]) for i, rows in chosen]

@@ -113,7 +113,7 @@ def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence
         return None
 
 
-class _Operand(torch.autograd.Function):
+class _Tied(torch.autograd.Function):
     """The identity, whose gradient depends on what it depends on elsewhere."""
 
     @staticmethod
@@ -144,5 +144,5 @@ class _Result(torch.autograd.Function):
         return g, None, None
 
 
-_operand = super(torch.autograd.Function, _Operand).apply  # what Function.apply calls when no transform is active
+_operand = super(torch.autograd.Function, _Tied).apply  # what Function.apply calls when no transform is active
 _result = super(torch.autograd.Function, _Result).apply

@@ -183,7 +183,7 @@ def make_exit(
         share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
 
     held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
-    kind = LocalTensor if held is not None and held.axes else Tensor
+    kind: Any = LocalTensor if held is not None and held.axes else Tensor
 
     def known(x: Any) -> Any:
         """The common case: a block of the right type, held as its spec says, and of a shape seen before."""

@@ -229,7 +229,7 @@ def _wrap_recomputation() -> None:
                         set_variance(x, variance)
             mode = mode_for(body, None if tracker is None else tracker.body)
             with again(body, mode), later(), recomputing(), forgetting(casts=False):
-                return fn(*(x.value if type(x) is _Kept else x for x in args), **kw)
+                return fn(*(x.value if type(x) is _KeptArgument else x for x in args), **kw)
 
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
         return _forgetting(original(run, *_keep_sharded(given), **kwargs))
@@ -237,7 +237,7 @@ def _wrap_recomputation() -> None:
     setattr(torch_checkpoint, name, generator)
 
 
-class _Kept:
+class _KeptArgument:
     """A `Sharded` that is computed with again: torch would save its shell, without the block."""
 
     __slots__ = ("value",)
@@ -248,7 +248,7 @@ class _Kept:
 
 def _keep_sharded(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        _Kept(x) if type(x) is Sharded else _keep_sharded(x) if type(x) is tuple and i == 0 else x
+        _KeptArgument(x) if type(x) is Sharded else _keep_sharded(x) if type(x) is tuple and i == 0 else x
         for i, x in enumerate(given)
     )
 

@@ -36,12 +36,12 @@ def parted(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         row = [other if arg is x else arg for arg in args]
         return tuple(func(*row, **{name: other if arg is x else arg for name, arg in kwargs.items()}))
 
-    found: tuple[Tensor, ...] = _Parts.apply(_Cut(cut, join, dim), x)
+    found: tuple[Tensor, ...] = _Parts.apply(_TakenApart(cut, join, dim), x)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _TakenApart:
     """How a value is taken apart, and what makes one of such parts."""
 
     apart: Callable[[Tensor], tuple[Tensor, ...]]
@@ -54,9 +54,9 @@ class _Cut:
         whole: Tensor = _Joined.apply(self, *filled)
         return whole
 
-    def batched(self) -> _Cut:
+    def batched(self) -> _TakenApart:
         """The same of values with one more dim in front."""
-        return _Cut(torch.vmap(self.apart), self.join, self.dim + (self.dim >= 0))
+        return _TakenApart(torch.vmap(self.apart), self.join, self.dim + (self.dim >= 0))
 
     def _zeros(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         with outside_transforms():
@@ -75,7 +75,7 @@ def _likes(parts: Iterable[Tensor]) -> list[Like]:
 
 class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(cut: _Cut, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(cut: _TakenApart, x: Tensor) -> tuple[Tensor, ...]:
         return cut.apart(x)
 
     @staticmethod
@@ -92,14 +92,14 @@ class _Parts(torch.autograd.Function):
         return ctx.cut.apart(tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[None, int], cut: _Cut, x: Tensor) -> Any:
+    def vmap(info: Any, in_dims: tuple[None, int], cut: _TakenApart, x: Tensor) -> Any:
         found = _Parts.apply(cut.batched(), x.movedim(in_dims[1], 0))
         return found, (0,) * len(found)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(cut: _Cut, *parts: Tensor) -> Tensor:
+    def forward(cut: _TakenApart, *parts: Tensor) -> Tensor:
         return cut.join(parts, cut.dim)
 
     @staticmethod
@@ -116,7 +116,7 @@ class _Joined(torch.autograd.Function):
         return ctx.cut.joined(tangents, ctx.likes)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], cut: _Cut, *parts: Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], cut: _TakenApart, *parts: Tensor) -> tuple[Tensor, int]:
         rows = [
             part.expand(info.batch_size, *[-1] * part.ndim) if dim is None else part.movedim(dim, 0)
             for part, dim in zip(parts, in_dims[1:], strict=True)

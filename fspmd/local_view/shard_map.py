@@ -46,7 +46,7 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
-class _Decorator(Protocol):
+class _ShardMapDecorator(Protocol):
     def __call__(self, f: Callable[Q, R], /) -> Callable[Q, R]: ...
 
 
@@ -69,7 +69,7 @@ def shard_map(
     out_specs: Any,
     axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
-) -> _Decorator: ...
+) -> _ShardMapDecorator: ...
 def shard_map(
     f: Callable[..., Any] | None = None,
     *,

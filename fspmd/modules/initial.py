@@ -11,7 +11,7 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.modules.plans import make_plan
-from fspmd.modules.recording import Recorder, Ref, ref_of
+from fspmd.modules.recording import InitRecorder, Ref, ref_of
 from fspmd.modules.replaying import Replay
 from fspmd.modules.styles import Style
 from fspmd.outside import the_mesh
@@ -67,7 +67,7 @@ def init_sharded(
             f"init_sharded got {described(module_fn)} for module_fn; give it a function that makes the module: "
             "lambda: Transformer(config)"
         )
-    tape = Recorder(mesh.device)
+    tape = InitRecorder(mesh.device)
     tape.value_of = lambda ref: _known_value(tape, ref, mesh)
     with tape:
         module = module_fn()
@@ -90,7 +90,7 @@ def init_sharded(
     return module, {k: placed[k] for k in parameters}, {k: x for k, x in placed.items() if k not in parameters}
 
 
-def _check_made(tape: Recorder, refs: Mapping[str, Ref]) -> None:
+def _check_made(tape: InitRecorder, refs: Mapping[str, Ref]) -> None:
     """Whether the tape tells how each tensor was made."""
     for name, ref in refs.items():
         if not tape.has(ref):
@@ -105,7 +105,7 @@ def _check_made(tape: Recorder, refs: Mapping[str, Ref]) -> None:
             )
 
 
-def _known_value(tape: Recorder, ref: Ref, mesh: Mesh) -> Tensor | None:
+def _known_value(tape: InitRecorder, ref: Ref, mesh: Mesh) -> Tensor | None:
     """A value that Python asks for, unless it is random."""
     replay = Replay(tape, {ref: P()}, mesh)
     return None if replay.draws or not tape.has(ref) else cast(Tensor, device_get(replay.run().value(ref)))

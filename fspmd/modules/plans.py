@@ -29,7 +29,7 @@ from fspmd.wrapping import wraps
 
 
 @dataclass(frozen=True)
-class Row:
+class PlacedLeaf:
     """What became of one leaf: its name, the pattern that placed it (None: no one did), and its layout."""
 
     name: str
@@ -47,7 +47,7 @@ class ParallelPlan:
 
     styles: Mapping[str, Style]
     mesh: Mesh
-    rows: tuple[Row, ...]
+    rows: tuple[PlacedLeaf, ...]
     _placed: dict[str, Placed | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _heard: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # patterns that have acted
 
@@ -333,7 +333,7 @@ def _with_axis(style: Any, pattern: str, mesh: Mesh, axis: str | None, failures:
 
 def _rows(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], styles: Mapping[str, Style], mesh: Mesh, what: str
-) -> Iterator[Row]:
+) -> Iterator[PlacedLeaf]:
     for name, (shape, dtype) in shapes.items():
         decided, partition = None, P()
         for pattern, style in styles.items():
@@ -344,4 +344,4 @@ def _rows(
                     decided, partition = pattern, laid_out(P(), len(shape), _axis_of(style), layout)
                 except ArgumentError as error:
                     raise ArgumentError(f"{what}: {name!r} under {pattern!r} ({style!r}): {error}") from None
-        yield Row(name, decided, TensorSpec(mesh, partition, shape, dtype))
+        yield PlacedLeaf(name, decided, TensorSpec(mesh, partition, shape, dtype))

@@ -38,7 +38,7 @@ def ref_of(x: Tensor) -> Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedCall:
     """A recorded call: its arguments with Refs in them, and what it makes or writes."""
 
     func: Any
@@ -99,16 +99,16 @@ _META: Final = torch.device("meta")
 _TO_DEVICE: Final = {Tensor.cpu, Tensor.cuda}
 
 
-class Recorder(TorchFunctionMode):
-    """Records, within ``with Recorder(device) as tape:``, what makes and writes tensors.
+class InitRecorder(TorchFunctionMode):
+    """Records, within ``with InitRecorder(device) as tape:``, what makes and writes tensors.
 
     New tensors are on the meta device. Libraries initialise nothing there, so these say that they are on ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.steps: list[Step] = []
-        self.views: dict[Ref, tuple[Ref, Step | None]] = {}
+        self.steps: list[RecordedCall] = []
+        self.views: dict[Ref, tuple[Ref, RecordedCall | None]] = {}
         self.meta_on_purpose: set[int] = set()  # memory that module_fn itself has put on the meta device
         self.value_of: Callable[[Ref], Tensor | None] = lambda ref: None  # for Python that asks for it
         self._known: dict[int, Tensor] = {}  # one tensor per memory, which keeps its number from being used again
@@ -190,12 +190,14 @@ class Recorder(TorchFunctionMode):
         with _META:  # for functions that make tensors
             return func(*args, **named)
 
-    def _step(self, func: Any, args: Any, kwargs: Any, makes: tuple[Ref, ...] = (), writes: Ref | None = None) -> Step:
+    def _step(
+        self, func: Any, args: Any, kwargs: Any, makes: tuple[Ref, ...] = (), writes: Ref | None = None
+    ) -> RecordedCall:
         def with_ref(x: Any) -> Any:
             return ref_of(x) if isinstance(x, Tensor) and x.is_meta else x
 
         args, kwargs = optree.tree_map(with_ref, (tuple(args), kwargs))
-        return Step(func, args, kwargs, makes, writes, torch.get_default_dtype())
+        return RecordedCall(func, args, kwargs, makes, writes, torch.get_default_dtype())
 
     def _record(self, func: Any, args: Any, kwargs: Any, **what: Any) -> None:
         self.steps.append(self._step(func, args, kwargs, **what))
@@ -241,7 +243,7 @@ class Recorder(TorchFunctionMode):
             step = self._step(getattr(Tensor, name_of(func).removesuffix("_")), (ref, *args[1:]), kwargs)
             self.views[now] = ref, step
 
-    def _view(self, ref: Ref, step: Step | None, before: list[tuple[Tensor, int, Ref]]) -> None:
+    def _view(self, ref: Ref, step: RecordedCall | None, before: list[tuple[Tensor, int, Ref]]) -> None:
         """Other parts of known memory; of the same part nothing is to be told."""
         base = next((base for _, _, base in before if base.storage == ref.storage), None)
         if base is not None and ref != base:
@@ -251,7 +253,7 @@ class Recorder(TorchFunctionMode):
         """What stands for a tensor that has values."""
         made = real.to(_META)
         self._known[made.untyped_storage()._cdata] = made
-        self.steps.append(Step(_itself, (_Real(real),), {}, (ref_of(made),), None, torch.get_default_dtype()))
+        self.steps.append(RecordedCall(_itself, (_Real(real),), {}, (ref_of(made),), None, torch.get_default_dtype()))
         return made
 
     def _take_over(self, parameter: nn.Parameter) -> None:

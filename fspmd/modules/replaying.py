@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
-from fspmd.modules.recording import INITS, Recorder, Ref, Step
+from fspmd.modules.recording import INITS, InitRecorder, RecordedCall, Ref
 from fspmd.op_kinds import name_of
 from fspmd.placing import creation
 from fspmd.placing.placement import device_put
@@ -30,7 +30,7 @@ class Replay:
     alike, so that no rank holds the whole of a cut tensor.
     """
 
-    def __init__(self, tape: Recorder, wanted: Mapping[Ref, P], mesh: Mesh) -> None:
+    def __init__(self, tape: InitRecorder, wanted: Mapping[Ref, P], mesh: Mesh) -> None:
         self.tape, self.mesh = tape, mesh
         self.layouts = dict(wanted)
         self.values: dict[Ref, Any] = {}
@@ -43,7 +43,7 @@ class Replay:
                     for read in step.reads:
                         self._lay_out(read, like=ref)
 
-    def _needed(self, needed: set[int]) -> Iterator[Step]:
+    def _needed(self, needed: set[int]) -> Iterator[RecordedCall]:
         """From the last to the first: not those whose results are overwritten unseen."""
         whole = {ref for step in self.tape.steps for ref in step.makes}
         lost: set[int] = set()
@@ -119,7 +119,7 @@ class Replay:
             return x
         return device_put(x, layout, mesh=self.mesh)
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: RecordedCall) -> None:
         if step.writes is not None:
             self._write(step)
             return
@@ -128,7 +128,7 @@ class Replay:
         for ref, x in zip(step.makes, leaves, strict=True):
             self.values[ref] = self._placed(x, ref)
 
-    def _made(self, step: Step, args: Any, kwargs: Any) -> Any:
+    def _made(self, step: RecordedCall, args: Any, kwargs: Any) -> Any:
         if step.reads:
             devices = (torch.device, str) if step.func is Tensor.to else torch.device
             args = tuple(self.mesh.device if isinstance(x, devices) else x for x in args)
@@ -141,7 +141,7 @@ class Replay:
 
     # --- writes ------------------------------------------------------------------------------------------------------
 
-    def _write(self, step: Step) -> None:
+    def _write(self, step: RecordedCall) -> None:
         """Where it lies, if it can be; parts by numbers under a mask, others moved there and back."""
         assert step.writes is not None
         root = step.writes
@@ -163,13 +163,13 @@ class Replay:
         called(step.func, self._given(step.args), self._given(step.kwargs))
         return None
 
-    def _missing(self, step: Step) -> None:
+    def _missing(self, step: RecordedCall) -> None:
         raise ArgumentError(
             f"init_sharded: the constructor calls {name_of(step.func)}() on a part of a tensor that it took in a way "
             "that was not seen; write into weight[...]"
         )
 
-    def _write_gathered(self, ref: Ref, step: Step) -> None:
+    def _write_gathered(self, ref: Ref, step: RecordedCall) -> None:
         """What needs the whole: done on a copy that every rank has."""
         sharded = self.values[ref]
         self.values[ref] = device_put(sharded, P(), mesh=self.mesh).clone()
@@ -256,13 +256,13 @@ def _with_ones(whole: Ref, part: Ref, slices: list[slice], dims: dict[int, int])
     return Box(tuple(slices), order, part.shape == whole.shape and order == tuple(range(len(whole.shape))))
 
 
-def _write_masked(step: Step, whole: Any, mask: Any) -> None:
+def _write_masked(step: RecordedCall, whole: Any, mask: Any) -> None:
     written = whole.clone()
     called(step.func, (written, *step.args[1:]), step.kwargs)
     whole.copy_(torch.where(mask, written, whole))
 
 
-def _of_numbers(step: Step) -> bool:
+def _of_numbers(step: RecordedCall) -> bool:
     """Whether a write is by numbers alone, each element by itself."""
     return name_of(step.func) in _BY_NUMBERS and not any(
         isinstance(x, (Tensor, Ref)) for x in optree.tree_leaves((step.args[1:], step.kwargs))

@@ -30,7 +30,7 @@ from fspmd.transport.randomness import draw_seed
 Size = int | tuple[int, ...] | list[int]
 
 
-class Options(TypedDict, total=False):
+class CreationOptions(TypedDict, total=False):
     """What every function here takes besides."""
 
     spec: P
@@ -40,13 +40,13 @@ class Options(TypedDict, total=False):
     requires_grad: bool
 
 
-class RandomOptions(Options, total=False):
+class RandomOptions(CreationOptions, total=False):
     """What those that draw take besides."""
 
     generator: torch.Generator | None
 
 
-def zeros(*size: Size, **options: Unpack[Options]) -> Sharded:
+def zeros(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
     """Zeros.
 
     >>> from fspmd import make_mesh, zeros
@@ -56,7 +56,7 @@ def zeros(*size: Size, **options: Unpack[Options]) -> Sharded:
     return _made(torch.zeros, _spec(torch.zeros, size, options), options)
 
 
-def ones(*size: Size, **options: Unpack[Options]) -> Sharded:
+def ones(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
     """Ones.
 
     >>> from fspmd import device_get, make_mesh, ones
@@ -66,7 +66,7 @@ def ones(*size: Size, **options: Unpack[Options]) -> Sharded:
     return _made(torch.ones, _spec(torch.ones, size, options), options)
 
 
-def empty(*size: Size, **options: Unpack[Options]) -> Sharded:
+def empty(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
     """Memory as it comes, to be written.
 
     >>> from fspmd import empty, make_mesh
@@ -76,7 +76,7 @@ def empty(*size: Size, **options: Unpack[Options]) -> Sharded:
     return _made(torch.empty, _spec(torch.empty, size, options), options)
 
 
-def full(size: Size, fill_value: complex, **options: Unpack[Options]) -> Sharded:
+def full(size: Size, fill_value: complex, **options: Unpack[CreationOptions]) -> Sharded:
     """One number everywhere, which gives the dtype, as in torch.
 
     >>> from fspmd import full, make_mesh
@@ -87,7 +87,7 @@ def full(size: Size, fill_value: complex, **options: Unpack[Options]) -> Sharded
     return _made(torch.full, _spec(torch.full, (shape, fill_value), options), options, fill_value)
 
 
-def arange(*bounds: float, **options: Unpack[Options]) -> Sharded:
+def arange(*bounds: float, **options: Unpack[CreationOptions]) -> Sharded:
     """``arange(end)``, ``arange(start, end)`` or ``arange(start, end, step)``.
 
     Integers are torch's; floats are ``start + i * step`` rounded once, where torch's may be a rounding off.
@@ -104,7 +104,7 @@ def arange(*bounds: float, **options: Unpack[Options]) -> Sharded:
     return _numbered(lambda index: index.to(exact).mul_(step).add_(start), spec, options)
 
 
-def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -> Sharded:
+def linspace(start: float, end: float, steps: int, **options: Unpack[CreationOptions]) -> Sharded:
     """``steps`` numbers from ``start`` to ``end``, both included; rounded once, where torch's may be a rounding off.
 
     >>> from fspmd import device_get, linspace, make_mesh
@@ -123,7 +123,7 @@ def linspace(start: float, end: float, steps: int, **options: Unpack[Options]) -
     return _numbered(number, spec, options)
 
 
-def eye(n: int, m: int | None = None, **options: Unpack[Options]) -> Sharded:
+def eye(n: int, m: int | None = None, **options: Unpack[CreationOptions]) -> Sharded:
     """[n, m]: ones on the diagonal, elsewhere zeros.
 
     >>> from fspmd import device_get, eye, make_mesh
@@ -215,12 +215,14 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
 # --- checks, and what the functions share ---------------------------------------------------------------------------
 
 
-_PLAIN: Final = frozenset(Options.__annotations__)
+_PLAIN: Final = frozenset(CreationOptions.__annotations__)
 _DRAWN: Final = frozenset(RandomOptions.__annotations__)
 _RANDOM: Final = frozenset((torch.rand, torch.randn, torch.randint, torch.randperm))
 
 
-def _spec(function: Callable[..., Tensor], args: tuple[Any, ...], options: Options, name: str = "") -> TensorSpec:
+def _spec(
+    function: Callable[..., Tensor], args: tuple[Any, ...], options: CreationOptions, name: str = ""
+) -> TensorSpec:
     """How a new value lies, of the shape and dtype that torch's function gives of these arguments."""
     name = name or function.__name__
     known = _DRAWN if function in _RANDOM else _PLAIN
@@ -277,14 +279,14 @@ def _meta(function: Callable[..., Tensor], *args: Any, dtype: torch.dtype | None
         ) from error
 
 
-def _made(function: Callable[..., Tensor], spec: TensorSpec, options: Options, *args: Any) -> Sharded:
+def _made(function: Callable[..., Tensor], spec: TensorSpec, options: CreationOptions, *args: Any) -> Sharded:
     """Blocks that torch's own function makes of their shape."""
     device = spec.mesh.device
     made = fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
     return _followed(made, options)
 
 
-def _numbered(number: Callable[[Tensor], Tensor], spec: TensorSpec, options: Options) -> Sharded:
+def _numbered(number: Callable[[Tensor], Tensor], spec: TensorSpec, options: CreationOptions) -> Sharded:
     """A vector of which an element is a function of its index."""
     device = spec.mesh.device
 
@@ -301,5 +303,5 @@ def _drawn(
     return _followed(drawn(spec, law, spec.mesh.device, then, options.get("generator")), options)
 
 
-def _followed(made: Sharded, options: Options) -> Sharded:
+def _followed(made: Sharded, options: CreationOptions) -> Sharded:
     return made.requires_grad_() if options.get("requires_grad") else made

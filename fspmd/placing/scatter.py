@@ -25,7 +25,7 @@ from fspmd.watching.watch import announce
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ScatterRoute:
     """How the blocks of one tensor go from the source to every rank, and their gradients back."""
 
     spec: TensorSpec
@@ -121,7 +121,7 @@ def _as_tensor(leaf: Any) -> str:
     return "give it None in specs to leave it as it is"
 
 
-class Row(NamedTuple):
+class AnnouncedLeaf(NamedTuple):
     """What the other ranks hear of one leaf."""
 
     label: str
@@ -169,7 +169,7 @@ def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, treedef
 
 
-def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpec, list[Row]]:
+def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpec, list[AnnouncedLeaf]]:
     """All that the other ranks need to know of the leaves, on the source."""
     what, mesh = source.what, source.mesh
     if tree is None:
@@ -186,9 +186,11 @@ def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpe
     labels = leaf_paths(tree, "tree", is_sharded)
     check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what)
     rows = [
-        Row(label, partition, leaf)
+        AnnouncedLeaf(label, partition, leaf)
         if leaf is None or partition is None
-        else Row(label, partition, None, tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled())
+        else AnnouncedLeaf(
+            label, partition, None, tuple(leaf.shape), leaf.dtype, leaf.requires_grad and torch.is_grad_enabled()
+        )
         for label, leaf, partition in zip(labels, leaves, partitions, strict=True)
     ]
     try:
@@ -201,7 +203,7 @@ def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpe
     return treedef, rows
 
 
-def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[Row], source: Source) -> str:
+def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[AnnouncedLeaf], source: Source) -> str:
     """What this rank passes that does not fit, in words."""
     leaves: list[Any] = [None] * len(rows)
     if tree is not None:
@@ -215,19 +217,19 @@ def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[Ro
     return next(filter(None, found), "")
 
 
-def _place(row: Row, leaf: Any, source: Source) -> Any:
+def _place(row: AnnouncedLeaf, leaf: Any, source: Source) -> Any:
     if row.shape is None or row.partition is None:
         return row.value if leaf is None else leaf
     mesh = source.mesh
     spec = TensorSpec(mesh, row.partition, row.shape, row.dtype)
-    route = Route(spec, source.position, source.place, leaf.device if is_plain(leaf) else mesh.device)
+    route = ScatterRoute(spec, source.position, source.place, leaf.device if is_plain(leaf) else mesh.device)
     whole = leaf
     if leaf is None:
         whole = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.follow)
     return Sharded(_Scatter.apply(whole, route), spec)
 
 
-def scatter(whole: Tensor, route: Route) -> Tensor:
+def scatter(whole: Tensor, route: ScatterRoute) -> Tensor:
     """This rank's block of what the source holds; ``whole`` is looked at on the source only."""
     mesh, dtype = route.spec.mesh, route.spec.dtype
     sends: list[tuple[int, Tensor]] = []
@@ -248,7 +250,7 @@ def scatter(whole: Tensor, route: Route) -> Tensor:
     return mine
 
 
-def collect(block: Tensor, route: Route) -> Tensor:
+def collect(block: Tensor, route: ScatterRoute) -> Tensor:
     """The transpose of `scatter`: the whole tensor on the source, of size zero elsewhere."""
     spec, count = route.spec, route.spec.mesh.size
     if not route.at_source:
@@ -269,7 +271,7 @@ def collect(block: Tensor, route: Route) -> Tensor:
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, route: ScatterRoute) -> Tensor:
         ctx.route = route
         return scatter(whole, route)
 
@@ -280,7 +282,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, block: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, block: Tensor, route: ScatterRoute) -> Tensor:
         ctx.route = route
         return collect(block, route)
 

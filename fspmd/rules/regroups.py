@@ -22,7 +22,7 @@ from fspmd.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Repeats:
     """How blocks lie in the elements of a group: ``width`` of them again and again, of which each has a part."""
 
     times: int
@@ -31,7 +31,7 @@ class _Cut:
     sizes: tuple[int, ...]  # of the dims of a block, -1 for that which is cut
 
     @classmethod
-    def of(cls, site: Site, spec: TensorSpec, dims: Sequence[int], axes: tuple[str, ...], key: int) -> _Cut:
+    def of(cls, site: Site, spec: TensorSpec, dims: Sequence[int], axes: tuple[str, ...], key: int) -> _Repeats:
         sizes = [spec.shape[d] for d in dims]
         place = next(i for i, d in enumerate(dims) if entry_axes(spec.partition[d]) == axes)
         inner = prod(sizes[place + 1 :])
@@ -59,7 +59,7 @@ def regrouped(site: Site, x: Tensor, source: Sequence[int], target: Sequence[int
     sizes: Sequence[int] = [after.shape[d] for d in target]
     if (cut := next((d for d in source if before.partition[d] is not None), None)) is not None:
         axes = site.axes[cut]
-        held, new = (_Cut.of(site, spec, dims, axes, cut) for spec, dims in ((before, source), (after, target)))
+        held, new = (_Repeats.of(site, spec, dims, axes, cut) for spec, dims in ((before, source), (after, target)))
         unit, count = gcd(held.unit, new.unit, shift), held.times * held.width
         sizes = new.sizes
         if not site.once(("aligned", at), lambda: not shift and _alike(held, new, unit)):
@@ -76,7 +76,7 @@ def regrouped(site: Site, x: Tensor, source: Sequence[int], target: Sequence[int
     return out
 
 
-def _alike(held: _Cut, new: _Cut, unit: int) -> bool:
+def _alike(held: _Repeats, new: _Repeats, unit: int) -> bool:
     return all(torch.equal(held.rows(unit, at), new.rows(unit, at)) for at in range(len(held.parts)))
 
 

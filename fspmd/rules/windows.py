@@ -28,7 +28,7 @@ from fspmd.transport import Options
 from fspmd.transport.carriers import as_words
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.transport.rows import Route, Routes, RowMap
+from fspmd.transport.rows import RankRoute, Routes, RowMap
 from fspmd.variance import Variance, get_variance, join, set_variance
 
 #: the global rows, of a 1-d tensor of places in a result
@@ -156,12 +156,12 @@ def _rearranged(
     return out if bits is x else out.view(x.dtype)
 
 
-def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int) -> Route:
+def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int) -> RankRoute:
     """What the rank at a place sends and receives."""
     sent = [found[hit] for found, hit in (_found(rows, held[at]) for rows in wanted)]
     landed = [_found(wanted[at], rows)[1].nonzero().squeeze(1) for rows in held]
     packs, lands, device = torch.cat(sent), torch.cat(landed), site.mesh.device
-    return Route(
+    return RankRoute(
         RowMap(packs.to(device), len(held[at]), True, len(packs.unique()) == len(packs)),
         tuple(map(len, sent)),
         tuple(map(len, landed)),

@@ -81,11 +81,11 @@ def begin_stream(seed: int, index: int) -> Any:
     with DisableTorchFunction():
         before = _get_states()
         torch.manual_seed(fold_in(seed, index))
-    return Kept(before)
+    return GeneratorStates(before)
 
 
 @state
-def go_on(before: Kept) -> None:
+def go_on(before: GeneratorStates) -> None:
     """The generator is in the state that it had."""
     with DisableTorchFunction():
         _set_states(before.states)
@@ -95,7 +95,7 @@ def go_on(before: Kept) -> None:
 def kept_states() -> Any:
     """The state of the generator."""
     with DisableTorchFunction():
-        return Kept(_get_states())
+        return GeneratorStates(_get_states())
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def kept() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class GeneratorStates:
     """States of the generators of all devices in use."""
 
     states: list[torch.Tensor]

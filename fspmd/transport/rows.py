@@ -43,7 +43,7 @@ class RowMap:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class RankRoute:
     """One rank's part: the rows it packs, how many go to and come from each rank of the group, where they land."""
 
     packs: RowMap
@@ -69,7 +69,7 @@ class Routes:
     ``busiest``: the most rows that a rank receives from others, or sends to them; None where only values tell.
     """
 
-    routes: tuple[Route, ...]
+    routes: tuple[RankRoute, ...]
     frame: Frame | None = None
     busiest: int | None = None
     _transposed: Routes | None = field(default=None, repr=False)
@@ -78,7 +78,7 @@ class Routes:
     def transposed(self) -> Routes:
         """The way back."""
         if self._transposed is None:
-            back = tuple(Route(r.lands, r.receives, r.sends, r.packs) for r in self.routes)
+            back = tuple(RankRoute(r.lands, r.receives, r.sends, r.packs) for r in self.routes)
             self._transposed = Routes(back, self.frame, self.busiest, self)
         return self._transposed
 
@@ -91,7 +91,7 @@ def plan_route(
     rows: tuple[int, int],
     n: int,
     device: torch.device,
-) -> Route:
+) -> RankRoute:
     """The route of a rank whose operand and result have ``rows``; where received slices overlap the last one stays."""
     each = len(send_sizes) // n
     sent = [torch.arange(start, start + size) for start, size in zip(input_offsets, send_sizes, strict=True)]
@@ -105,7 +105,7 @@ def plan_route(
     live = (holder >= 0).nonzero().squeeze(1)
     landing[holder[live]] = live
     sends, receives = (tuple(sum(s[i : i + each]) for i in range(0, len(s), each)) for s in (send_sizes, recv_sizes))
-    return Route(
+    return RankRoute(
         RowMap(packed.to(device), rows[0], True, len(packed.unique()) == len(packed)),
         sends,
         receives,
@@ -113,7 +113,7 @@ def plan_route(
     )
 
 
-def landing_mask(route: Route) -> Tensor:
+def landing_mask(route: RankRoute) -> Tensor:
     """Which rows of the result are received ones."""
     mask = torch.zeros(route.lands.length, dtype=torch.bool, device=route.lands.index.device)
     mask[route.lands.index[route.lands.index >= 0]] = True

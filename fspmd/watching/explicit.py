@@ -27,7 +27,7 @@ class GradientSumWarning(ImplicitCommunicationWarning):
     """The same of sums of gradients in backward alone, which are expected where a batch is cut and weights are not."""
 
 
-class _Scope:
+class _Context:
     """What holds within one context: the mode, and what was found, once for each function and line."""
 
     __slots__ = ("found", "mode", "seen")
@@ -38,12 +38,12 @@ class _Scope:
         self.seen: set[Any] = set()
 
 
-class _State(threading.local):
-    scope: _Scope | None = None
+class _Active(threading.local):
+    scope: _Context | None = None
 
 
-_state: Final = _State()
-_default = _Scope("off")
+_state: Final = _Active()
+_default = _Context("off")
 
 
 class _Checker(Watcher):
@@ -106,7 +106,7 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
       y: f32[8, 2]{U:x} → f32[8, 2] [psum_unreduced over 'x', 96 B, 16 µs]
     write y = reshard(y, P())
     """
-    before, scope = _state.scope, _Scope(_checked(mode, "explicit"))
+    before, scope = _state.scope, _Context(_checked(mode, "explicit"))
     _state.scope = scope
     add(_checker)
     try:
@@ -128,7 +128,7 @@ def set_default(*, explicit: Mode, **others: Any) -> None:
     global _default
     if others:
         raise ArgumentError(f'set_default got {quoted(others)}; it sets explicit= alone: set_default(explicit="raise")')
-    was, _default = _default.mode, _Scope(_checked(explicit, "set_default"))
+    was, _default = _default.mode, _Context(_checked(explicit, "set_default"))
     if was == "off" and explicit != "off":
         add(_checker)
     elif was != "off" and explicit == "off":

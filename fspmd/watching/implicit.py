@@ -63,7 +63,7 @@ class Implicit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operand:
+class _NamedOperand:
     """One tensor of a call: what the user calls it, how it lies, and whether it will have a gradient."""
 
     name: str
@@ -136,11 +136,11 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     return Implicit(cause, "\n".join(lines), bool(rows) and all(_SUMS in row for row in rows))
 
 
-Needs = list[tuple[_Operand, TensorSpec]]
+Needs = list[tuple[_NamedOperand, TensorSpec]]
 
 
 def _solved(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Place, _Operand]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Place, _NamedOperand]
 ) -> tuple[list[str], Needs, list[str], Needs]:
     """What moves, how the operands must lie so that nothing is implied, the other ways to compute it, and how they must
     lie so that no body communicates."""
@@ -195,14 +195,14 @@ def _operands(
     sources: list[str],
     names: dict[object, str],
     has_gradient: bool,
-) -> dict[Place, _Operand]:
+) -> dict[Place, _NamedOperand]:
     """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
     tree: Any = (args, kwargs)
     first = next(x for x in optree.tree_leaves(tree) if isinstance(x, Sharded))
     mesh = first.spec.mesh
     held = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
     on = "" if current_mesh() == mesh else f", mesh={names.get(mesh, held)}"
-    found: dict[Place, _Operand] = {}
+    found: dict[Place, _NamedOperand] = {}
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
         for k, x in enumerate(arg if listed else (arg,)):
@@ -213,7 +213,7 @@ def _operands(
                 name = known or source
                 later = has_gradient and followed(x.local if isinstance(x, Sharded) else x)
                 written = name is not None
-                found[(i, k) if listed else i] = _Operand(
+                found[(i, k) if listed else i] = _NamedOperand(
                     name or f"operand {len(found) + 1}",
                     written,
                     known is not None,
@@ -236,7 +236,7 @@ def _cast_calls(need: TensorSpec, axes: tuple[str, ...]) -> list[Call]:
     return [call("psum", need.mesh, others)] if others else []
 
 
-def _needed(one: _Operand, way: Strategy, i: int) -> tuple[_Operand, TensorSpec]:
+def _needed(one: _NamedOperand, way: Strategy, i: int) -> tuple[_NamedOperand, TensorSpec]:
     """How an operand must lie so that nothing is implied: reduced where its cast would be summed in backward."""
     need = way.operands[i]
     if not (one.followed and way.casts[i]):
@@ -246,7 +246,7 @@ def _needed(one: _Operand, way: Strategy, i: int) -> tuple[_Operand, TensorSpec]
     return one, need.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
 
 
-def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
+def _rows(operands: Sequence[_NamedOperand], way: Strategy) -> Iterator[str]:
     for i, (one, need, axes) in enumerate(zip(operands, way.operands, way.casts, strict=True)):
         if one.spec is not need:
             yield f"{one.name}: {_shown(_way(one, need, axes), backward=one.followed)}"
@@ -256,7 +256,7 @@ def _rows(operands: Sequence[_Operand], way: Strategy) -> Iterator[str]:
             yield f"{one.name}: {_short(need)} → {_short(target)} {_SUMS}{_priced(cast, shape, dtype)}]"
 
 
-def _way(one: _Operand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
+def _way(one: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
     """The route that is taken; ``axes``: of the cast after it."""
     return moves(one.spec, need, axes, topology(), one.followed).route
 
@@ -303,7 +303,7 @@ def _shown(way: Route, *, backward: bool = False) -> str:
 # --- what else there is ---------------------------------------------------------------------------------------------
 
 
-def _price(operands: Sequence[_Operand], way: Strategy) -> Price:
+def _price(operands: Sequence[_NamedOperand], way: Strategy) -> Price:
     total = FREE
     for one, need, axes in zip(operands, way.operands, way.casts, strict=True):
         found = _way(one, need, axes)
@@ -315,7 +315,7 @@ def _price(operands: Sequence[_Operand], way: Strategy) -> Price:
     return total
 
 
-def _others(question: Question, operands: Sequence[_Operand], ways: list[Strategy]) -> list[str]:
+def _others(question: Question, operands: Sequence[_NamedOperand], ways: list[Strategy]) -> list[str]:
     """Strategies, the cheapest first; what a body would communicate is in their time."""
     found = []
     for way in ways:

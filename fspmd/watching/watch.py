@@ -20,7 +20,7 @@ from fspmd.redistribution.cost import Price, Topology, moves, price
 from fspmd.torch_internals import current_autograd_node, profiler
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
-from fspmd.transport.rows import Route
+from fspmd.transport.rows import RankRoute
 from fspmd.transport.windows import is_idle, traffic
 from fspmd.watching.causes import Cause, Trace, trace
 
@@ -186,7 +186,7 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype, links: Topo
         after = prod(o.move.target.block_shape) * dtype.itemsize
         received = (traffic(o.move).messages, traffic(o.move).elements * dtype.itemsize)
     elif o.routes is not None:
-        route: Route = o.routes.routes[0]
+        route: RankRoute = o.routes.routes[0]
         row = prod(size for dim, size in enumerate(shape) if dim != o.dim) * dtype.itemsize
         after = route.lands.length * row
         rows = o.routes.busiest
