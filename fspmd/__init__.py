@@ -100,6 +100,7 @@ from fspmd.programs.passes.recompute import Recompute
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.upper import install as _install_upper
 from fspmd.value_types import typeof
 from fspmd.watching.communication_log import CommunicationLog, communication_log
 from fspmd.watching.explain_rule import explain_rule
@@ -109,6 +110,7 @@ from fspmd.watching.lockstep import lockstep
 from fspmd.watching.watch import Communication
 
 _install_methods()
+_install_upper()
 _install_chunks()
 _at_first_use(_install_hooks, _install_optim, _install_wrappers)
 

@@ -54,7 +54,7 @@ class Sharded(Tensor):
     block: Tensor  # `local`, read and set at once
     spec: TensorSpec
     form: Form  # the spec, where torch would keep the global tensor as a new one
-    __torch_function__: ClassVar[Callable[..., Any]]  # set, as `above`, where it is written
+    __torch_function__: ClassVar[Callable[..., Any]]  # set where it is written
 
     def __new__(cls, local: Tensor, spec: TensorSpec) -> Sharded:
         if type(spec) is not TensorSpec:
@@ -83,7 +83,7 @@ class Sharded(Tensor):
             kwargs = {**kwargs, "device": given[0].device}
         followed = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if func.namespace == "aten" and (not followed or func is torch.ops.aten.detach.default):
-            return above.dispatch(func, (), args, kwargs)
+            return call_torch(func, args, kwargs)
         raise ArgumentError(
             f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
             "does not follow it; write x.local for this rank's block, device_get(x) for the whole tensor"
@@ -258,7 +258,7 @@ class Sharded(Tensor):
             ArgumentError, VarianceError: no ``gradient``, and self is no scalar equal on all ranks.
             TreeError: a ``gradient`` of another shape, dtype or layout.
         """
-        above.backward(self, gradient, retain_graph, create_graph, inputs, what="backward()")
+        upper().backward(self, gradient, retain_graph, create_graph, inputs, what="backward()")
 
     def register_hook(self, hook: Callable[[Sharded], Sharded | Tensor | None]) -> Any:
         """Call ``hook`` with the gradient, laid out as `grad` is; what it returns is the gradient from there on.
@@ -267,7 +267,7 @@ class Sharded(Tensor):
             ArgumentError: self does not require grad, or the hook is no function.
             TreeError: in backward, of a gradient that does not fit.
         """
-        return above.on_gradient(self, hook)
+        return upper().on_gradient(self, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Sharded], None]) -> Any:
         """Call ``hook`` with self whenever backward has added to `grad`; self is a leaf."""
@@ -307,10 +307,10 @@ class Sharded(Tensor):
         return f"Sharded {self.spec!r}" if isinstance(self.spec, TensorSpec) else f"Sharded({self.block!r})"
 
     def __str__(self) -> str:
-        return above.text(self)
+        return upper().text(self)
 
     def _repr_html_(self) -> str:
-        return above.html(self)
+        return upper().html(self)
 
     def __copy__(self) -> Sharded:
         return _marked(alike(self.block, self), self)
@@ -345,13 +345,13 @@ class Sharded(Tensor):
         return bool((self == element).any())
 
     def __reversed__(self) -> Any:
-        return above.dispatch(Tensor.flip, (), (self, 0)) if self.spec.shape else self
+        return call_torch(Tensor.flip, (self, 0)) if self.spec.shape else self
 
     def __getitem__(self, index: Any) -> Any:
-        return above.dispatch(_GETITEM, (), (self, index))
+        return call_torch(_GETITEM, (self, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        above.dispatch(Tensor.__setitem__, (), (self, index, value))
+        call_torch(Tensor.__setitem__, (self, index, value))
 
     def __iter__(self) -> Any:
         if not self.spec.shape:
@@ -359,12 +359,12 @@ class Sharded(Tensor):
                 f"iteration over {self!r}, which has no dims; what checks for a torch.Tensor and finds none may have "
                 "taken it for a list"
             )
-        return iter(above.dispatch(Tensor.unbind, (), (self,)))
+        return iter(call_torch(Tensor.unbind, (self,)))
 
     __array_priority__ = 1000  # so that NumPy leaves ``number * x`` to Sharded, as it does to a tensor
 
     def __array__(self, *args: Any, **options: Any) -> Any:
-        return above.dispatch(Tensor.__array__, (), (self,))
+        return call_torch(Tensor.__array__, (self,))
 
     def __array_wrap__(self, array: Any, *_: Any) -> Tensor:
         """What a function of NumPy, such as ``np.add``, makes of the global tensor: a tensor, as of a tensor."""
@@ -394,7 +394,7 @@ class Sharded(Tensor):
                 f"the format {spec!r} was asked of {self!r}, whose number is known after a collective; all ranks must "
                 "take part, and often one alone prints: write number = x.item() on all of them, and format that"
             )
-        return format(self.item(), spec) if spec or above.is_number(self) else str(self)
+        return format(self.item(), spec) if spec or upper().is_number(self) else str(self)
 
     def __float__(self) -> float:
         return float(self.item())
@@ -404,27 +404,49 @@ class Sharded(Tensor):
 
     def item(self) -> Any:
         """The number of a tensor of one element, on every rank: gathered, or its pending sum settled, where need be."""
-        return above.dispatch(Tensor.item, (), (self,)) if self.spec.partition.mentioned else self.of_local("item")
+        return call_torch(Tensor.item, (self,)) if self.spec.partition.mentioned else self.of_local("item")
 
 
-class _Dispatch(Protocol):
-    """As torch calls ``__torch_function__``."""
-
-    def __call__(self, func: Any, types: tuple[()], args: tuple[Any, ...], kwargs: Any = None) -> Any: ...
-
-
-class _Above:
-    backward: Callable[..., None]
-    gradients: Callable[..., Any]
-    on_gradient: Callable[[Sharded, Callable[[Sharded], Any]], Any]
-    dispatch: _Dispatch
-    text: Callable[[Sharded], str]
-    html: Callable[[Sharded], str]
-    is_number: Callable[[Sharded], bool]
+def call_torch(func: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """A torch function, or one of ours that has a rule, on values of which some are `Sharded`."""
+    return Sharded.__torch_function__(func, (), args, kwargs)
 
 
-#: what a Sharded can do that stands on floors above this one, each set where it is written
-above = _Above()
+class Upper(Protocol):
+    """What a Sharded does that stands on floors above this one."""
+
+    @property
+    def backward(self) -> Callable[..., None]:
+        """``torch.autograd.backward``."""
+
+    @property
+    def gradients(self) -> Callable[..., Any]:
+        """``torch.autograd.grad``."""
+
+    def on_gradient(self, x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
+        """``x.register_hook``."""
+
+    def text(self, x: Sharded) -> str:
+        """``str(x)``."""
+
+    def html(self, x: Sharded) -> str:
+        """What a notebook shows."""
+
+    def is_number(self, x: Sharded) -> bool:
+        """Whether every rank can tell the value without a collective."""
+
+
+def upper() -> Upper:
+    """What `provide` was given."""
+    return _upper[0]
+
+
+def provide(given: Upper) -> None:
+    """Have a Sharded do what stands above it."""
+    _upper[:] = [given]
+
+
+_upper: Final[list[Upper]] = []
 
 
 class ShardedTypeError(ArgumentError, TypeError):

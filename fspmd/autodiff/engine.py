@@ -14,7 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.forms import UNKNOWN
 from fspmd.messages import counted, described
 from fspmd.remembered import is_bypassed, refuse_partial
-from fspmd.sharded import Sharded, above, held_as, laid
+from fspmd.sharded import Sharded, held_as, laid
 
 Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
 
@@ -121,6 +121,3 @@ def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
         return None if found is None else cotangent_of(found, like, "register_hook")
 
     return x.local.register_hook(on_block)
-
-
-above.backward, above.gradients, above.on_gradient = backward, gradients, on_gradient

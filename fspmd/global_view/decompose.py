@@ -23,7 +23,7 @@ from fspmd.fake_mode import FakeMode
 from fspmd.forms import packed
 from fspmd.rules import handler_of, row_of
 from fspmd.rules.losses import DECOMPOSED
-from fspmd.sharded import Sharded, lies
+from fspmd.sharded import Sharded, call_torch, lies
 from fspmd.torch_internals import (
     DataDependentOutputException,
     DispatchKey,
@@ -69,8 +69,8 @@ class Graph:
     structure: optree.PyTreeSpec
     fixed: frozenset[int]  # leaves that are floats, and operands, but constants here: the function has looked at them
 
-    def run(self, dispatch: Function, operands: Sequence[Any]) -> Any:
-        """The function on these operands: one ``dispatch(target, (), args, kwargs)`` per node with a `Sharded`."""
+    def run(self, operands: Sequence[Any]) -> Any:
+        """The function on these operands: one call of a torch function per node with a `Sharded`."""
         values = list(operands)
         for node in self.nodes:
             leaves = list(node.leaves)
@@ -78,7 +78,7 @@ class Graph:
                 leaves[place] = values[number]
             args, kwargs = node.arguments.unflatten(leaves)
             if node.calls and any(type(leaf) is Sharded for leaf in leaves):
-                values.append(dispatch(node.target, (), args, kwargs))
+                values.append(call_torch(node.target, args, kwargs))
             else:
                 values.append(_ON_PLAIN.get(node.target, node.target)(*args, **kwargs))
         return self.structure.unflatten(values[x] if i in self.places else x for i, x in enumerate(self.results))

@@ -31,7 +31,7 @@ from fspmd.redistribution.cost import replan_with
 from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
-from fspmd.sharded import META, STRIDED, Sharded, above, held_as, is_sharded, laid, pair, shell
+from fspmd.sharded import META, STRIDED, Sharded, held_as, is_sharded, laid, pair, shell
 from fspmd.signatures import at
 from fspmd.spec import TensorSpec, is_float
 from fspmd.tracing import hidden
@@ -290,4 +290,4 @@ leave_to_python(
     "torch functions on Sharded values run as they are, between what is compiled: write torch.compile(f) without "
     f"fullgraph=True. What torch compiles as a whole takes none. {INSTEAD_OF_COMPILED}",
 )
-above.dispatch = Sharded.__torch_function__ = MethodType(dispatch, Sharded)
+Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded
 
 Dispatch = Callable[..., Any]  # of a function, types, arguments by place, and by name
 _below: list[Dispatch] = []  # what runs them
@@ -22,8 +22,8 @@ def instead_of_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
     thread = threading.get_ident()
     with _changing:
         if not _instead:
-            _below[:] = [above.dispatch]
-            above.dispatch = Sharded.__torch_function__ = MethodType(_either, Sharded)
+            _below[:] = [Sharded.__torch_function__]
+            Sharded.__torch_function__ = MethodType(_either, Sharded)
         others = _instead.setdefault(thread, [])
         others.append(over(others[-1] if others else _below[0]))
     try:
@@ -34,7 +34,7 @@ def instead_of_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
             if not _instead[thread]:
                 del _instead[thread]
             if not _instead:
-                above.dispatch = Sharded.__torch_function__ = _below[0]
+                Sharded.__torch_function__ = _below[0]
 
 
 def _either(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.operators import BINARY, REFLECTED, UNARY
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded
 from fspmd.torch_internals import TensorBase
 
 
@@ -19,7 +19,7 @@ class ShardedAttributeError(ArgumentError, AttributeError):
 
 def _method(func: Any) -> Any:
     def method(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        return above.dispatch(func, (), (self, *args), kwargs)
+        return Sharded.__torch_function__(func, (), (self, *args), kwargs)
 
     method.__name__ = method.__qualname__ = getattr(func, "__name__", "")
     method.__doc__ = f"``torch.Tensor.{method.__name__}`` on a global tensor."
@@ -27,12 +27,12 @@ def _method(func: Any) -> Any:
 
 
 def _getter(func: Any) -> Any:
-    return property(lambda self: above.dispatch(func, (), (self,)))
+    return property(lambda self: Sharded.__torch_function__(func, (), (self,)))
 
 
 def _binary(func: Any) -> Any:
     def method(self: Sharded, other: Any) -> Any:
-        return NotImplemented if other is None else above.dispatch(func, (), (self, other))
+        return NotImplemented if other is None else Sharded.__torch_function__(func, (), (self, other))
 
     return method
 
@@ -43,8 +43,8 @@ def _reflected(name: str) -> Any:
 
     def method(self: Sharded, other: Any) -> Any:
         if isinstance(other, Tensor):
-            return above.dispatch(forward, (), (other, self))
-        return NotImplemented if other is None else above.dispatch(reflected, (), (self, other))
+            return Sharded.__torch_function__(forward, (), (other, self))
+        return NotImplemented if other is None else Sharded.__torch_function__(reflected, (), (self, other))
 
     return method
 
@@ -52,7 +52,7 @@ def _reflected(name: str) -> Any:
 def _radd(self: Sharded, other: Any) -> Any:
     """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
     if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
-        return above.dispatch(Tensor.clone, (), (self,))
+        return Sharded.__torch_function__(Tensor.clone, (), (self,))
     return _add_to(self, other)
 
 

@@ -12,7 +12,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P
 
 
@@ -31,7 +31,7 @@ def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             f"{shown(func)} got out= and a value that requires grad: functions with out= do not support automatic "
             "differentiation; take the result instead, or write within torch.no_grad()"
         )
-    found = above.dispatch(func, (), args, named) if sharded_values(args, named) else func(*args, **named)
+    found = call_torch(func, args, named) if sharded_values(args, named) else func(*args, **named)
     pairs = [(wanted, found)] if isinstance(wanted, Tensor) else list(zip(wanted, found, strict=True))
     for out, result in pairs:
         _check(func, out, result)
@@ -56,7 +56,7 @@ def _check(func: Any, out: Any, result: Any) -> None:
 
 def _write(out: Any, result: Any) -> None:
     if isinstance(out, Sharded):
-        above.dispatch(Tensor.copy_, (), (out, result), {})
+        call_torch(Tensor.copy_, (out, result), {})
     elif isinstance(result, Sharded):
         out.copy_(redistribute(result.local, result.spec, result.spec.with_partition(P())))
     else:

@@ -31,7 +31,7 @@ from fspmd.op_kinds import name_of
 from fspmd.operators import BINARY, REFLECTED
 from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
-from fspmd.sharded import Sharded, above, is_sharded
+from fspmd.sharded import Sharded, call_torch, is_sharded
 from fspmd.signatures import Place, by_own_names, parameters
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
@@ -54,7 +54,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         if any(isinstance(kwargs.get(name), Tensor) for name in _numbers_of(func)):
             return as_whole(functools.partial(_with_numbers, func))
         if not isinstance(func, FunctionType) and by_own_names(func, args, kwargs) != (args, kwargs):
-            return as_whole(lambda args, kwargs: above.dispatch(func, (), *by_own_names(func, args, kwargs)))
+            return as_whole(lambda args, kwargs: call_torch(func, *by_own_names(func, args, kwargs)))
     if any(map(_is_of_numpy, optree.tree_leaves((args, kwargs), none_is_leaf=True))):
         return as_whole(functools.partial(_with_own_numbers, func))
     if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
@@ -230,7 +230,7 @@ def _with_own_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return int(x) if isinstance(x, Integral) else float(x) if isinstance(x, Real) else complex(x)
 
     args, kwargs = optree.tree_map(number, (args, kwargs), none_is_leaf=True)
-    return above.dispatch(func, (), args, kwargs)
+    return call_torch(func, args, kwargs)
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,7 +244,7 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     numbers = {name: kwargs[name].item() for name in named}
     args, kwargs = (args[0], *rest[0]), {**rest[1], **numbers}
     left = any(map(is_sharded, tensors_of(args, kwargs)))
-    return above.dispatch(func, (), args, kwargs) if left else func(*args, **kwargs)
+    return call_torch(func, args, kwargs) if left else func(*args, **kwargs)
 
 
 def _with_truths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +252,7 @@ def _with_truths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = tuple(x.item() if _is_truth(x) else x for x in _indices(args[1]))
     args = (args[0], found if isinstance(args[1], tuple) else found[0], *args[2:])
     left = any(map(is_sharded, tensors_of(args, kwargs)))
-    return above.dispatch(func, (), args, kwargs) if left else func(*args, **kwargs)
+    return call_torch(func, args, kwargs) if left else func(*args, **kwargs)
 
 
 def _indices(index: Any) -> tuple[Any, ...]:
@@ -285,9 +285,9 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     args = args if "inplace" in kwargs else args[:-1]
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
-    copy = above.dispatch(Tensor.clone, (), (x,), {})
-    new: Sharded = above.dispatch(func, (), (copy, *args[1:]), {**kwargs, "inplace": False})
-    above.dispatch(Tensor.copy_, (), (x, new), {})
+    copy = call_torch(Tensor.clone, (x,), {})
+    new: Sharded = call_torch(func, (copy, *args[1:]), {**kwargs, "inplace": False})
+    call_torch(Tensor.copy_, (x, new), {})
     return x
 
 

@@ -16,7 +16,7 @@ from fspmd.global_view.dispatch import forget_plans
 from fspmd.global_view.refusals import shown
 from fspmd.messages import counted, described
 from fspmd.rules import FLOATS, NONE, Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, call_torch
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 _LINEAR: Final = ("", "sum", "product", "first")
@@ -74,7 +74,7 @@ def rule(
     def with_rule(*args: Any, **kwargs: Any) -> Any:
         tree: Any = (args, kwargs)
         if any(type(x) is Sharded for x in optree.tree_leaves(tree)):
-            return above.dispatch(func, (), args, kwargs)
+            return call_torch(func, args, kwargs)
         return func(*args, **kwargs)
 
     register(with_rule, row_of(func))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from fspmd.global_view.result_gradients import Followed
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
-from fspmd.sharded import Sharded, above, is_plain, laid, lies
+from fspmd.sharded import Sharded, call_torch, is_plain, laid, lies
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import blocks_of
 
@@ -113,7 +113,7 @@ def _by_graph(
 def _composed(func: Any, graph: Graph, followed: Followed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function without a rule, by what it is made of."""
     try:
-        return followed.results(graph.run(above.dispatch, operands_of(args, kwargs)), args, kwargs)
+        return followed.results(graph.run(operands_of(args, kwargs)), args, kwargs)
     except NoRuleError as error:
         refuse_rule(func, [x.spec for x in sharded_values(args, kwargs)], error)
 
@@ -129,7 +129,7 @@ def _write(
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
     if isinstance(x, Sharded):
-        above.dispatch(Tensor.copy_, (), (x, new), {})
+        call_torch(Tensor.copy_, (x, new), {})
     else:
         x.copy_(redistribute(new.local, new.spec, new.spec.with_partition(P())))
     return x

@@ -19,7 +19,7 @@ from fspmd.pairs import is_transformed
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.redistribution.shared_moves import ended
 from fspmd.remembered import has_moves
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, call_torch
 from fspmd.signatures import Place, at
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import transforms_active
@@ -57,8 +57,8 @@ def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_copy(x.local, shown(func))
     lies = x.spec.partition
     value = x.spec.with_partition(P(*lies, reduced=lies.reduced))
-    new = above.dispatch(func, (), (Sharded(redistribute(x.local, x.spec, value), value), *args[1:]), kwargs)
-    return above.dispatch(Tensor.copy_, (), (x, new))
+    new = call_torch(func, (Sharded(redistribute(x.local, x.spec, value), value), *args[1:]), kwargs)
+    return call_torch(Tensor.copy_, (x, new))
 
 
 def _propagate(func: Any, positional: int, question: Question) -> OpPlan:

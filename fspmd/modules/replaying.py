@@ -18,7 +18,7 @@ from fspmd.modules.recording import INITS, InitRecorder, RecordedCall, Ref
 from fspmd.op_kinds import name_of
 from fspmd.placing import creation
 from fspmd.placing.placement import device_put
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P
 from fspmd.torch_internals import trunc_normal_without_grad
 
@@ -292,7 +292,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if func in _TRUNCATED:
         return _trunc_normal_(*args, **kwargs)
-    return func(*args, **kwargs) if func in INITS else above.dispatch(func, (), args, kwargs)
+    return func(*args, **kwargs) if func in INITS else call_torch(func, args, kwargs)
 
 
 def _trunc_normal_(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Final
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described, quoted
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import is_recording
@@ -87,11 +87,11 @@ class Picture:
         colours = itertools.cycle(_COLOURS)
         rows = [f"<tr><th></th>{''.join(f'<th>{top}</th>' for top in tops)}</tr>"] if any(tops) else []
         for side, row in zip(sides, cells, strict=True):
-            parts = "".join(f'<td style="{_CELL}{next(colours)}">{html.escape(cell)}</td>' for cell in row)
+            parts = "".join(f'<td style="{_CELL}{next(colours)}">{escape(cell)}</td>' for cell in row)
             rows.append(f"<tr><th>{side}</th>{parts}</tr>")
-        text = "".join(f"<div>{html.escape(line)}</div>" for line in nothing)
+        text = "".join(f"<div>{escape(line)}</div>" for line in nothing)
         table = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
-        return f"<div><code>{html.escape(repr(self.spec))}</code>{table}{text}</div>"
+        return f"<div><code>{escape(repr(self.spec))}</code>{table}{text}</div>"
 
     def _repr_html_(self) -> str:
         return self.html
@@ -160,7 +160,7 @@ def _listed(ranks: Sequence[int]) -> str:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-def _text(x: Sharded) -> str:
+def text(x: Sharded) -> str:
     """What ``print(x)`` shows: the number, of a scalar that all ranks have; else the layout, and below it values.
 
     A process shows its own block, a simulation the whole. Nothing moves. Where values are not there (in a record, a
@@ -172,7 +172,7 @@ def _text(x: Sharded) -> str:
 def _caption(x: Sharded) -> str:
     if not _has_values(x):
         return repr(x)
-    if _is_number(x):
+    if is_number(x):
         return ""
     mesh, here = x.spec.mesh, x.spec.mesh.coordinate()
     if mesh.transport != "process_group" or here is None:
@@ -187,7 +187,7 @@ def _values(x: Sharded) -> str:
         return ""
     with torch.no_grad(), DisableTorchFunction():
         text = repr(_whole(x.local.detach(), x.spec))
-    if not _is_number(x):
+    if not is_number(x):
         return text
     number = text.removeprefix("tensor(").split(",")[0].rstrip(")")
     return f"{number}0" if number.endswith(".") else number
@@ -199,7 +199,7 @@ def _has_values(x: Sharded) -> bool:
     return type(x.local) in (Tensor, LocalTensor, torch.nn.Parameter) and not x.local.is_meta
 
 
-def _is_number(x: Sharded) -> bool:
+def is_number(x: Sharded) -> bool:
     """Whether it is a scalar that this process has."""
     return not x.spec.shape and not x.spec.partition.unreduced and _has_values(x)
 
@@ -226,10 +226,7 @@ def _whole(x: Tensor, spec: TensorSpec) -> Tensor:
     return whole.view(spec.shape)
 
 
-def _html(x: Sharded) -> str:
+def html(x: Sharded) -> str:
     """What a notebook shows: the picture of its layout, and its values."""
-    caption = f"<pre>{html.escape(_values(x))}</pre>"
+    caption = f"<pre>{escape(_values(x))}</pre>"
     return f"<div>{Picture(x.spec).html}{caption}</div>"
-
-
-above.text, above.html, above.is_number = _text, _html, _is_number

@@ -21,7 +21,7 @@ from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
 from fspmd.rules.values import check_values
 from fspmd.rules.views import vanishing
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import check_batch_size, check_spatial_size
 
@@ -212,7 +212,7 @@ def _normed_groups(x: Any, groups: int, eps: float) -> Any:
 
     def mean(values: Any) -> Any:
         own = values.sum(space) if space else values
-        means = above.dispatch(sums_of_groups, (), (own, of, groups)) / count
+        means = call_torch(sums_of_groups, (own, of, groups)) / count
         return means.index_select(1, of).view(*own.shape, *(1,) * len(space))
 
     wide = wide - mean(wide)

@@ -22,7 +22,7 @@ from fspmd.random.poisson import counts
 from fspmd.remembered import wrote
 from fspmd.rules.like_functions import Handler, Value, drawn_like, settle, settled
 from fspmd.rules.values import check_values
-from fspmd.sharded import Sharded, above, is_sharded, pair
+from fspmd.sharded import Sharded, call_torch, is_sharded, pair
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import step
@@ -174,7 +174,7 @@ def _followed(found: Value, *operands: Any) -> Value:
     for x in operands:
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             always = torch.ones((), dtype=torch.bool, device=x.device)
-            found = above.dispatch(torch.where, (), (always, found, settle(x) if isinstance(x, Sharded) else x))
+            found = call_torch(torch.where, (always, found, settle(x) if isinstance(x, Sharded) else x))
     return found
 
 
@@ -206,7 +206,7 @@ def _multinomial(
         if weights.spec.partition[-1] is None:
             _check_weights(weights, lambda w: ((w >= 0) & w.isfinite()).all(-1) & (w > 0).any(-1))
         else:  # what is no weight becomes nan, the greatest of all, which all ranks of a row are told
-            weights = above.dispatch(torch.where, (), ((weights >= 0) & weights.isfinite(), weights, torch.nan))
+            weights = call_torch(torch.where, ((weights >= 0) & weights.isfinite(), weights, torch.nan))
         if replacement:
             weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
         scaled = weights / drawn_like(weights, exponential, generator=generator)

@@ -18,7 +18,7 @@ from fspmd.rules.bodies import Site
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.global_call import Rule, Whole
 from fspmd.rules.windows import block_places, per_rank, still
-from fspmd.sharded import above
+from fspmd.sharded import call_torch
 from fspmd.torch_internals import torch_grouped_mm
 
 
@@ -29,10 +29,10 @@ def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_d
     if dims == (3, 3):
         return torch.bmm(mat_a, mat_b)
     if dims == (2, 3):
-        return above.dispatch(rows_by_groups, (), (mat_a, mat_b, offs))
+        return call_torch(rows_by_groups, (mat_a, mat_b, offs))
     if dims == (3, 2):
-        return above.dispatch(rows_by_groups, (), (mat_b.mT, mat_a.mT, offs)).mT
-    return above.dispatch(groups_of_columns, (), (mat_a, mat_b, offs))
+        return call_torch(rows_by_groups, (mat_b.mT, mat_a.mT, offs)).mT
+    return call_torch(groups_of_columns, (mat_a, mat_b, offs))
 
 
 def pointing(text: str, cut: str) -> Rule:

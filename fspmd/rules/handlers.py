@@ -20,7 +20,7 @@ from fspmd.rules.foreach import of_lists, unscale
 from fspmd.rules.like_functions import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
-from fspmd.sharded import above
+from fspmd.sharded import upper
 from fspmd.torch_internals import DisableTorchFunction
 
 
@@ -66,10 +66,10 @@ HANDLERS: Final[dict[str, Handler]] = {
     "_has_compatible_shallow_copy_type": _takes_data,
     "_make_dual": _refuse_dual,
 }
-#: set on `above` later than this
+#: given to `Sharded` later than this
 ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
-    torch.autograd.grad: lambda: above.gradients,
-    torch.autograd.backward: lambda: above.backward,
+    torch.autograd.grad: lambda: upper().gradients,
+    torch.autograd.backward: lambda: upper().backward,
 }
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
 _SAVED: Final = f"{_BLOCK}; to save it, save device_get(tree), or use torch.distributed.checkpoint"

@@ -18,7 +18,7 @@ from fspmd.rules.factors import Factors
 from fspmd.rules.global_call import Whole
 from fspmd.rules.softmaxes import peak
 from fspmd.rules.tables import filled, in_block, own
-from fspmd.sharded import above
+from fspmd.sharded import call_torch
 from fspmd.torch_internals import legacy_reduction
 
 
@@ -89,7 +89,7 @@ def cross_entropy(
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    found = above.dispatch(of_labels, (), (x, target, ignore_index))
+    found = call_torch(of_labels, (x, target, ignore_index))
     ignored = target == ignore_index
     counted = ~ignored
     if weight is not None:
@@ -100,7 +100,7 @@ def cross_entropy(
     wide = torch.promote_types(found.dtype, torch.float32)
     total = found.sum(dtype=wide)
     if reduction == "mean":
-        total = above.dispatch(ratio, (), (torch.stack([total, counted.sum(dtype=wide)]),))
+        total = call_torch(ratio, (torch.stack([total, counted.sum(dtype=wide)]),))
     return total.to(found.dtype)
 
 

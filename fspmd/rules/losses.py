@@ -16,7 +16,7 @@ from fspmd.rules.global_call import Whole
 from fspmd.rules.labels import reduction_of
 from fspmd.rules.reductions import along
 from fspmd.rules.values import check_values
-from fspmd.sharded import Sharded, above
+from fspmd.sharded import Sharded, call_torch
 
 #: of elements; but for their reduction
 ELEMENTWISE: Final = (
@@ -60,7 +60,7 @@ def _gaussian_nll(x: Any, target: Any, var: Any, full: bool = False, eps: float 
             var = var.unsqueeze(-1)
         elif x.dim() != var.dim() or sum(n for m, n in zip(x.shape, var.shape, strict=True) if m != n) != 1:
             raise ValueError("var is of incorrect size")
-    return _reduce(above.dispatch(gaussian, (), (x, target, var, eps, full)), reduction)
+    return _reduce(call_torch(gaussian, (x, target, var, eps, full)), reduction)
 
 
 # --- of rows --------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def _alike(*values: Any) -> Any:
     """Laid out alike, where some are sharded and others not: each moves once, not in every function of it."""
     specs = {x.spec for x in values if isinstance(x, Sharded)}
     same = len({x.shape for x in values}) == 1 and len({x.dtype for x in values}) == 1
-    return values if len(specs) < 2 or not same else above.dispatch(alike, (), values)
+    return values if len(specs) < 2 or not same else call_torch(alike, values)
 
 
 def _pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
@@ -197,7 +197,7 @@ def _ctc(
         one if isinstance(one, torch.Tensor) else torch.tensor(one, dtype=torch.int64, device=x.device)
         for one in (lengths, target_lengths)
     )
-    found = above.dispatch(ctc, (), (x, target, lengths, target_lengths, blank, zero_infinity))
+    found = call_torch(ctc, (x, target, lengths, target_lengths, blank, zero_infinity))
     return _reduce(found / target_lengths.clamp(min=1) if reduction == "mean" else found, reduction)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.entries import axes_within
-from fspmd.sharded import above
+from fspmd.sharded import call_torch
 
 
 def _of_blocks(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -44,7 +44,7 @@ def _whole(x: Any, dims: Sequence[int]) -> Any:
     others = [x.shape[d] for d in range(x.dim()) if d not in dims]
     if len(ranks) != 1 or max(others, default=0) < ranks[0]:
         return x
-    return above.dispatch(whole_along, (), (x, list(dims)))
+    return call_torch(whole_along, (x, list(dims)))
 
 
 def _check(function: Callable[..., Any], x: Any, *args: Any) -> None:
