@@ -42,6 +42,15 @@ def torch_jacobian_of_a_mapped_function(m: Setting) -> None:
     torch.func.jacfwd(m.map(lambda x: x * 2, P("x"), P("x")))(torch.ones(8))
 
 
+@mistake(ArgumentError)
+def numbers_of_each_element(m: Setting) -> None:
+    """vmap with randomness='different' maps a function that draws a Sharded, whose numbers all elements share; write \
+    randomness="same", or draw outside of the function, with one dim more, and map over that
+    """
+    x = device_put(torch.ones(3, 8), P(None, "x"), mesh=m.line)
+    vmap(torch.randn_like, randomness="different")(x)
+
+
 @mistake(MeshError, transports=("simulation",))
 def block_of_another_body(m: Setting) -> None:
     """blocks of a body on mesh(x=2, y=2) were used together with blocks on mesh(x=4); return them from their own \
