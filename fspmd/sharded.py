@@ -76,8 +76,8 @@ class Sharded(Tensor):
         given = [x for x in (*args, *(kwargs or {}).values()) if type(x) is Sharded]
         if wrapped := [x for x in given if is_wrapped(x.local)]:
             raise ArgumentError(
-                f"{func} got {wrapped[0]!r}, whose block a transform of torch has wrapped; instead of torch.vmap and "
-                "torch.func use fspmd.vmap, fspmd.grad ..., or return device_get(x) from the function"
+                f"{func} got {wrapped[0]!r} below the level of torch functions, within a transform such as grad or "
+                "vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function"
             )
         if kwargs and kwargs.get("device") == META:  # which torch.tensor(x) has read off the shell
             kwargs = {**kwargs, "device": given[0].device}
@@ -425,6 +425,12 @@ class Upper(Protocol):
 
     def on_gradient(self, x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
         """``x.register_hook``."""
+
+    def dual(self, x: Any, tangent: Any, *, level: int) -> Any:
+        """``torch.autograd.forward_ad.make_dual``."""
+
+    def parts(self, x: Sharded, *, level: int) -> tuple[Sharded, Sharded | None]:
+        """``torch.autograd.forward_ad.unpack_dual``."""
 
     def text(self, x: Sharded) -> str:
         """``str(x)``."""

@@ -164,6 +164,10 @@ add_batch_dim: Any = torch._C._functorch._add_batch_dim
 clear_transforms: Any = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 #: a block outside the innermost
 pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack
+#: the transforms that run, each of a class by its kind
+running_transforms: Any = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
+#: the class of a `vmap` that runs
+VmapInterpreter: Any = torch._functorch.pyfunctorch.VmapInterpreter
 #: how a transform runs a custom `Function`
 custom_function_call: Any = torch._functorch.autograd_function.custom_function_call
 #: where transforms make and unmake their levels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fspmd.autodiff.engine import backward, gradients, on_gradient
+from fspmd.autodiff.transforms import dual, parts
 from fspmd.placing.pictures import html, is_number, text
 from fspmd.sharded import provide
 
@@ -11,6 +12,8 @@ class _Upper:
     backward = staticmethod(backward)
     gradients = staticmethod(gradients)
     on_gradient = staticmethod(on_gradient)
+    dual = staticmethod(dual)
+    parts = staticmethod(parts)
     text = staticmethod(text)
     html = staticmethod(html)
     is_number = staticmethod(is_number)

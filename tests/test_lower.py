@@ -94,6 +94,24 @@ def test_random_bodies(drawn: Any) -> None:
     bodies.check(*drawn, lowered)
 
 
+def _uneven_products(x: Tensor) -> Tensor:
+    """The first rank repeats the gather for the first product, and stops at what it saves of the second."""
+    F.linear(x, fspmd.all_gather(x, "x", tiled=True, size=2).tanh())
+    return F.linear(x, x.tanh()).sum()[None]
+
+
+def _row_of_its_own(x: Tensor) -> Tensor:
+    """Nothing that backward needs is saved by a row that is a view, so nothing is repeated."""
+    fspmd.pmax(x.sin() * (1 + fspmd.axis_index("x")), "x")
+    return x[fspmd.axis_index("x") % x.shape[0]][None]
+
+
+@pytest.mark.parametrize(("body", "spec"), [(_uneven_products, P("x")), (_row_of_its_own, P())])
+def test_what_a_checkpoint_repeats(body: Callable[[Tensor], Tensor], spec: P) -> None:
+    f = shard_map(fspmd.checkpoint(body), mesh=make_mesh((3,), ("x",)), in_specs=spec, out_specs=P("x"))
+    lowered(f, torch.randn(2, 4, dtype=torch.float64, requires_grad=True))
+
+
 def _in_flight(x: Tensor) -> Tensor:
     begun = [fspmd.all_gather(x, "x", wait=False), fspmd.psum_scatter(x, "x", tiled=True, wait=False)]
     return torch.stack([one.wait().sin().sum() for one in begun])

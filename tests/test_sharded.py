@@ -78,7 +78,6 @@ def test_no_gradient_is_lost_below_torch_functions() -> None:
 
 
 def test_derivatives_of_torch_func(x: Any) -> None:
-    """They wrap the shell, so aten functions of global tensors are what runs."""
     expected = torch.func.grad(lambda p: (p["w"] ** 3).sum())({"w": PLAIN})["w"]
     assert torch.equal(device_get(torch.func.grad(lambda p: (p["w"] ** 3).sum())({"w": x}))["w"], expected)
     value, pull = torch.func.vjp(torch.sin, x)

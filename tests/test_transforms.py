@@ -317,11 +317,3 @@ def test_a_loss_that_is_reduced_has_the_gradient_of_one_loss(mesh: Mesh) -> None
         for given in (laid, device_put(x, P(), mesh=mesh)):
             close(fspmd.grad(loss)(leaf, given), gradient)
             close(fspmd.jvp(fspmd.grad(lambda w, x=given: loss(w, x)), (leaf.detach(),), (along,))[1], tangent)
-
-
-def test_forward_ad_loses_no_tangent() -> None:
-    x = device_put(torch.ones(6, dtype=F64), P("x"), mesh=MESH)
-    with torch.autograd.forward_ad.dual_level():
-        for primal, tangent in ((x, x), (x, torch.ones(6, dtype=F64)), (torch.ones(6, dtype=F64), x)):
-            with pytest.raises(fspmd.ArgumentError, match=r"write fspmd\.jvp\(f, \(x,\), \(tangent,\)\)"):
-                torch.autograd.forward_ad.make_dual(primal, tangent)  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ def vmap(
                 )
                 raise
         results, tree, wanted = _batched(f, leaves, dims, treedef, out_dims, randomness)
-        return tree.unflatten(map(_placed, results, wanted))
+        return tree.unflatten(map(placed, results, wanted))
 
     return mapped
 
@@ -148,7 +148,7 @@ def _dim_of(leaf: Any, dim: int | None, label: str, failures: list[Failure]) -> 
 def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, randomness: str) -> Any:
     """The results as leaves with the mapped dim in front, their tree, and where each wants that dim."""
     specs: list[Any] = [
-        _without(leaf.spec, dim) if isinstance(leaf, Sharded) and dim is not None else getattr(leaf, "spec", None)
+        without_dim(leaf.spec, dim) if isinstance(leaf, Sharded) and dim is not None else getattr(leaf, "spec", None)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     batch = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
@@ -184,13 +184,13 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
     for out, value, dim in zip(outs, values, wanted, strict=True):
         local = value if dim is None else set_variance(next(mapped), get_variance(value))
         if isinstance(out, Sharded):
-            results.append(Sharded(local, out.spec if dim is None else _with(out.spec, 0, batch)))
+            results.append(Sharded(local, out.spec if dim is None else extended(out.spec, 0, batch)))
         else:
             results.append(local)
     return results, tree, wanted
 
 
-def _placed(x: Any, dim: int | None) -> Any:
+def placed(x: Any, dim: int | None) -> Any:
     """A result with its mapped dim moved from the front to where it is wanted."""
     if not dim:
         return x
@@ -239,7 +239,8 @@ def _is_mapped(x: Tensor) -> bool:
     return bool(is_batched(x) and level_of(x) == current_level())
 
 
-def _without(spec: TensorSpec, dim: int) -> TensorSpec:
+def without_dim(spec: TensorSpec, dim: int) -> TensorSpec:
+    """The layout of one element of a dim that is mapped."""
     p = spec.partition
     if p[dim] is not None:
         own = f"pass spmd_axis_name={p[dim]!r} to map each rank's own part, or "
@@ -252,7 +253,8 @@ def _without(spec: TensorSpec, dim: int) -> TensorSpec:
     return TensorSpec(spec.mesh, P(*entries, unreduced=p.unreduced, reduced=p.reduced), shape, spec.dtype)
 
 
-def _with(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
+def extended(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
+    """The layout of all elements, along a dim of their own."""
     p = spec.partition
     entries = (*p.entries[:dim], None, *p.entries[dim:])
     shape = (*spec.shape[:dim], size, *spec.shape[dim:])
@@ -320,7 +322,7 @@ def _over_axes(
 
     out_specs = optree.tree_map(lambda dim: P() if dim is None else P(own), out_dims, none_is_leaf=True)
     out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axes})(*leaves)
-    results: Iterable[Any] = map(_placed, optree.tree_leaves(out), wanted)
+    results: Iterable[Any] = map(placed, optree.tree_leaves(out), wanted)
     if own is None:
         results = [_cut(x, dim, entry, mesh) for x, dim in zip(results, wanted, strict=True)]
     return tree.unflatten(results)

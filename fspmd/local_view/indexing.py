@@ -22,6 +22,7 @@ from fspmd.local_view.uneven import (
     rank_number,
 )
 from fspmd.op_kinds import OPS, learn
+from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport.frame import UNEVEN
@@ -135,7 +136,8 @@ def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
         elif not isinstance(entry, (int, torch.SymInt)) or isinstance(entry, bool):
             dim += 1
     if not value:
-        out = torch.ops.aten.index.Tensor(view, tensors)
+        with without_saved_tensor_hooks():  # a view, of which this is the copy, saves no index: no checkpoint needs it
+            out = torch.ops.aten.index.Tensor(view, tensors)
         if (records := recorder()) is not None:
             records.copied(out, x)
         return out

@@ -19,13 +19,12 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.outside import the_mesh
 from fspmd.random import distributions
-from fspmd.random.blocks import Law, drawn, fill, shuffled
+from fspmd.random.blocks import Law, drawn, fill, shared_seed, shuffled
 from fspmd.random.counter import Block
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import hidden
-from fspmd.transport.randomness import draw_seed
 
 Size = int | tuple[int, ...] | list[int]
 
@@ -204,7 +203,7 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
     """
     spec = _spec(torch.randperm, (n,), options)
     device = spec.mesh.device
-    order = shuffled(n, draw_seed(options.get("generator")), device)
+    order = shuffled(n, shared_seed(options.get("generator")), device)
 
     def make(block: Block) -> Tensor:
         return order[block.offset[0] : block.offset[0] + block.shape[0]].to(spec.dtype, copy=True)

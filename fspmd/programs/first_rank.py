@@ -66,7 +66,7 @@ def _numbers(args: Any) -> Any:
 
 
 def _of_others(program: Program) -> set[fx.Node]:
-    """Steps that use what other ranks alone have, and those whose results they alone use."""
+    """Steps that use what other ranks alone have, and those whose results they alone use; idle repetitions."""
     steps = [*program.steps, *program.deferred]
     found: set[fx.Node] = set()
     apart: set[fx.Node] = set()  # put down for each rank
@@ -77,9 +77,20 @@ def _of_others(program: Program) -> set[fx.Node]:
         if node.target is shard_of or (node.target is not LocalTensor and not apart.isdisjoint(used)):
             apart.add(node)
     for node in reversed(steps):
-        idle = bool(node.users) or (
-            node in apart and "repeats" in node.meta
-        )  # or done while others still repeat theirs
-        if idle and all(user in found or _block(user) not in (None, node) for user in node.users):
+        if node.users and all(user in found or _block(user) not in (None, node) for user in node.users):
             found.add(node)
+    return found | _idle(steps, found, apart)
+
+
+def _idle(steps: list[fx.Node], others: set[fx.Node], apart: set[fx.Node]) -> set[fx.Node]:
+    """What the first rank does at the end of a repetition while others still repeat theirs: alone it stops before."""
+    found: set[fx.Node] = set()
+    ends = True  # nothing that comes later in this repetition is the first rank's
+    for node in reversed(steps):
+        if "repeats" not in node.meta:
+            ends = True
+        elif node not in others:
+            ends = ends and node in apart and node.users.keys() <= others | found
+            if ends:
+                found.add(node)
     return found

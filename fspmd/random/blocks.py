@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fspmd.entries import Flat
+from fspmd.errors import ArgumentError
 from fspmd.random.counter import Block, Distribution, draw
 from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded, pair
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import transforms_active
+from fspmd.torch_internals import VmapInterpreter, running_transforms, transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import local_tensor
@@ -92,8 +93,21 @@ def drawn(
         view = drawn(spec.unflattened, law, device, then, generator, key)
         return Sharded(viewed(view.local, view.spec, spec), spec)
     make = drawing(spec.dtype, law, device, then)  # which refuses a dtype before the generator goes on
-    seed = draw_seed(generator) if key is None else key
+    seed = shared_seed(generator) if key is None else key
     return fill(spec, lambda block: make(block, seed), device)
+
+
+def shared_seed(generator: torch.Generator | None) -> int:
+    """The seed of a new value, whose numbers all elements of a mapped function share."""
+    if transforms_active():
+        mapping = [one.randomness() for one in running_transforms() if isinstance(one, VmapInterpreter)]
+        if any(randomness != "same" for randomness in mapping):
+            raise ArgumentError(
+                f"vmap with randomness={next(r for r in mapping if r != 'same')!r} maps a function that draws a "
+                'Sharded, whose numbers all elements share; write randomness="same", or draw outside of the function, '
+                "with one dim more, and map over that"
+            )
+    return draw_seed(generator)
 
 
 def drawing(

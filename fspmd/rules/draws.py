@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
-from fspmd.random.blocks import Law, drawn, fill
+from fspmd.random.blocks import Law, drawn, fill, shared_seed
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, uniform
 from fspmd.random.poisson import counts
 from fspmd.remembered import wrote
@@ -28,7 +28,6 @@ from fspmd.torch_internals import transforms_active
 from fspmd.tracing import step
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, shards_of
-from fspmd.transport.randomness import draw_seed
 from fspmd.variance import unwrapped
 
 Then = Callable[[Tensor], Tensor]
@@ -230,7 +229,7 @@ def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
     held = frame(rates.spec.mesh, rates.spec.partition.axes)
     local = unwrapped(rates.local)
     each = iter(shards_of(local, held) if simulated else [local])
-    seed = draw_seed(generator)
+    seed = shared_seed(generator)
     found = fill(rates.spec, lambda block: counts(block, next(each).double(), seed).to(x.dtype), x.device)
     return _followed(found, x)
 

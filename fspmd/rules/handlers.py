@@ -21,19 +21,12 @@ from fspmd.rules.like_functions import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
 from fspmd.sharded import upper
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.torch_internals import DisableTorchFunction, VariableFunctions
 
 
 def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
     """What a factorization tells of its matrices: a rank looks at those it has."""
     check_matrices(info.local, name, is_matrix)
-
-
-def _refuse_dual(x: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ArgumentError(
-        f"torch.autograd.forward_ad's make_dual() got {x!r}, whose tangent it would lose; write fspmd.jvp(f, (x,), "
-        "(tangent,))"
-    )
 
 
 def _detached(x: Any) -> Any:
@@ -64,12 +57,13 @@ HANDLERS: Final[dict[str, Handler]] = {
     "_linalg_check_errors": _check_errors,
     "detach_": _detached,
     "_has_compatible_shallow_copy_type": _takes_data,
-    "_make_dual": _refuse_dual,
 }
 #: given to `Sharded` later than this
 ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.grad: lambda: upper().gradients,
     torch.autograd.backward: lambda: upper().backward,
+    VariableFunctions._make_dual: lambda: upper().dual,
+    VariableFunctions._unpack_dual: lambda: upper().parts,
 }
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
 _SAVED: Final = f"{_BLOCK}; to save it, save device_get(tree), or use torch.distributed.checkpoint"

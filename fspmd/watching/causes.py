@@ -35,6 +35,7 @@ _NAMES: Final = {
     "shard_map.py": "shard_map",
     "parallel.py": "parallelize",
     "hooks.py": "autograd.Function.apply",
+    "transforms.py": "torch.func",
 }
 
 

@@ -10,6 +10,7 @@ from fspmd import (
     MeshError,
     OnBlocks,
     P,
+    RecordError,
     Sharded,
     device_put,
     parallelize,
@@ -27,19 +28,28 @@ def rows(m: Setting) -> Sharded:
 
 
 @mistake(ArgumentError)
-def torch_vmap_over_a_mapped_function(m: Setting) -> None:
-    """aten.expand.default got Sharded f32[8@x] on mesh(x=4), whose block a transform of torch has wrapped; instead of \
-    torch.vmap and torch.func use fspmd.vmap, fspmd.grad ..., or return device_get(x) from the function
+def torch_tensor_within_a_transform(m: Setting) -> None:
+    """aten.detach.default got Sharded f32[8@x] on mesh(x=4) below the level of torch functions, within a transform \
+    such as grad or vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function
     """
-    torch.vmap(m.map(lambda x: x * 2, P("x"), P("x")))(torch.ones(3, 8))
+    torch.func.grad(lambda x: torch.tensor(x).sum())(rows(m))
+
+
+@mistake(RecordError)
+def torch_linearize(m: Setting) -> None:
+    """torch.func.linearize, or a jvp that make_fx writes down, got Sharded f32[8@x] on mesh(x=4), whose collectives \
+    no graph of torch has; write fspmd.jvp(f, (x,), (tangent,)) for each tangent
+    """
+    torch.func.linearize(torch.sin, rows(m))
 
 
 @mistake(ArgumentError)
-def torch_jacobian_of_a_mapped_function(m: Setting) -> None:
-    """aten.expand.default got Sharded f32[8@x] on mesh(x=4), whose block a transform of torch has wrapped; instead of \
-    torch.vmap and torch.func use fspmd.vmap, fspmd.grad ..., or return device_get(x) from the function
+def numbers_of_each_element(m: Setting) -> None:
+    """vmap with randomness='different' maps a function that draws a Sharded, whose numbers all elements share; write \
+    randomness="same", or draw outside of the function, with one dim more, and map over that
     """
-    torch.func.jacfwd(m.map(lambda x: x * 2, P("x"), P("x")))(torch.ones(8))
+    x = device_put(torch.ones(3, 8), P(None, "x"), mesh=m.line)
+    vmap(torch.randn_like, randomness="different")(x)
 
 
 @mistake(MeshError, transports=("simulation",))
