@@ -1,7 +1,7 @@
 """Data parallelism: every rank has a copy of the parameters and a part of the batch.
 
-The parameters are equal on all ranks (`P()`), the loss is a mean over ranks. The gradient of a value that is equal on
-all ranks is the sum over ranks of what each contributes, so there is no all-reduce of gradients to write.
+The parameters are equal on all ranks (`P()`), and the loss is a mean over ranks. The gradient of a value that is equal
+on all ranks is the sum of the ranks' contributions. So no all-reduce of gradients is written here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The training job of train_lm.py in the global view: functions of global shapes, and styles that lay them out.
+"""The training job of train_lm.py in the global view: functions on global shapes, and styles that lay values out.
 
     python examples/global_view.py                                        # 8 simulated ranks, 2 (dp) x 4 (tp)
     torchrun --nproc-per-node 4 examples/global_view.py --mesh 2x2        # 4 processes
 
 Below, the model of train_lm.py is written as for one device. `STYLES` says how its parameters lie over tp, and how
-values lie before and after the functions that use them; in between nothing moves. So it makes the collectives that
-train_lm.py writes out (but for the logits of 256 bytes, which one gather brings quicker than three sums), and has its
-losses. Then an nn.Transformer, as torch has it, is trained on the same mesh.
+values lie before and after the functions that use them. In between nothing moves. The job makes the collectives that
+train_lm.py writes out, and has the same losses. Only the logits of 256 bytes are gathered: one gather is quicker than
+three sums. Then an unmodified nn.Transformer is trained on the same mesh.
 
     B  windows in a batch    S  bytes in a window    V  the vocabulary: 256 bytes
     D  width of the model    F  width of the MLP     H  heads, each of width K = D / H
@@ -27,7 +27,7 @@ import fspmd
 from fspmd import ColwiseParallel, P, ParallelPlan, RowwiseParallel, Style, VocabParallel
 
 # Around the functions named here, values [B, S, D] are cut along the sequence, dim 1. A "reduced" input is whole on
-# every rank, its gradient a sum yet to be made: what gathers the input scatters that sum, in one go.
+# every rank, and its gradient is a pending sum. One collective gathers the input; its transpose scatters that sum.
 STYLES: dict[str, Style] = {
     "embedding": VocabParallel(output=1),  # [V, D]
     "layers.*.wqkv": ColwiseParallel(weight=2, input="reduced", output=2),  # [3, D, H, K] -> [3, B, H, S, K], by heads

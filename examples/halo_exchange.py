@@ -1,4 +1,4 @@
-"""Halo exchange: heat spreads over a grid that is cut in both dims; neighbours swap their edges at every step.
+"""Halo exchange: heat spreads over a grid that is cut in both dims; neighbours exchange their edges at every step.
 
 The grid is a torus, so an edge travels by `ppermute` around a ring: once to the next rank and once to the previous.
 """
@@ -16,7 +16,7 @@ first = not any(mesh.coordinate() or ())
 
 
 def with_halo(u: Tensor, axis_name: str, dim: int) -> Tensor:
-    """The block with a line more at both ends of ``dim``: the last of the rank before, the first of the rank after."""
+    """The block with one more line at each end of ``dim``: the last of the rank before, the first of the rank after."""
     n = fspmd.axis_size(axis_name)
     to_next, to_previous = [(i, (i + 1) % n) for i in range(n)], [(i, (i - 1) % n) for i in range(n)]
     before = fspmd.ppermute(u.narrow(dim, u.shape[dim] - 1, 1), axis_name, to_next)
@@ -26,7 +26,7 @@ def with_halo(u: Tensor, axis_name: str, dim: int) -> Tensor:
 
 @fspmd.shard_map(mesh=mesh, in_specs=(P("rows", "columns"), None), out_specs=P("rows", "columns"))
 def spread(u: Tensor, steps: int) -> Tensor:
-    """A block [R / rows, C / columns] of temperatures after that many steps."""
+    """A block [R / rows, C / columns] of temperatures after so many steps."""
     for _ in range(steps):
         tall, wide = with_halo(u, "rows", 0), with_halo(u, "columns", 1)
         u = u + 0.2 * (tall[:-2] + tall[2:] + wide[:, :-2] + wide[:, 2:] - 4 * u)

@@ -1,7 +1,7 @@
-"""A pipeline: each rank holds one stage, microbatches are handed on by `ppermute`.
+"""A pipeline: each rank holds one stage, and `ppermute` hands microbatches on.
 
-At tick t, stage s works on microbatch t - s. The backward pass needs no code: the gradient of a ppermute is the
-ppermute that goes back, so gradients run through the pipeline from the last stage to the first.
+At tick t, stage s works on microbatch t - s. The backward pass needs no code: the gradient of a ppermute is the inverse
+ppermute, so gradients run through the pipeline from the last stage to the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def stage_fn(w: Tensor, x: Tensor) -> Tensor:
 
 @fspmd.shard_map(mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())
 def pipeline(weights: Tensor, microbatches: Tensor) -> Tensor:
-    """This rank's weights [1, D, D] and all microbatches [M, B, D] -> what the last stage makes of them, [M, B, D]."""
+    """This rank's weights [1, D, D] and all microbatches [M, B, D] -> the results of the last stage, [M, B, D]."""
     stage = fspmd.axis_index("stage")
     received = torch.zeros_like(microbatches[0])
     results = []

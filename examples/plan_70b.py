@@ -1,19 +1,19 @@
-"""A transformer of 70 billion parameters, planned for a cluster that is not here.
+"""A transformer of 70 billion parameters, planned for a cluster that does not exist.
 
     python examples/plan_70b.py                      # 4,096 ranks, on a laptop
     python examples/plan_70b.py --ranks 1024 --layers 8
 
 The training step below is written on global shapes, for a mesh with axes dp, fsdp and tp. It is lowered for meshes
-without ranks: recorded as each rank would run it, on shapes alone. What is printed is what the record says: how
-parameters lie, what a rank holds at most, what it sends, and the time of a step on hosts of 8 accelerators, by the
-formulas of rings (`fspmd.Topology`); MFU is the FLOPs of the model, without what is computed again, of those possible.
+without ranks: recorded as each rank would run it, on shapes alone. The output is read from the record: the layouts of
+parameters, the peak memory of a rank, the bytes that it sends, and the time of a step on hosts of 8 accelerators, by
+ring formulas (`fspmd.Topology`). MFU is the FLOPs of the model, without recomputation, divided by the possible FLOPs.
 
     B  sequences in a batch    S  tokens in a sequence    V  the vocabulary
     D  width of the model      F  width of the MLP        H  heads of queries, G  heads of keys and values, K = D / H
 
 Parameters, and the states of Adam, are cut over fsdp and tp. A layer gathers its own over fsdp before it runs, in
-bfloat16; backward does so again, and scatters the sums of the gradients, which are then added up over dp. Over tp heads
-and the MLP are cut, and the sequence between them.
+bfloat16. Backward gathers again, and scatters the sums of the gradients, which are then added up over dp. The heads and
+the MLP are cut over tp, and so is the sequence between them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ BATCH = ("dp", "fsdp")
 
 
 def at_work(*entries: str | None) -> P:
-    """Whole over fsdp while the layer runs; the sum of the gradient over the batch is still to be made."""
+    """Whole over fsdp while the layer runs; the sum of the gradient over the batch is pending."""
     return P(*entries, reduced=BATCH)
 
 
@@ -111,11 +111,11 @@ def parameters(c: Config, mesh: Mesh) -> Params:
 # ---------------------------------------------------------------- the step, on global shapes
 
 CUT = P(BATCH, "tp", None)  # values [B, S, D] between the parts of a layer: over batch and sequence
-WHOLE = P(BATCH, None, None, reduced={"tp"})  # and within one, where the gradient is a sum over tp yet to be made
+WHOLE = P(BATCH, None, None, reduced={"tp"})  # and within one, where the gradient is a pending sum over tp
 
 
 def gathered(params: Params) -> Params:
-    """The parameters of a layer as its computation wants them."""
+    """The parameters of a layer, as its computation needs them."""
     return {name: with_spec(w.to(torch.bfloat16), SPECS[name][1]) for name, w in params.items()}
 
 
@@ -155,7 +155,7 @@ def step(c: Config, params: Params, first: Params, second: Params, tokens: Any, 
 
 
 def lower(c: Config, mesh: Mesh) -> Lowered:
-    """The step as each rank of a mesh would run it."""
+    """The step, lowered as each rank of a mesh would run it."""
     params = parameters(c, mesh)
     tokens = TensorSpec(mesh, P(BATCH), (c.B, c.S), torch.int64)
     jitted: Any = fspmd.jit(step, static_argnums=0, donate_argnums=(1, 2, 3))
@@ -164,7 +164,7 @@ def lower(c: Config, mesh: Mesh) -> Lowered:
 
 
 def meshes(ranks: int, c: Config) -> Iterator[Mesh]:
-    """Those to choose from."""
+    """The meshes to choose from."""
     for tp, fsdp in itertools.product((4, 8), (16, 64)):
         if ranks % (tp * fsdp) == 0 and c.B % (ranks // tp) == 0:
             yield make_mesh((ranks // (tp * fsdp), fsdp, tp), ("dp", "fsdp", "tp"), transport="abstract")

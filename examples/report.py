@@ -1,4 +1,4 @@
-"""What a training program shows: a progress bar of one line, and the loss curve as a picture."""
+"""The output of a training program: a progress bar of one line, and the loss curve as a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def progress(done: int, steps: int, text: str) -> str:
-    """A bar and a text. On a terminal the line is written over at each step; in a file there are ten lines in all."""
+    """A bar and a text. A terminal shows one line that changes; a file gets ten lines in all."""
     line = f"[{'#' * (30 * done // steps):<30}] step {done}/{steps}  {text}"
     if sys.stdout.isatty():
         return f"\r{line}" + ("\n" if done == steps else "")
@@ -15,7 +15,7 @@ def progress(done: int, steps: int, text: str) -> str:
 
 
 def picture(path: Path, losses: list[float], validation: float, bigram: float) -> str:
-    """Draw the loss curve into a PNG file; returns a line that says where it is."""
+    """Draw the loss curve into a PNG file, and return a line that says where it is."""
     try:
         import matplotlib
     except ImportError:

@@ -1,7 +1,7 @@
-"""A collective matmul: the all-gather of x and the product with w go on at the same time.
+"""A collective matmul: the all-gather of x and the product with w run at the same time.
 
-`all_gather(x) @ w` waits for all of x before it multiplies. Here the blocks of x go round a ring: while one is being
-multiplied, the next is on its way (`wait=False`), and no rank ever holds all of x.
+`all_gather(x) @ w` waits for all of x before it multiplies. Here the blocks of x go round a ring. While one block is
+multiplied, the next one travels (`wait=False`), and no rank ever holds all of x.
 """
 
 from __future__ import annotations

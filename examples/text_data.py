@@ -1,7 +1,7 @@
-"""Text as bytes: where it comes from, batches of windows, and the byte-bigram model that a language model has to beat.
+"""Text as bytes: its source, batches of windows, and the byte-bigram model that a language model has to beat.
 
-Nothing here knows about meshes. Every process reads the same text and draws the same batches from the same seed, so the
-order of the data cannot depend on how a program is laid out over devices.
+Nothing here knows about meshes. Every process reads the same text and draws the same batches from one seed, so the
+order of the data does not depend on the mesh.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def random_batches(text: Tensor, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of random windows without end, the same ones for the same seed."""
+    """Endless batches of random windows, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield windows(text, torch.randint(len(text) - length, (batch,), generator=generator), length)
 
 
 def even_batches(text: Tensor, batch: int, length: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """``count`` batches whose windows lie evenly over the whole text: what a validation loss is measured on."""
+    """``count`` batches whose windows lie evenly over the whole text, for a validation loss."""
     if len(text) <= length:
         raise ValueError(f"{len(text)} bytes are held out, too few for windows of {length}: give a longer text")
     starts = torch.linspace(0, len(text) - length - 1, count * batch).long()
@@ -59,7 +59,7 @@ def even_batches(text: Tensor, batch: int, length: int, count: int) -> list[tupl
 
 
 def bigram_loss(train: Tensor, batches: list[tuple[Tensor, Tensor]], prior: float = 0.01) -> float:
-    """Nats per byte, over ``batches``, of the model that knows only how often each byte follows each other one."""
+    """Nats per byte, over ``batches``, of the model that knows only how often one byte follows another."""
     pairs = train[:-1].long() * VOCAB + train[1:].long()
     counts = torch.bincount(pairs, minlength=VOCAB * VOCAB).double().view(VOCAB, VOCAB) + prior
     log_probability = (counts / counts.sum(1, keepdim=True)).log()

@@ -3,9 +3,9 @@
     python examples/train_lm.py                                           # 8 simulated ranks, 2 (dp) x 4 (tp)
     torchrun --nproc-per-node 4 examples/train_lm.py --mesh 2x2           # 4 processes
 
-How it lies on the mesh ("dp", "tp"): the batch is sharded over dp; the heads of attention, the hidden units of the MLP
-and the 256 bytes of the vocabulary over tp (column-parallel in, row-parallel out); between those, the residual stream
-and the norms over tp along the sequence. Shapes in the comments are those of one rank's block:
+On the mesh ("dp", "tp") the batch is sharded over dp. The heads of attention, the hidden units of the MLP and the 256
+bytes of the vocabulary are sharded over tp (column-parallel in, row-parallel out). Between those, the residual stream
+and the norms are sharded over tp along the sequence. Shapes in the comments are those of one rank's block:
 
     B  windows in a batch    S  bytes in a window    V  the vocabulary: 256 bytes
     D  width of the model    F  width of the MLP     H  heads, each of width K = D / H
@@ -90,7 +90,7 @@ def param_specs(layers: int) -> Params:
 
 
 def gather_sequence(x: Tensor) -> Tensor:
-    """[B / dp, S / tp, D] -> [B / dp, S, D]. Backward: the ranks' gradients are summed and scattered in one go."""
+    """[B / dp, S / tp, D] -> [B / dp, S, D]. Backward: the ranks' gradients are summed and scattered at once."""
     return fspmd.all_gather(x, "tp", axis=1, tiled=True, to="reduced")
 
 
@@ -100,7 +100,7 @@ def scatter_sequence(x: Tensor) -> Tensor:
 
 
 def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Of a vocabulary cut over tp in blocks of ``rows``: the place of each id in this rank's block, and is it there?"""
+    """The place of each id in this rank's block of the vocabulary, of ``rows`` rows, and whether it is there."""
     place = ids - fspmd.axis_index("tp") * rows
     return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
 

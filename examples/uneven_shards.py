@@ -1,7 +1,7 @@
-"""Uneven shards: a dim need not divide by the number of ranks.
+"""Uneven shards: the number of ranks need not divide a dim.
 
-Blocks follow torch.chunk: a dim of 5 on 4 ranks has blocks of 2, 2, 1 and 0. Ordinary torch works on them, empty ones
-included; a collective that puts blocks together is told the global size.
+Blocks follow torch.chunk: a dim of 5 on 4 ranks has blocks of 2, 2, 1 and 0. Ordinary torch functions work on them,
+also on empty ones. A collective that joins blocks takes the global size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The programs of the README print what it says."""
+"""The programs of the README and of pages in docs print what these say."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from fspmd import FspmdError
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-
-
-PENDING = (Path(__file__).parent.parent / "docs" / "pending.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PENDING = (ROOT / "docs" / "pending.md").read_text()
+ADD_AN_OP = (ROOT / "docs" / "add_an_op.md").read_text()
 
 
 def test_programs_print_what_the_readme_shows() -> None:
@@ -22,6 +22,10 @@ def test_programs_print_what_the_readme_shows() -> None:
 
 def test_programs_print_what_is_said_of_other_reductions() -> None:
     check(PENDING, 4)
+
+
+def test_programs_print_what_is_said_of_rules() -> None:
+    check(ADD_AN_OP, 4)
 
 
 def check(text: str, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Imports of the package point down, and one module has the private names of torch."""
+"""Imports of the package point down, as the design draws them, and one module has the private names of torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "fspmd"
+DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 
 def _imports(path: Path, modules: set[str]) -> set[str]:
@@ -23,19 +24,65 @@ def _imports(path: Path, modules: set[str]) -> set[str]:
     return names & modules
 
 
-def test_imports_have_an_order() -> None:
+def _graph() -> dict[str, set[str]]:
+    """The modules of the package, each with those it imports."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    graph = {name: _imports(path, set(files)) for name, path in files.items()}
+    return {name: _imports(path, set(files)) for name, path in files.items()}
+
+
+def _rooms() -> dict[str, set[str]]:
+    """The folders and top-level files of the package, each with the others that it imports."""
+    rooms: dict[str, set[str]] = {}
+    for name, imported in _graph().items():
+        rooms.setdefault(_room(name), set()).update(map(_room, imported))
+    return {room: below - {room} for room, below in rooms.items()}
+
+
+def test_imports_have_an_order() -> None:
+    graph = _graph()
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError, with the circle
-    assert set(order) == set(files)
+    assert set(order) == set(graph)
     assert order[-1] == "fspmd"
     assert sum(map(len, graph.values())) > 200
-    rooms: dict[str, set[str]] = {}
-    for name, imported in graph.items():
-        if name != "fspmd":
-            rooms.setdefault(_room(name), set()).update(map(_room, imported))
-    list(TopologicalSorter({room: below - {room} for room, below in rooms.items()}).static_order())
+    list(TopologicalSorter(_rooms()).static_order())
+
+
+def _floors(picture: str) -> dict[str, int]:
+    """The floor of each room, by the picture in the design: a number begins a floor, each line has a room."""
+    floors: dict[str, int] = {}
+    floor = 0
+    for line in picture.splitlines():
+        number, room = re.fullmatch(r" *(\d*) +(\S+)  +\S.*", line).groups()  # type: ignore[union-attr]
+        floor = int(number or floor)
+        name = room.removesuffix("/").removesuffix(".py")
+        floors["fspmd" if name == "__init__" else f"fspmd.{name}"] = floor
+    return floors
+
+
+def _is_wrong(floors: dict[str, int], rooms: dict[str, set[str]]) -> list[str]:
+    """What a picture and the imports disagree about."""
+    missing = [f"{room} is not in the picture" for room in rooms.keys() - floors.keys()]
+    gone = [f"{room} is in the picture alone" for room in floors.keys() - rooms.keys()]
+    upward = [
+        f"{room} imports {below}, which is on a higher floor"
+        for room in rooms.keys() & floors.keys()
+        for below in rooms[room] & floors.keys()
+        if floors[below] > floors[room]
+    ]
+    return sorted(missing + gone + upward)
+
+
+def test_the_picture_of_the_floors_is_true() -> None:
+    picture = re.search(r"```text\n(.*?)```", DESIGN.read_text(), re.DOTALL)
+    assert picture is not None
+    floors, rooms = _floors(picture[1]), _rooms()
+    assert list(floors.values()) == sorted(floors.values(), reverse=True)
+    assert _is_wrong(floors, rooms) == []
+    without = {room: floor for room, floor in floors.items() if room != "fspmd.rules"}
+    assert _is_wrong(without, rooms) == ["fspmd.rules is not in the picture"]
+    raised = floors | {"fspmd.spec": 99}
+    assert "fspmd.variance imports fspmd.spec, which is on a higher floor" in _is_wrong(raised, rooms)
 
 
 def _room(name: str) -> str:

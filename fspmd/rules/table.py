@@ -355,7 +355,7 @@ def _is_torch(func: Any) -> bool:
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         name = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
         return name.startswith(("aten::", "prims::"))
-    return not isinstance(func, FunctionType) or func.__module__.startswith("torch")
+    return not isinstance(func, FunctionType) or (func.__module__ or "").startswith("torch")
 
 
 def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
