@@ -99,6 +99,7 @@ from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
+from fspmd.rules import BodyLayout, Site
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.upper import install as _install_upper
@@ -123,6 +124,7 @@ __all__ = [
     "ArgumentError",
     "Attached",
     "AxisError",
+    "BodyLayout",
     "CacheMiss",
     "Chunked",
     "Coalesce",
@@ -161,6 +163,7 @@ __all__ = [
     "SequenceParallel",
     "ShapeError",
     "Sharded",
+    "Site",
     "SpecError",
     "Style",
     "TensorSpec",

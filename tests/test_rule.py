@@ -90,6 +90,38 @@ def test_a_body() -> None:
     assert ruled(device_put(torch.ones(3, 64), P(None, "x"), mesh=LINE)).spec.partition == P(None, "x")
 
 
+@pytest.mark.parametrize(
+    ("price", "is_by_body"),
+    [
+        (0, True),
+        (0.5, True),
+        (1e6, False),
+        (lambda layout: 0.0, True),
+        (lambda layout: 1e9, False),
+        (lambda layout: layout.price("reduce", layout.row_bytes(), layout.row_bytes()), True),
+        (lambda layout: layout.price("gather", 1 << 30, 1 << 32), False),
+    ],
+)
+def test_a_body_runs_where_its_price_is_below_that_of_the_gather(price: Any, is_by_body: bool) -> None:
+    ran = []
+
+    def largest(site: Any, x: Tensor) -> Tensor:
+        ran.append(site)
+        return pmax(x.amax(-1), site.axes["d"])
+
+    x = torch.randn(4, 64, dtype=torch.float64)
+    ruled = rule(lambda x: x.amax(-1), "m [d] -> m", body=largest, price=price)
+    out = ruled(device_put(x, P(None, "x"), mesh=LINE))
+    assert torch.equal(fspmd.device_get(out), x.amax(-1))
+    assert bool(ran) is is_by_body
+
+
+@pytest.mark.parametrize("price", ["cheap", -1, float("nan"), True, None])
+def test_a_price_that_is_none_is_told(price: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"rule got .* for price; give it a number of all-reduces"):
+        rule(lambda x: x, "[d] -> [d]", body=lambda site, x: x, price=price)
+
+
 def test_dims_that_only_some_results_have() -> None:
     """Of a sharded one a result may be a sum, a part of it, or independent of it; the rule does not tell."""
 

@@ -15,7 +15,22 @@ from fspmd.errors import ArgumentError
 from fspmd.global_view.dispatch import forget_plans
 from fspmd.global_view.refusals import shown
 from fspmd.messages import counted, described
-from fspmd.rules import FLOATS, NONE, Factors, Row, Rule, Site, Whole, match, parse, reducing, register, row_of
+from fspmd.rules import (
+    FLOATS,
+    NONE,
+    Bodied,
+    BodyLayout,
+    Factors,
+    Row,
+    Rule,
+    Site,
+    Whole,
+    match,
+    parse,
+    reducing,
+    register,
+    row_of,
+)
 from fspmd.sharded import Sharded, call_torch
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
@@ -23,7 +38,12 @@ _LINEAR: Final = ("", "sum", "product", "first")
 
 
 def rule(
-    func: Callable[..., Any], pattern: str, *, linear: str = "", body: Callable[..., Any] | None = None
+    func: Callable[..., Any],
+    pattern: str,
+    *,
+    linear: str = "",
+    body: Callable[..., Any] | None = None,
+    price: float | Callable[[BodyLayout], float] = 2,
 ) -> Callable[..., Any]:
     """Say how a function acts on the dims of its tensors; from then on it takes `Sharded` values.
 
@@ -37,8 +57,11 @@ def rule(
             stands for leading dims that broadcast. Floats among the arguments change nothing of that.
         linear: Which pending sums (unreduced operands) it may be given: ``"sum"``, where all are; ``"product"``,
             where one is; ``"first"``, where the first is; ``""``, none: they are summed first.
-        body: What runs where a dim in brackets is sharded, in the words of `shard_map`: ``body(site, *args)``, with
-            ``site.axes["d"]`` the axes of that dim.
+        body: Runs where a dim in brackets is sharded, as the body of a `shard_map` does: ``body(site, *args)``. The
+            `Site` tells the axes of that dim, ``site.axes["d"]``, and the layouts of operands and results.
+        price: The collectives of the body, forward; backward takes the same. A number: so many all-reduces of one
+            number for each row of the first operand along the dims in brackets. Or a function of the `BodyLayout` that
+            gives µs. The body runs where that takes less time than to gather the dim.
 
     Returns:
         The function to call: ``func`` itself where torch dispatches its calls, else one that dispatches them.
@@ -63,7 +86,7 @@ def rule(
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
         raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
-    bodied = replace(reducing(2)(_checked(body, shown(func))), asks=True) if body is not None else None
+    bodied = _priced(_checked(body, shown(func)), price) if body is not None else None
     free = FLOATS if body is None and _tells_sizes(pattern) else NONE
     register(func, Row(_fitting(shown(func), pattern, body is not None), linear, free=free, body=bodied))
     forget_plans()
@@ -79,6 +102,17 @@ def rule(
 
     register(with_rule, row_of(func))  # type: ignore[arg-type]
     return with_rule
+
+
+def _priced(body: Callable[..., Any], price: Any) -> Bodied:
+    if callable(price):
+        return Bodied(body, price, asks=True)
+    if not isinstance(price, (int, float)) or isinstance(price, bool) or not price >= 0:
+        raise ArgumentError(
+            f"rule got {described(price)} for price; give it a number of all-reduces, or a function of a BodyLayout "
+            "that gives µs: price=lambda layout: layout.price('reduce', layout.row_bytes(), layout.row_bytes())"
+        )
+    return replace(reducing(price)(body), asks=True)
 
 
 def _tells_sizes(pattern: str) -> bool:

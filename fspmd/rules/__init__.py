@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fspmd.rules.bodies import Bodied, Site, reducing
+from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.global_call import Rule, Whole
 from fspmd.rules.handlers import ENGINE, handler_of
@@ -16,6 +16,7 @@ __all__ = [
     "IN_C",
     "NONE",
     "Bodied",
+    "BodyLayout",
     "Factors",
     "Free",
     "Row",

@@ -26,7 +26,17 @@ Dim = int | Sequence[int] | None
 
 
 class BodyLayout(NamedTuple):
-    """How the operands and results of a body lie: what it communicates is told by that."""
+    """How the operands and results of a body lie. A function of it prices the body: `rule` with ``price=``.
+
+    >>> import torch
+    >>> from fspmd import P, TensorSpec, make_mesh, topology
+    >>> spec = TensorSpec(make_mesh((4,), ("x",)), P(None, "x"), (64, 4096), torch.float32)
+    >>> layout = BodyLayout((spec,), (spec,), ("x",), topology(), frozenset({1}))
+    >>> layout.row_bytes()  # one number for each of 64 rows
+    256
+    >>> layout.price("reduce", 256, 256) < layout.price("gather", 2**18, 2**20)
+    True
+    """
 
     operands: Sequence[TensorSpec]
     results: Sequence[TensorSpec]
@@ -35,7 +45,7 @@ class BodyLayout(NamedTuple):
     whole: frozenset[int]  # those dims, of the first operand
 
     def row_bytes(self) -> int:
-        """The bytes of one number for each row of the first block along the dims that must otherwise be whole."""
+        """Bytes of one number for each row of the first block along the dims that must otherwise be whole."""
         first = self.operands[0]
         size = first.dtype.itemsize
         for dim, length in enumerate(first.block_shape):
@@ -48,7 +58,10 @@ class BodyLayout(NamedTuple):
         return prod(self.results[0].shape) / max(1, rows)
 
     def price(self, kernel: str, before: int, after: int) -> float:
-        """µs of a kernel over the axes, on blocks of so many bytes that become blocks of so many."""
+        """µs of a collective over the axes, on blocks of so many bytes that become blocks of so many.
+
+        ``kernel``: ``"reduce"`` (an all-reduce), ``"gather"``, ``"reduce_scatter"`` or ``"exchange"`` (an all-to-all).
+        """
         return price(kernel, self.operands[0].mesh, self.axes, before, after, self.topology).time
 
 
@@ -57,11 +70,28 @@ Time = Callable[[BodyLayout], float]  # µs of a body's collectives, forward
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a body runs: the axes of each dim, by its name in the rule or by its number in the first operand."""
+    """Where a sharded body runs: its first argument.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, device_put, make_mesh, pmax, rule
+    >>> def unit(x):
+    ...     return x / x.abs().amax(-1, keepdim=True)
+    >>> def on_blocks(site: Site, x):
+    ...     assert site.axes["d"] == ("x",) and site.operands[0].shape == (64, 65536)
+    ...     assert site.blocks(65536, "d")[1] == (16384, 16384)  # offset and length of the second rank's block
+    ...     return x / pmax(x.abs().amax(-1, keepdim=True), site.axes["d"])
+    >>> unit = rule(unit, "... [d] -> ... [d]", body=on_blocks)
+    >>> x = device_put(torch.ones(64, 65536), P(None, "x"), mesh=make_mesh((4,), ("x",)))
+    >>> unit(x)
+    Sharded f32[64, 65536@x] on mesh(x=4)
+    """
 
     axes: dict[Any, tuple[str, ...]]
+    """The mesh axes that cut each dim: by its name in the rule, in fspmd's own rules by its number."""
     operands: tuple[TensorSpec, ...]
+    """The layouts of the operands."""
     results: tuple[TensorSpec, ...]
+    """The layouts that the results must have."""
     memo: dict[Any, Any] = field(default_factory=dict)  # what a body worked out of its arguments, the same in each call
 
     @property
