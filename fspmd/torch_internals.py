@@ -20,6 +20,7 @@ import torch.jit._recursive
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
+import torch.utils.checkpoint
 
 # Kinds of functions
 
@@ -177,6 +178,8 @@ vmap_module: Any = torch._functorch.vmap
 
 # autograd
 
+#: what a checkpoint raises where it has computed enough again: a signal to itself, which must reach it
+StopRecomputation: Any = torch.utils.checkpoint._StopRecomputationError
 #: switches gradients; the public block costs more; instead: `torch.set_grad_enabled`
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: the node of a graph that runs now, in backward

@@ -15,6 +15,7 @@ from fspmd.forms import Laid, Strided, packed
 from fspmd.op_kinds import name_of
 from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
+from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.signatures import Place, at
 from fspmd.spec import TensorSpec, is_float
@@ -221,7 +222,7 @@ def differentiated(
         return made[-1]
 
     try:
-        with DisableTorchFunction(), torch.enable_grad():
+        with DisableTorchFunction(), torch.enable_grad(), without_saved_tensor_hooks():
             out = _on(make, func, args, kwargs, operands)
             results = [x for x in ((out,) if isinstance(out, Tensor) else out) if x.requires_grad]
             leaves = [x for x in made if x.requires_grad]

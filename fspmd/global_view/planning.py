@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
-from fspmd.errors import ArgumentError, FspmdError, MeshError, VarianceError
+from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.global_view.decompose import sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.propagate import OpPlan, as_whole
-from fspmd.global_view.refusals import refuse_global, refuse_higher_order, shown
+from fspmd.global_view.refusals import TOLD, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
 from fspmd.meshes.mesh import Mesh
@@ -143,7 +143,7 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """What runs in place of a function; of arguments that it cannot take, torch's own words are better."""
     try:
         return instead(*args, **kwargs)
-    except FspmdError:
+    except TOLD:
         raise
     except Exception as error:
         if func in ENGINE and isinstance(error, RuntimeError):  # of the graph, which what has no data has not
@@ -299,7 +299,7 @@ def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note on what torch raised of blocks which call it was; places that are out of range are known by value alone."""
-    if isinstance(error, FspmdError) or getattr(error, "__notes__", None):
+    if isinstance(error, TOLD) or getattr(error, "__notes__", None):
         return
     if "convert all Tensors to FakeTensors" in str(error):
         given = ", ".join(map(repr, sharded_values(args, kwargs)))

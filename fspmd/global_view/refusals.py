@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
-from fspmd.errors import ArgumentError, VarianceError
+from fspmd.errors import ArgumentError, FspmdError, VarianceError
 from fspmd.messages import quoted
 from fspmd.op_kinds import INSTEAD_OF_COMPILED, name_of
 from fspmd.operators import OPERATORS
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import is_any_autocast_enabled
+from fspmd.torch_internals import StopRecomputation, is_any_autocast_enabled
 
 #: of whose operands the meta device does not ask that they have one dtype, as other devices do
 _OF_ONE_DTYPE = frozenset(
     ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
     + ("addmm", "addmv", "baddbmm", "addbmm")
 )
+
+#: errors that have their words, and what is no error: both pass as they are
+TOLD: Final = (FspmdError, StopRecomputation)
 
 
 class NoRuleError(ArgumentError):

@@ -11,9 +11,9 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from fspmd.rules import writes
+from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import hidden, outside_transforms
@@ -48,9 +48,7 @@ class Followed:
 def _told(func: Any, leaves: list[Any], treedef: Any, flags: tuple[bool, ...]) -> list[bool] | None:
     """Of each result whether it has a gradient; None where the meta device cannot tell."""
     try:
-        # what it saves is nothing of the user's: a checkpoint that is under way would count it
-        nothing_seen = saved_tensors_hooks(lambda x: x, lambda x: x)
-        with outside_transforms(), DisableTorchFunction(), nothing_seen:
+        with outside_transforms(), DisableTorchFunction(), without_saved_tensor_hooks():
             made = [
                 torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=flag) if isinstance(x, Tensor) else x
                 for x, flag in zip(leaves, flags, strict=True)

@@ -10,7 +10,7 @@ import optree
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.errors import FspmdError, ShapeError
+from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import (
     Graph,
@@ -22,7 +22,7 @@ from fspmd.global_view.decompose import (
     sharded_values,
     written,
 )
-from fspmd.global_view.refusals import NoRuleError, refuse_global, refuse_rule, shown
+from fspmd.global_view.refusals import TOLD, NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.global_view.result_gradients import Followed
 from fspmd.op_kinds import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
@@ -97,7 +97,7 @@ def _by_graph(
         if writes(func):
             refuse_rule(func, specs)
         return functools.partial(gathered, func), frozenset()
-    except FspmdError:
+    except TOLD:
         raise
     except NotImplementedError as error:
         if "Meta" not in str(error):  # in the function's own words
@@ -159,6 +159,8 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole: Any = optree.tree_map(at_home, (args, kwargs), none_is_leaf=True)
     try:
         out = func(*whole[0], **whole[1])
+    except TOLD:
+        raise
     except Exception as error:
         refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], error)
     return optree.tree_map(wrapped, out, none_is_leaf=True)
