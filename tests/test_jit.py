@@ -780,6 +780,27 @@ def test_tensors_closed_over_that_change_their_kind(lay: Function, seed: int) ->
     assert w is not block or any("that it closes over: " in str(miss) for miss in misses)
 
 
+def test_views_closed_over_go_straight_into_collectives() -> None:
+    """Nothing else reads them first, and their base is nowhere in the function."""
+    base, x = torch.arange(24.0, dtype=F64), torch.linspace(-1, 1, 4, dtype=F64)
+    for view in (base[3:9], base.view(4, 6)[1], base[::6]):
+        f = shard_map(lambda x, v=view: x * psum(v, "x").sum(), mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+        for follows in (False, True):
+            out = jit(f)(x.clone().requires_grad_(follows))
+            torch.testing.assert_close(device_get(out).detach(), x * MESH.shape["x"] * view.sum())
+
+
+def test_windows_of_a_pending_sum_over_uneven_blocks() -> None:
+    """A body makes the rows that each rank takes as a view, the same in every call."""
+    x = torch.linspace(-1, 1, 40, dtype=F64).view(5, 8)
+    terms = device_put(torch.stack([x - 1, 0 * x, 0 * x + 1]), P("y", None, "x"), mesh=GRID)
+    specs = P("y", None, "x"), P(None, "x", unreduced={"y"})
+    pending = shard_map(
+        lambda b: fspmd.pcast(b[0], "y", to="unreduced"), mesh=GRID, in_specs=specs[0], out_specs=specs[1]
+    )(terms)
+    torch.testing.assert_close(device_get(jit(lambda x: x.unfold(1, 3, 2).cos())(pending)), x.unfold(1, 3, 2).cos())
+
+
 def test_gradients_of_uneven_values_closed_over() -> None:
     """Though their blocks are used apart before they are used whole."""
     whole = torch.rand(5, 3)

@@ -113,7 +113,8 @@ class Values(RecordingMode):
         self.check_dense(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
-                self._stand_ins[id(block)] = block, stand_in(block, self.mode)
+                with self.pause():  # of a view torch first makes the base
+                    self._stand_ins[id(block)] = block, stand_in(block, self.mode)
             block = self._stand_ins[id(block)][1]
         return memory_of(block)
 
