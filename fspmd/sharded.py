@@ -21,6 +21,7 @@ from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
+from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
@@ -162,6 +163,7 @@ class Sharded(Tensor):
             ArgumentError: nobody knows.
             IndexError: there is no such dim.
         """
+        refuse_tracer(self)
         _check_known(self, "strides", "stride()")
         with DisableTorchFunction():
             return _STRIDE(self) if dim is None else _STRIDE(self, dim)

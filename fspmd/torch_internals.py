@@ -16,6 +16,8 @@ import torch._functorch.pyfunctorch
 import torch._functorch.vmap
 import torch._prims_common
 import torch._subclasses.fake_tensor
+import torch._subclasses.meta_utils
+import torch.fx.experimental.proxy_tensor
 import torch.jit._recursive
 import torch.utils._device
 import torch.utils._python_dispatch
@@ -136,6 +138,18 @@ default_device: Any = torch._C._get_default_device
 is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 #: the keys of a tensor: conjugated, of inference mode
 dispatch_keys: Any = torch._C._dispatch_keys
+#: the modes of `make_fx(pre_dispatch=True)`, `make_fx` itself at place 0
+pre_dispatch_modes: Any = torch._ops.mode_stack_state_for_pre_dispatch()
+#: where `torch.jit.trace` and the ONNX exporter of old begin: the owners of functions in C, and their names
+JIT_TRACERS: Any = (
+    (torch._C, "_create_function_from_trace"),
+    (torch._C, "_create_function_from_trace_with_dict"),
+    (torch._C, "_create_graph_by_tracing"),
+    (torch._C.ScriptModule, "_create_method_from_trace"),
+    (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
+)
+#: the modules that ask an argument how it lies: `make_fx`, and what makes the fake tensors of export and AOTAutograd
+MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, torch._subclasses.meta_utils.__name__)
 #: what `torch.jit.trace` records; instead: `torch.jit.is_tracing`, which is slower
 jit_tracing: Any = torch._C._get_tracing_state
 

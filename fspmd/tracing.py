@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,6 +13,7 @@ import torch
 
 from fspmd.errors import RecordError
 from fspmd.torch_internals import (
+    MODULES_THAT_TRACE,
     PROXY_KEY,
     TorchDispatchMode,
     clear_transforms,
@@ -19,6 +21,7 @@ from fspmd.torch_internals import (
     dispatch_mode_of,
     dispatch_mode_stack,
     jit_tracing,
+    pre_dispatch_modes,
     transforms_active,
 )
 
@@ -85,6 +88,7 @@ def is_traced() -> bool:
         (count_dispatch_modes() and dispatch_mode_of(PROXY_KEY) is not None)
         or jit_tracing() is not None
         or _is_exporting()
+        or pre_dispatch_modes.get(0) is not None
     )
 
 
@@ -95,6 +99,23 @@ def refuse_traced(what: str) -> None:
             f"{what} was called while torch.export, make_fx or torch.jit.trace writes down a graph, in which there "
             "would be no collectives; write fspmd.jit(f).lower(*args), whose program has them"
         )
+
+
+def untraceable(x: Any) -> RecordError:
+    """Of a `Sharded` that torch is to write a graph for."""
+    return RecordError(
+        f"torch.export, make_fx or torch.jit.trace got {x!r}, whose collectives no graph of torch has; write "
+        "fspmd.jit(f).lower(*args), whose program has them"
+    )
+
+
+def refuse_tracer(x: Any) -> None:
+    """Raise `RecordError` where it is one of torch's tracers that asks how a `Sharded` lies in memory."""
+    asks = sys._getframe(1)
+    while asks.f_back is not None and asks.f_globals.get("__name__", "").startswith("fspmd."):
+        asks = asks.f_back
+    if asks.f_globals.get("__name__") in MODULES_THAT_TRACE:
+        raise untraceable(x)
 
 
 def take_apart(x: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Graphs that torch writes down would have no collectives, so what communicates is refused while it writes one."""
+"""Graphs that torch writes down would have no collectives, so what communicates is refused while it writes one.
+
+A Sharded argument is refused before: of a function that communicates nothing, the graph would return constants.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -42,6 +46,8 @@ TRACERS: dict[str, Callable[[Any, Tensor], Any]] = {
     "strict": lambda f, x: torch.export.export(_Module(f), (x,), strict=True),
     "make_fx": lambda f, x: make_fx(f)(x),
     "make_fx of fakes": lambda f, x: make_fx(f, tracing_mode="fake")(x),
+    "make_fx of symbols": lambda f, x: make_fx(f, tracing_mode="symbolic")(x),
+    "make_fx above autograd": lambda f, x: make_fx(f, pre_dispatch=True)(x),
     "torch.jit.trace": torch.jit.trace,
     "torch.onnx": lambda f, x: torch.onnx.export(_Module(f), (x,), io.BytesIO(), dynamo=False),
 }
@@ -58,6 +64,35 @@ def test_no_graph_leaves_collectives_out(tracer: str) -> None:
         if others is RecordError:
             assert "write fspmd.jit(f).lower(*args)" in str(caught.value), (name, caught.value)
     assert torch.equal(device_get(_sum(torch.arange(4.0))), torch.tensor([4.0, 8.0]))
+
+
+OF_ARGUMENTS: dict[str, Callable[[Any, Any], Any]] = {
+    **TRACERS,
+    "trees": lambda f, x: make_fx(lambda tree: f(tree["x"][0]))({"x": [x]}),
+    "named arguments": lambda f, x: torch.export.export(_Module(f), (), {"x": x}),
+    "torch.jit.trace of names": lambda f, x: torch.jit.trace(f, example_kwarg_inputs={"x": x}),
+    "torch.jit.trace of modules": lambda f, x: torch.jit.trace(_Module(f), (x,)),
+    "torch.jit.trace_module": lambda f, x: torch.jit.trace_module(_Module(f), {"forward": {"x": x}}),
+    "aot_function": lambda f, x: aot_function(f, nop)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tracer", OF_ARGUMENTS)
+def test_no_graph_takes_the_blocks_of_an_argument_for_constants(tracer: str) -> None:
+    """Strict export gives Dynamo's error, in which the same is to be written."""
+
+    def f(x: Any) -> Any:
+        return x * 2
+
+    f(W)  # so that the call is a hit
+    leaf = W.detach().requires_grad_()
+    (of_unknown_strides,) = torch.autograd.grad((leaf**2).sum(), [leaf])
+    for x in (W, W.sum(), leaf, of_unknown_strides):
+        with pytest.raises(Exception if tracer == "strict" else RecordError) as caught:
+            OF_ARGUMENTS[tracer](f, x)
+        assert "fspmd.jit(f).lower(*args)" in str(caught.value)
+    assert f(W).stride() == (1,)
 
 
 def test_functions_of_plain_tensors_are_exported() -> None:

@@ -288,6 +288,7 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 leave_to_python(
     dispatch,
     "torch functions on Sharded values run as they are, between what is compiled: write torch.compile(f) without "
-    f"fullgraph=True. What torch compiles as a whole takes none. {INSTEAD_OF_COMPILED}",
+    "fullgraph=True, and fspmd.jit(f).lower(*args) instead of torch.export. What torch compiles as a whole takes none. "
+    f"{INSTEAD_OF_COMPILED}",
 )
 Sharded.__torch_function__ = MethodType(dispatch, Sharded)

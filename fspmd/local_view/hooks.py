@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
+import optree
 import torch
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction
@@ -33,6 +34,7 @@ from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import (
+    JIT_TRACERS,
     ScriptMethod,
     pop_transform,
     transforms_active,
@@ -40,7 +42,7 @@ from fspmd.torch_internals import (
     vmap_module,
     wrap_script_module,
 )
-from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder
+from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder, untraceable
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
@@ -58,6 +60,7 @@ def install() -> None:
     _wrap_derivatives()
     _wrap_recomputation()
     _wrap_script()
+    _wrap_tracers()
     _hand_on_weight()
 
 
@@ -311,6 +314,22 @@ def _check_frozen(method: Any, operands: Any) -> None:
             "rank alone, since TorchScript runs where types are not seen; call the Python module, or freeze its "
             "parameters"
         )
+
+
+def _wrap_tracers() -> None:
+    """They follow the shell of a Sharded, in which nothing happens, and what is made of its blocks is constant."""
+
+    def wrap(original: Any) -> Any:
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            leaves: Any = optree.tree_leaves((args, kwargs), none_is_leaf=True)
+            if (found := next((x for x in leaves if type(x) is Sharded), None)) is not None:
+                raise untraceable(found)
+            return original(*args, **kwargs)
+
+        return trace
+
+    for owner, name in JIT_TRACERS:
+        setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def _hand_on_weight() -> None:

@@ -22,6 +22,7 @@ from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.values import check_matrices
 from fspmd.sharded import upper
 from fspmd.torch_internals import DisableTorchFunction, VariableFunctions
+from fspmd.tracing import refuse_tracer
 
 
 def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
@@ -108,6 +109,7 @@ def _refuse_collective(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse_memory(name: str, x: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    refuse_tracer(x)
     raise ArgumentError(
         f"{name}() speaks of the memory of {x!r}, of which this rank has a block; write {_OF_MEMORY[name].format(name)}"
     )
