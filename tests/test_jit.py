@@ -801,6 +801,26 @@ def test_windows_of_a_pending_sum_over_uneven_blocks() -> None:
     torch.testing.assert_close(device_get(jit(lambda x: x.unfold(1, 3, 2).cos())(pending)), x.unfold(1, 3, 2).cos())
 
 
+COUNTS = [1, 0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("counts", ["made within", "closed over"])
+@pytest.mark.parametrize("how", [jit, lambda f: jit(f).lower])
+def test_a_shape_that_depends_on_values_is_told_beforehand(how: Any, counts: str) -> None:
+    """Of constants, too, that have values, and of plain and Sharded values alike."""
+    whole, there = torch.rand(5, 2, dtype=F64), torch.tensor(COUNTS)
+
+    def repeats() -> Tensor:
+        return torch.tensor(COUNTS) if counts == "made within" else there
+
+    for x in (whole, device_put(whole, P("x"), mesh=MESH)):
+        text = r"jit cannot record repeat_interleave, which gives .* depends on values.* output_size=n\)"
+        with pytest.raises(RecordError, match=text):
+            how(lambda x: x.repeat_interleave(repeats(), 0))(x)
+        out = jit(lambda x: x.repeat_interleave(repeats(), 0, output_size=sum(COUNTS)))(x)
+        torch.testing.assert_close(device_get(out), whole.repeat_interleave(there, 0))
+
+
 def test_gradients_of_uneven_values_closed_over() -> None:
     """Though their blocks are used apart before they are used whole."""
     whole = torch.rand(5, 3)

@@ -26,10 +26,16 @@ from fspmd.programs.facts import aten, is_dense
 from fspmd.programs.generators import Generators, generators_of
 from fspmd.programs.impurities import Escapes, line, not_compiled, not_dense
 from fspmd.programs.python_steps import check_reached, given_alone
-from fspmd.programs.refusals import check, check_writes
+from fspmd.programs.refusals import check, check_writes, shape_of_values
 from fspmd.programs.values import Values
 from fspmd.remembered import forgetting
-from fspmd.torch_internals import DataDependentOutputException, FakeTensor, HigherOrderOperator, aten_zero_tensor
+from fspmd.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    HigherOrderOperator,
+    aten_zero_tensor,
+)
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
 from fspmd.transport.local_tensor import blocks_of
@@ -107,6 +113,8 @@ class Recorder(Values):
         self.paused = True
         try:
             out = func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            raise self.refusal(shape_of_values(func)) from error
         finally:
             self.paused = False
         own = followed or not torch.is_grad_enabled()  # else autograd has made no node for it

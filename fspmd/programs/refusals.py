@@ -16,15 +16,12 @@ from fspmd.watching.causes import trace
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
     """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
-    facts, cause = facts_of(func), None
+    facts = facts_of(func)
     if facts.gives_values:
-        cause = "makes a Python value of a tensor's"
-    elif facts.shape_of_values(args, kwargs):
-        cause = "gives a result whose shape depends on values"
-    if cause is not None:
-        name = func._schema.name.split("::")[-1].lstrip("_")
-        advice = "" if facts.gives_values else f"; {_BY_RANK}: {style_by_rows(trace().cause.module or '...')}"
-        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which {cause}", advice))
+        name = _name_of(func)
+        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which makes a Python value of a tensor's"))
+    if facts.shape_of_values(args, kwargs):
+        raise recorder.refusal(shape_of_values(func))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
         raise recorder.refusal(
             RecordError(
@@ -36,7 +33,25 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: An
         check_writes(func._schema.name.split("::")[-1], written_by(func, args, kwargs), recorder)
 
 
+def shape_of_values(func: Any) -> RecordError:
+    """The refusal of a call whose result has a shape that depends on values."""
+    name = _name_of(func)
+    by_rank = f"{_BY_RANK}: {style_by_rows(trace().cause.module or '...')}"
+    advice = f"; {_INSTEAD.get(name, by_rank)}"
+    return constant_of(f"{name}, which gives a result whose shape depends on values", advice)
+
+
+def _name_of(func: Any) -> str:
+    return func._schema.name.split("::")[-1].lstrip("_")  # type: ignore[no-any-return]
+
+
 _BY_RANK: Final = "what each rank does with its own rows, as experts do, runs as Python"
+#: functions that can be told the size -> how
+_INSTEAD: Final = {
+    "repeat_interleave": "or tell it the size of the result: x.repeat_interleave(repeats, dim, output_size=n)",
+    "nonzero": "or tell it the number of rows: torch.nonzero_static(x, size=n)",
+    "bincount": "or count by adding up: torch.zeros(n).index_add(0, x, torch.ones(len(x)))",
+}
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
 
 
