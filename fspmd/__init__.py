@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from fspmd import random
 from fspmd.auto.auto_spec import Layouts, auto_spec
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
+from fspmd.autodiff.module_hooks import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
 from fspmd.collectives import (
     Handle,
@@ -114,7 +115,7 @@ from fspmd.watching.watch import Communication
 _install_methods()
 _install_upper()
 _install_chunks()
-_at_first_use(_install_hooks, _install_transforms, _install_optim, _install_wrappers)
+_at_first_use(_install_hooks, _install_transforms, _install_module_hooks, _install_optim, _install_wrappers)
 
 __all__ = [
     "ETHERNET",

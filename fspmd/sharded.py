@@ -288,16 +288,21 @@ class Sharded(Tensor):
 
     @property  # type: ignore[override]
     def data(self) -> Sharded:
-        """`detach`: the same memory, not followed by autograd."""
+        """`detach`: the same memory, not followed by autograd. ``x.data = y`` moves y as x lies."""
         return self.detach()
 
     @data.setter
     def data(self, value: Any) -> None:
-        if not is_sharded(value) or (value.spec.mesh, value.spec.partition) != (self.spec.mesh, self.spec.partition):
+        known = is_sharded(value) and value.spec.mesh is self.spec.mesh
+        lies_so = known and value.spec.partition == self.spec.partition
+        if not lies_so and not (known and value.shape == self.shape):
             raise ArgumentError(
-                f"x.data = y got {described(value)} for {self!r}; it takes a Sharded that lies so: write into x, "
-                "with torch.no_grad(): x.copy_(y), or reshard y first"
+                f"x.data = y got {described(value)} for {self!r}; it takes a Sharded of that shape on that mesh, or of "
+                "another shape that lies so: write into x, with torch.no_grad(): x.copy_(y), or reshard y first"
             )
+        if not lies_so:  # moved, into memory of its own
+            new = call_torch(torch.empty_like, (self.detach(),), {"dtype": value.dtype})
+            value = alike(call_torch(Tensor.copy_, (new, value.detach())).block, value, new.spec)
         if value.form is not self.form or not _same_memory(value.local, self.block):
             _take_memory(self, value)  # else x.data -= y has written where it was to
 

@@ -23,6 +23,7 @@ import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.checkpoint
+import torch.utils.hooks
 
 # Kinds of functions
 
@@ -214,6 +215,8 @@ push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_h
 profiler = torch.autograd.profiler
 #: a public module, whose `_current_level` is -1 while no forward derivative is taken
 forward_ad = torch.autograd.forward_ad
+#: a public class, whose `_apply_on_tensors` puts hooks of a module on the gradients of its arguments or results
+BackwardHook: Any = torch.utils.hooks.BackwardHook
 #: runs backward without the checks of `torch.autograd.grad`; takes a function to call at its end
 execution_engine: Any = torch.autograd.Variable._execution_engine
 

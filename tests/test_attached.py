@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -389,9 +390,82 @@ def test_data_is_replaced() -> None:
     assert x.grad is not None
     assert device_get(x.grad).tolist() == [0.0, 6.0, 12.0, 18.0, 24.0]
     assert first.dtype is torch.float32
-    for wrong in (reshard(y, P()), torch.ones(5)):
-        with pytest.raises(ArgumentError, match=r"^x.data = y got .* it takes a Sharded that lies so: write into x"):
+    for wrong in (reshard(y[:4], P()), torch.ones(5)):
+        with pytest.raises(ArgumentError, match=r"^x.data = y got .* a Sharded of that shape .*: write into x"):
             x.data = wrong
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(unreduced={"x"}), P(reduced={"x"})], ids=repr)
+def test_data_is_moved(spec: P) -> None:
+    """It lies as it did, with the numbers, the dtype and the strides of other data; gradients follow as before."""
+    whole = torch.arange(15.0, dtype=F64).view(5, 3)
+    y = reshard(device_put(whole, P(), mesh=LINE), spec).t()
+    x = device_put(torch.zeros(3, 5), P("x"), mesh=LINE).requires_grad_()
+    x.data = y
+    assert (x.spec.partition, x.dtype, x.stride(), x.requires_grad) == (P("x", None), F64, (1, 3), True)
+    (x**2).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(device_get(x.grad), 2 * whole.t())
+    with torch.no_grad():
+        x.mul_(2)
+    torch.testing.assert_close(device_get((x.detach(), y)), (2 * whole.t(), whole.t()))
+
+
+def _linear(placed: bool) -> nn.Linear:
+    module = nn.Linear(6, 5).to(F64)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.copy_(torch.linspace(-1, 1, x.numel(), dtype=F64).sin().view_as(x))
+    if placed:
+        specs = {"weight": P("x"), "bias": P()}
+        leaves = device_put({name: x.detach() for name, x in module.named_parameters()}, specs, mesh=LINE)
+        attach(module, {name: x.requires_grad_() for name, x in leaves.items()})
+    return module
+
+
+def _assign(module: nn.Linear) -> None:
+    module.load_state_dict({name: x * 2 for name, x in module.state_dict().items()}, assign=True)
+
+
+def _by_one_vector(module: nn.Linear) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 2, module.parameters())
+
+
+class _Tied(nn.Module):
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "assign": _assign,
+    "assign whole": lambda module: module.load_state_dict(
+        {name: device_get(x) * 2 for name, x in module.state_dict().items()}, assign=True
+    ),
+    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+    "prune rows": lambda module: prune.ln_structured(module, "weight", 0.4, 2, 0),
+    "set": lambda module: setattr(module, "weight", nn.Parameter(module.weight * 2)),
+    "tie": lambda module: setattr(module, "tied", _Tied(module.weight)),
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "one vector": _by_one_vector,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_attached_parameters_are_parameters(name: str) -> None:
+    """Torch's own tools exchange and tie them; a checkpoint computes again with what is there then."""
+    x = torch.linspace(-1, 1, 24, dtype=F64).view(4, 6).cos()
+    found = []
+    for module in (_linear(False), _linear(True)):
+        CHANGES[name](module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (torch_checkpoint(lambda x, to=module: to(x).sin(), x, use_reentrant=False) ** 2).sum().backward()
+            optimizer.step()
+        found.append({key: device_get(value) for key, value in module.state_dict().items()})
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_threads_of_autograd_have_the_turn_of_the_one_that_waits_for_them() -> None:

@@ -605,6 +605,38 @@ def test_views_of_bits_and_rows_made_short(spec: P) -> None:
         torch.testing.assert_close(device_get(found.grad), want.grad)
 
 
+PLACES = [torch.tensor([[1, 2, 2], [0, 4, 2], [0, 0, 1]]), torch.tensor(3), torch.zeros(0, dtype=torch.int64)]
+
+
+@pytest.mark.parametrize("padding", [None, 2, -5])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(reduced={"x"}), P()], ids=repr)
+def test_gradients_of_rows_by_how_often_they_are_looked_up(spec: P, padding: int | None) -> None:
+    table = values(((5, 6),))[0]
+    for places in PLACES:
+        want = table.clone().requires_grad_()
+        F.embedding(places, want, padding, scale_grad_by_freq=True).sin().sum().backward()
+        for where in (places, *(device_put(places, p, mesh=WIDE) for p in (P(), P(("y", "x")))[: 1 + places.ndim])):
+            found = device_put(table, spec, mesh=WIDE).requires_grad_()
+            out = F.embedding(where, found, padding, scale_grad_by_freq=True)
+            assert torch.equal(device_get(out), F.embedding(places, table, padding))
+            out.sin().sum().backward()
+            torch.testing.assert_close(device_get(found.grad), want.grad)
+
+
+def test_gradients_of_an_embedding_are_dense() -> None:
+    table = device_put(values(((5, 6),))[0], P("x"), mesh=WIDE)
+    found = F.embedding(PLACES[0], table, sparse=True)
+    torch.testing.assert_close(device_get(found), device_get(table)[PLACES[0]])
+    for call in (
+        lambda x: F.embedding(PLACES[0], x, sparse=True),
+        lambda x: torch.embedding(x, PLACES[0], sparse=True),
+    ):
+        with pytest.raises(
+            ArgumentError, match=r"^embedding\(\) got sparse=True for Sharded .*; leave sparse=True out"
+        ):
+            call(table.clone().requires_grad_())
+
+
 @pytest.mark.parametrize(
     "f",
     [

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from dispatch_cases import values
-from torch import Tensor
+from torch import Tensor, nn
 
-from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh
+from fspmd import ArgumentError, P, Sharded, device_get, device_put, jit, make_mesh
 
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 SPECS = [P("x", "y"), P(("y", "x")), P(None, "x"), P(), P(reduced={"x"})]
@@ -47,6 +47,75 @@ def test_hooks_see_and_change_gradients(spec: P) -> None:
     x.register_hook(lambda g: g.sum())
     with pytest.raises(ValueError, match="register_hook: a gradient that does not fit"):
         (x * weight).sum().backward()
+
+
+class _Mixed(nn.Module):
+    """Takes what needs a gradient, what has none, and a number; gives two tensors."""
+
+    def forward(self, x: Any, ids: Any, scale: float, w: Any) -> tuple[Any, Any]:
+        return (x * x * scale)[ids], x.sum(0) * w
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_hooks_of_modules_see_and_change_gradients(spec: P, everywhere: bool) -> None:
+    """Of arguments and of results, with and without a change, in the layouts that hooks of values have."""
+    plain, w, x, weight = _pair(spec)
+    seen: dict[bool, list[Any]] = {False: [], True: []}
+    ids, row = torch.tensor([3, 0, 0]), torch.linspace(1, 2, 3, dtype=torch.float64)
+    for ours, leaf, scale in ((False, plain, w), (True, x, weight)):
+        module = _Mixed()
+
+        def after(_: Any, given: Any, results: Any, noted: list[Any] = seen[ours]) -> Any:
+            noted += [*given, *results]
+            return (given[0] * 3, *given[1:])
+
+        def before(_: Any, results: Any) -> Any:
+            return results[0] * 2, results[1] if results[1] is None else results[1] + 1
+
+        if everywhere:
+            hooks = (
+                nn.modules.module.register_module_full_backward_hook(after),
+                module.register_full_backward_pre_hook(before),
+            )
+        else:
+            hooks = module.register_full_backward_hook(after), module.register_full_backward_pre_hook(before)
+        ids_given = device_put(ids, P("x"), mesh=GRID) if ours else ids
+        first, second = module(leaf * scale, ids_given, 0.5, row)
+        ((first**3).sum() if everywhere else (first**3).sum() + second.sum()).backward()
+        for hook in hooks:
+            hook.remove()
+    _same(x.grad, plain.grad)
+    for found, want in zip(seen[True], seen[False], strict=True):
+        assert (found is None) == (want is None)
+        if want is not None:
+            _same(found, want)
+    assert [type(g) for g in seen[True][:4]] == [Sharded, Sharded, type(None), Tensor]  # as the arguments were
+
+
+def test_hooks_of_modules_whose_arguments_have_no_gradient() -> None:
+    plain, w, x, weight = _pair(P("x"))
+    shown = []
+    for leaf, scale in ((plain, w), (x, weight)):
+        module = nn.Linear(3, 5, bias=False).double()
+        module.weight = nn.Parameter(leaf.detach())
+        seen: list[Any] = []
+        module.register_full_backward_pre_hook(lambda _, results: (results[0] * 2,))
+        module.register_full_backward_hook(lambda _, given, results, noted=seen: noted.extend((*given, *results)))
+        with pytest.warns(UserWarning, match="no inputs require gradients"):
+            (module(scale) ** 2).sum().backward()
+        assert seen[0] is None
+        shown.append((seen[1], module.weight.grad))
+    for found, want in zip(shown[1], shown[0], strict=True):
+        _same(found, want)
+
+
+def test_hooks_of_modules_are_told_what_does_not_fit() -> None:
+    module = nn.Linear(3, 5).double()
+    module.register_full_backward_hook(lambda _, given, results: (given[0].sum(),))
+    x = _pair(P("x"))[2]
+    with pytest.raises(ValueError, match="a hook on the gradients of a module: a gradient that does not fit"):
+        module(x).sum().backward()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)

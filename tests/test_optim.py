@@ -10,8 +10,9 @@ import pytest
 import torch
 from dispatch_cases import values
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
-from fspmd import ArgumentError, P, Sharded, device_get, device_put, make_mesh
+from fspmd import ArgumentError, P, Sharded, attach, device_get, device_put, make_mesh
 
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 SPECS = [(P("x", "y"), P("y")), (P(None, ("y", "x")), P()), (P(reduced={"x"}), P("x"))]
@@ -166,3 +167,44 @@ def test_clipping_and_steps_over_several_meshes(foreach: bool | None, order: flo
     ours[0].grad[0, 0] = math.nan
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(ours, 1.0, order, True, foreach)
+
+
+def _net(specs: dict[str, P] | None = None) -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    if specs is not None:
+        whole = {name: x for name, x in net.state_dict().items() if name in specs}
+        placed = device_put(whole, {name: specs[name] for name in whole}, mesh=GRID)
+        attach(net, {name: x.requires_grad_(name.endswith(("weight", "bias"))) for name, x in placed.items()})
+    return net
+
+
+NET: dict[str, P] = {"0.weight": P("x", "y"), "0.bias": P(), "1.weight": P("y"), "1.bias": P("x")}
+BUFFERS: dict[str, P] = {"1.running_mean": P("x"), "1.running_var": P(), "1.num_batches_tracked": P()}
+AVERAGES: dict[str, dict[str, Any]] = {
+    "equal weights": {},
+    "of buffers": {"use_buffers": True},
+    "of lists": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+    "of each": {"avg_fn": get_ema_avg_fn(0.9)},
+}
+
+
+@pytest.mark.parametrize("specs", [NET, NET | BUFFERS], ids=["plain buffers", "all placed"])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averaged_models(name: str, specs: dict[str, P]) -> None:
+    """A copy of a module with attached parameters: its averages, and the statistics of its batches afterwards."""
+    plain, ours = _net(), _net(specs)
+    want, found = AveragedModel(plain, **AVERAGES[name]), AveragedModel(ours, **AVERAGES[name])
+    steps = torch.randn(3, 7, 6, dtype=torch.float64)
+    for net, average in ((plain, want), (ours, found)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x in steps:
+            optimizer.zero_grad()
+            (net(x) ** 3).sum().backward()
+            optimizer.step()
+            average.update_parameters(net)
+    torch.testing.assert_close(device_get(dict(found.state_dict())), dict(want.state_dict()))
+    for average in (want, found):
+        update_bn(steps, average)
+    torch.testing.assert_close(device_get(dict(found.state_dict())), dict(want.state_dict()))
+    assert found.module[0].weight.spec is ours[0].weight.spec

@@ -315,8 +315,10 @@ def _over_axes(
 
     def body(*xs: Any) -> Any:
         nonlocal tree
-        if own is not None and state.body is not None:
-            state.body.mapped |= {*axes}
+        if state.body is not None:
+            state.body.name = f"vmap({getattr(f, '__name__', type(f).__name__)})"  # which is what the user wrote
+            if own is not None:
+                state.body.mapped |= {*axes}
         results, tree, wanted[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
         return tree.unflatten(results)
 

@@ -81,7 +81,7 @@ def gradients(
     for x in ins:
         _refuse_bypassed(x, what)
     found = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
-    return tuple(_laid_out(g, x) for g, x in zip(found, ins, strict=True))
+    return tuple(laid_out(g, x) for g, x in zip(found, ins, strict=True))
 
 
 def _listed(given: Tensors) -> tuple[Any, ...]:
@@ -100,7 +100,8 @@ def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor]
     ]
 
 
-def _laid_out(gradient: Tensor | None, leaf: Any) -> Any:
+def laid_out(gradient: Tensor | None, leaf: Any) -> Any:
+    """The gradient of a value, as its blocks have it, with the layout it has for a user."""
     if gradient is None or not isinstance(leaf, Sharded):
         return gradient
     return laid(held_as(gradient, leaf.spec.dual), leaf.spec.dual, UNKNOWN)
@@ -117,7 +118,7 @@ def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
     like = x.detach()
 
     def on_block(gradient: Tensor) -> Tensor | None:
-        found = hook(_laid_out(gradient, like))
+        found = hook(laid_out(gradient, like))
         return None if found is None else cotangent_of(found, like, "register_hook")
 
     return x.local.register_hook(on_block)

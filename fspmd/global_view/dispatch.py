@@ -278,10 +278,11 @@ def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     assert state.body is not None
-    x = sharded_values(args, kwargs)[0]
+    x, name = sharded_values(args, kwargs)[0], state.body.name
+    how = "None for it in in_dims" if name.startswith("vmap(") else "its spec in in_specs"
     raise ArgumentError(
-        f"{shown(func)} was used on {x!r} inside {state.body.name}, whose values are this rank's blocks; pass it as "
-        "an argument, with its spec in in_specs, instead of closing over it"
+        f"{shown(func)} was used on {x!r} inside {name}, whose values are this rank's blocks; pass it as an argument, "
+        f"with {how}, instead of closing over it"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
@@ -17,6 +18,7 @@ from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.arranged import hook, stands
 from fspmd.modules.paths import leaves_by_name, near
 from fspmd.modules.plans import ParallelPlan
+from fspmd.sharded import is_sharded
 from fspmd.tracing import RecomputeContext, recomputed_in
 from fspmd.watching.module_paths import name_modules_of
 
@@ -58,6 +60,11 @@ class Slot:
     def value(self) -> Any:
         """What is there now."""
         return self.held.get(self.key)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the module has not given it up since, as ``torch.nn.utils.prune`` has it do."""
+        return self.key in self.held
 
     def put(self, value: Any) -> None:
         """Another value in its place."""
@@ -170,31 +177,41 @@ class Attachment:
         self.styled = [] if plan is None else stands(module, plan, what)
         self.hooked = False
 
+    def mark_parameters(self) -> None:
+        """Leaves in the places of parameters are parameters, as ``nn.Parameter(x)`` of a Sharded is.
+
+        They stay the objects that they are, which optimizers hold.
+        """
+        for name, value in self.values.items():
+            if is_sharded(value) and value.is_leaf and isinstance(self.slots[name].value, nn.Parameter):
+                value._is_param = True
+
     @contextmanager
     def called(self) -> Iterator[None]:
         """For one call: alone, what forward replaces handed back, and there again for what backward repeats of it."""
         with self.turn.taken(), ExitStack() as stack:
-            self.enter(stack)
+            self.enter(stack, self.values)
             with recomputed_in(self.again):
                 yield
             self.hand_back()
 
     def again(self) -> RecomputeContext:
-        """What a part of the call is to be repeated in."""
-        return self._repeated
+        """What a part of the call is to be repeated in: what is in the places now, be it put there by the user."""
+        now = {name: self.slots[name].value for name in self.values if self.slots[name].is_there}
+        return functools.partial(self._repeated, now)
 
     @contextmanager
-    def _repeated(self) -> Iterator[None]:
+    def _repeated(self, values: Mapping[str, Any]) -> Iterator[None]:
         with self.turn.taken(), ExitStack() as stack:
-            self.enter(stack)
+            self.enter(stack, values)
             with recomputed_in(self.again):
                 yield
 
-    def enter(self, stack: ExitStack) -> None:
-        """Put leaves and hooks there; the stack takes them away again."""
-        own = [(self.slots[name], held) for name, x in self.values.items() if (held := self.slots[name].value) is not x]
+    def enter(self, stack: ExitStack, values: Mapping[str, Any]) -> None:
+        """Put values and hooks there; the stack takes them away again."""
+        own = [(self.slots[name], held) for name, x in values.items() if (held := self.slots[name].value) is not x]
         stack.callback(_put_back, own)
-        for name, value in self.values.items():
+        for name, value in values.items():
             self.slots[name].put(value)
         for found in self.recurrent:
             if (owner := found()) is not None:

@@ -64,7 +64,8 @@ def attached(module: M, params: Any, /, *, styles: ParallelPlan | None = None) -
     """``with attached(module, params):``, in which the module has ``params`` in the place of its own tensors.
 
     What takes a module takes them from it there: ``module(x)``, ``module.generate(...)``, ``module.parameters()``, and
-    so optimizers. Arguments, errors and what is written are those of `functional_call`; other threads' calls of the
+    so optimizers. Leaves in the places of parameters become parameters, as ``nn.Parameter(x)`` is: they can be tied, or
+    pruned. Arguments, errors and what is written are those of `functional_call`; other threads' calls of the
     module wait until the block ends. Backward may follow later, whatever a checkpoint computes again in it.
 
     >>> from fspmd import P, device_put, make_mesh
@@ -75,7 +76,9 @@ def attached(module: M, params: Any, /, *, styles: ParallelPlan | None = None) -
     ([Sharded f32[8@x, 6] on mesh(x=4), Sharded f32[8@x] on mesh(x=4)], Sharded f32[3, 8@x] on mesh(x=4))
     """
     _check_module(module, "attached", "module, params")
-    with Attachment(module, params, styles, "attached").called():
+    attachment = Attachment(module, params, styles, "attached")
+    attachment.mark_parameters()
+    with attachment.called():
         yield module
 
 
@@ -88,7 +91,8 @@ class Attached:
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         self._attachment = attachment
         self._stack = ExitStack()
-        attachment.enter(self._stack)
+        attachment.mark_parameters()
+        attachment.enter(self._stack, attachment.values)
         LASTING.append(attachment.again)
         weakref.finalize(module, self.detach)
 

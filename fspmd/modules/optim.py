@@ -1,12 +1,13 @@
 """`Sharded` parameters in ``torch.optim`` and ``torch.nn.utils.clip_grad_norm_``: what these ask of tensors alone.
 
-What an optimizer computes are torch functions, which know `Sharded` values; but it groups tensors below Python.
+What an optimizer computes are torch functions, which know `Sharded` values; but it groups tensors below Python, as
+clipping and averaged models do.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,11 @@ _NORM = "get_total_norm"
 
 def install() -> None:
     """Wrap them; without a `Sharded` each wrapper goes straight to torch."""
-    for home in (importlib.import_module("torch.optim.optimizer"), torch.nn.utils.clip_grad):
-        setattr(home, _GROUP, _grouping(getattr(home, _GROUP)))
+    original = getattr(torch.nn.utils.clip_grad, _GROUP)
+    grouping = _grouping(original)
+    for home in list(sys.modules.values()):  # the module that has it, and those that took it from there
+        if getattr(home, "__dict__", {}).get(_GROUP) is original:
+            setattr(home, _GROUP, grouping)
     norm = _over_meshes(torch.nn.utils.get_total_norm)
     for home, name in ((torch.nn.utils, _NORM), (torch.nn.utils.clip_grad, f"_{_NORM}")):
         setattr(home, name, norm)

@@ -321,6 +321,38 @@ def torch_embedding(table: Any, places: Any, padding_idx: int = -1, *_: Any, **_
     return embedding(places, table, padding_idx if padding_idx >= 0 else None)
 
 
+def scaled_embedding(
+    places: Any,
+    table: Any,
+    padding_idx: int | None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """With options of the gradient: that of a row is divided by how often the row is looked up, on all ranks."""
+    followed = torch.is_grad_enabled() and table.requires_grad
+    if sparse and followed:
+        raise ArgumentError(
+            f"embedding() got sparse=True for {table!r}, but gradients of Sharded values are dense; leave sparse=True "
+            "out, or give it a weight that requires no gradient"
+        )
+    out = F.embedding(places, table, padding_idx)
+    if not scale_grad_by_freq or not followed:
+        return out
+    with torch.no_grad():
+        counts = torch.zeros_like(table[:, 0], dtype=torch.int64)
+        counts = counts.index_put((places,), torch.ones_like(counts[0]), accumulate=True)[(places,)]
+    out = out.clone()
+    out.register_hook(lambda gradient: gradient / counts[..., None])
+    return out
+
+
+def scaled_torch_embedding(table: Any, places: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
+    """The same of a table and places."""
+    return scaled_embedding(places, table, padding_idx if padding_idx >= 0 else None, None, 2.0, *options, **named)
+
+
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """The bound of a norm is of no weight in derivatives: its gradient passes."""
     dtype = torch.promote_types(x1.dtype, x2.dtype)

@@ -111,6 +111,7 @@ def index_put(whole: Whole) -> Factors:
     rest = [factor for d, factor in enumerate(kept) if d not in places]
     values: list[int | None] = [*rest[:at], *(None,) * joint, *rest[at:]]
     given = whole.shapes[-1]
+    values[:0] = [None] * (len(given) - len(values))  # of more dims torch refuses it, in its words
     sizes = [1 if factor is None else whole.shapes[0][factor] for factor in values]
     values, sizes = values[len(values) - len(given) :], sizes[len(sizes) - len(given) :]
     own = tuple(f if size == n else None for f, size, n in zip(values, given, sizes, strict=True))

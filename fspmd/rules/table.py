@@ -41,6 +41,8 @@ from fspmd.rules.composites import (
     embedding,
     in_pieces,
     renormed_embedding,
+    scaled_embedding,
+    scaled_torch_embedding,
     set_number,
     torch_embedding,
     without_ones,
@@ -373,9 +375,9 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
         return renormed_embedding
     if func in _EMBEDDINGS:
-        place, name, instead, flags = _EMBEDDINGS[func]
+        place, name, instead, scaled, flags = _EMBEDDINGS[func]
         if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
-            return None
+            return scaled
         places = args[place] if len(args) > place else kwargs.get(name)
         return instead if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
     if func is F.pad:
@@ -403,10 +405,10 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
-#: where their places are, what they are where some rank has none, and where what says how gradients are goes on
-_EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], int]]] = {
-    F.embedding: (0, "input", embedding, 5),
-    torch.embedding: (1, "indices", torch_embedding, 3),
+#: where their places are, what they are where some rank has none, and with options of the gradient; where these begin
+_EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], Callable[..., Any], int]]] = {
+    F.embedding: (0, "input", embedding, scaled_embedding, 5),
+    torch.embedding: (1, "indices", torch_embedding, scaled_torch_embedding, 3),
 }
 #: reshapes, which may leave out dims of size 1
 _LEAVING_OUT: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_as", "reshape_as")

@@ -331,6 +331,15 @@ def backward_with_a_wrong_size(m: Setting) -> None:
 
 
 @mistake(ArgumentError, checked=(True,))
+def vmap_over_a_sharded_dim_of_a_function_that_closes_over_a_sharded(m: Setting) -> None:
+    """@ was used on Sharded f32[4, 4@x] on mesh(x=4) inside vmap(<lambda>), whose values are this rank's blocks; pass \
+    it as an argument, with None for it in in_dims, instead of closing over it
+    """
+    rows, w = device_put(torch.ones(8, 4), P("x"), mesh=m.line), device_put(torch.ones(4, 4), P(None, "x"), mesh=m.line)
+    vmap(lambda row: row @ w)(rows)
+
+
+@mistake(ArgumentError, checked=(True,))
 def vmap_of_no_function(m: Setting) -> None:
     """vmap takes a function, but got a tensor of shape (4,); write vmap(f), not vmap(f(x))"""
     vmap(ONES)(ONES)
