@@ -1,4 +1,7 @@
-"""Collectives that tell of themselves as they run, in programs where what is sent depends on values."""
+"""Collectives of a program: their prices, and what `communication_log` is told of them.
+
+Where the bytes of a collective depend on values, the collectives of a program report themselves as they run.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from typing import Any
 from torch import Tensor, fx
 
 from fspmd.pairs import Call, is_watched
-from fspmd.programs.calls import Routed
-from fspmd.programs.program import Program
-from fspmd.programs.schedule import communications
+from fspmd.programs.program import Program, Value
+from fspmd.programs.steps import Routed
+from fspmd.redistribution.cost import Price, Topology
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Routes
 from fspmd.watching.causes import Cause
-from fspmd.watching.watch import Communication, hears_of_records, price_of, tell
+from fspmd.watching.watch import Communication, communicates, hears_of_records, price_of, tell
 
 
 def tell_when_they_run(program: Program) -> None:
-    """Have all collectives do so, in order, if there are some of which nothing is known before."""
+    """Let all collectives of a program report themselves, in order, if the bytes of one depend on values."""
     steps = [*program.steps, *program.deferred]
     if not any(isinstance(node.target, Routed) for node in steps):
         return
@@ -32,12 +35,12 @@ def tell_when_they_run(program: Program) -> None:
 
 
 def told_before(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
-    """What steps communicate that do not tell of themselves."""
+    """The communication of steps that do not report themselves."""
     return communications(node for node in nodes if not isinstance(node.target, _Told))
 
 
 class _Told:
-    """A step that tells of what it communicates if somebody watches records."""
+    """A step that reports its communication to those who watch records."""
 
     def __init__(self, function: Callable[..., Any], communication: Callable[..., Communication]) -> None:
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "collective")
@@ -54,7 +57,7 @@ def _known(communication: Communication, *_: Any) -> Communication:
 
 
 class _Ragged:
-    """What a ragged call communicates, of its operand and its routes."""
+    """The communication of a ragged call, from its operand and its routes."""
 
     def __init__(self, call: Call, backward: bool, cause: Cause) -> None:
         self.call, self.backward, self.cause = call, backward, cause
@@ -64,3 +67,24 @@ class _Ragged:
         call = Routed(self.call, True).along(routes)
         of = (call.pair.name, call.mesh, call.axes, shape, x.dtype)
         return Communication(*of, price_of(call, shape, x.dtype), self.backward, self.cause)
+
+
+def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
+    """The price of a collective that moves bytes between ranks; None for other steps."""
+    call = node.meta.get("call")
+    if call is None or not communicates(call):
+        return None
+    operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
+    return price_of(call, operand.shape, operand.dtype, links)
+
+
+def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+    """The communication of steps, as `communication_log` has it."""
+    found = []
+    for node in nodes:
+        price = price_of_step(node)
+        if price is not None:
+            call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
+            of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
+            found.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
+    return tuple(found)
