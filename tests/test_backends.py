@@ -171,7 +171,7 @@ def test_what_is_no_backend() -> None:
         ),
         (
             lambda module, examples: lambda x: (x[1:],),
-            r"^what .* gave a tensor f32\[2\] for result 0; expected a tens",
+            r"^the function .* gave a tensor f32\[2\] for result 0; expected a tens",
         ),
         (
             lambda module, examples: lambda x: (x.double(),),

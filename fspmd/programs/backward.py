@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.pairs import apply, call, is_watched
-from fspmd.programs.communication import told_before
+from fspmd.programs.communication import known_communication
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.replay import Maker, ProgramPart, compiled, has_randomness
@@ -134,7 +134,7 @@ def halves_of(
         make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants, kept)),
         again,
         any(has_randomness(node) for node in program.steps),
-        told_before(program.deferred),
+        known_communication(program.deferred),
         shared,
         apart,
     )

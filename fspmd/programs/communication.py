@@ -6,7 +6,6 @@ Where the bytes of a collective depend on values, the collectives of a program r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -21,7 +20,7 @@ from fspmd.watching.causes import Cause
 from fspmd.watching.watch import Communication, communicates, hears_of_records, price_of, tell
 
 
-def tell_when_they_run(program: Program) -> None:
+def report_when_run(program: Program) -> None:
     """Let all collectives of a program report themselves, in order, if the bytes of one depend on values."""
     steps = [*program.steps, *program.deferred]
     if not any(isinstance(node.target, Routed) for node in steps):
@@ -29,17 +28,17 @@ def tell_when_they_run(program: Program) -> None:
     for node in steps:
         target: Any = node.target
         if isinstance(target, Routed):
-            node.target = _Told(target, _Ragged(target.call, node.meta["backward"], node.meta["cause"]))
+            node.target = _Reporting(target, _Ragged(target.call, node.meta["backward"], node.meta["cause"]))
         elif found := communications([node]):
-            node.target = _Told(target, partial(_known, found[0]))
+            node.target = _Reporting(target, lambda *_, one=found[0]: one)
 
 
-def told_before(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     """The communication of steps that do not report themselves."""
-    return communications(node for node in nodes if not isinstance(node.target, _Told))
+    return communications(node for node in nodes if not isinstance(node.target, _Reporting))
 
 
-class _Told:
+class _Reporting:
     """A step that reports its communication to those who watch records."""
 
     def __init__(self, function: Callable[..., Any], communication: Callable[..., Communication]) -> None:
@@ -50,10 +49,6 @@ class _Told:
         if is_watched() and hears_of_records():
             tell([self.communication(*operands)])
         return self.function(*operands)
-
-
-def _known(communication: Communication, *_: Any) -> Communication:
-    return communication
 
 
 class _Ragged:

@@ -12,12 +12,12 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
+from fspmd.programs.cache_misses import Facts, call_facts, differences
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import communications
 from fspmd.programs.flops import model_flops
 from fspmd.programs.keys import key_of
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
-from fspmd.programs.misses import Facts, call_facts, differences
 from fspmd.programs.program import Program
 from fspmd.programs.records import Record, replayed, stale
 from fspmd.programs.schedule import Event, chrome_trace, end_of, picture, schedule

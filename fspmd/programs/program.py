@@ -23,7 +23,7 @@ The ``meta`` of its nodes has the facts for passes, prices and readers:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -162,13 +162,18 @@ def copied(program: Program) -> Program:
     """A copy of a program, with nodes of its own."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
-    with warnings.catch_warnings():  # fx warns of sizes that differ from rank to rank
-        warnings.simplefilter("ignore")
-        for node in program.graph.nodes:
-            if node.op != "output":
-                known[node] = graph.node_copy(node, known.__getitem__)
-                remember(known[node], node, known)
+    for node in program.graph.nodes:
+        if node.op != "output":
+            known[node] = copy_node(graph, node, known.__getitem__)
+            remember(known[node], node, known)
     return rebuilt(program, graph, known)
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, placed: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy of a node in a graph, without the warning of fx of sizes that differ from rank to rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return graph.node_copy(node, placed)
 
 
 def remember(made: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]) -> None:

@@ -14,12 +14,12 @@ import torch
 
 from fspmd.errors import ValuesNeededError
 from fspmd.messages import described
+from fspmd.programs.cache_misses import call_facts, report
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.donation import NOTHING, Donation, donation
 from fspmd.programs.fake_tensors import fake_mode, stand_ins
 from fspmd.programs.first_rank import of_first_rank
 from fspmd.programs.lower import Compiled, Lowered
-from fspmd.programs.misses import call_facts, report
 from fspmd.programs.options import Chosen, mark_static, with_static
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.records import Record, record_of, settled, stale

@@ -14,11 +14,11 @@ from torch import Tensor
 from fspmd.errors import RecordError
 from fspmd.op_kinds import autocasts
 from fspmd.programs.backward import Halves, halves_of, replay
+from fspmd.programs.cache_misses import Facts
 from fspmd.programs.capture import Capture
-from fspmd.programs.communication import tell_when_they_run, told_before
+from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import guard, strides_of
-from fspmd.programs.misses import Facts
 from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, taken
 from fspmd.remembered import wrote
@@ -180,7 +180,7 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
     """The record of a capture."""
     program, halves = found.program, None
     donation = settled(found, donation, make)
-    tell_when_they_run(program)
+    report_when_run(program)
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
@@ -198,7 +198,7 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
             run = taken(run)  # autograd keeps the tensors
     if autocasts():
         run = _as_recorded(run)
-    moved = told_before(program.steps)
+    moved = known_communication(program.steps)
     strides = list(map(strides_of, found.leaves))
     modules = tuple((module, state_of(module)) for module in found.modules)
     made_of = found.written, found.same, _rebuilder(found.out), Closed(found.closed), modules

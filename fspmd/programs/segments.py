@@ -7,7 +7,6 @@ steps with effects stand between segments.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from fspmd.programs.passes.aliases import written as written_by
-from fspmd.programs.program import owner
+from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import Maker, ProgramPart, compiled
 from fspmd.programs.steps import shard_of
 from fspmd.torch_internals import OpOverload
@@ -40,9 +39,7 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
     segment: dict[fx.Node, None] = {}
 
     def copied(nodes: Iterable[fx.Node]) -> None:
-        with warnings.catch_warnings():  # fx warns of sizes that differ from rank to rank
-            warnings.simplefilter("ignore")
-            known.update((node, graph.node_copy(node, known.__getitem__)) for node in nodes)
+        known.update((node, copy_node(graph, node, known.__getitem__)) for node in nodes)
 
     def close() -> None:
         if sum(not _is_view(node) for node in segment) < _FEWEST:

@@ -52,7 +52,7 @@ class Values(RecordingMode):
         self.is_fake = is_fake  # tensors are fake: they have no values
         self.mode = active_mode() if is_fake else None
         self.graph = fx.Graph()
-        self.refused: RecordError | None = None
+        self.refused: RecordError | None = None  # the first refusal
         self.given: list[Tensor] = []  # tensors among the arguments
         self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before the recording
         self.written: set[fx.Node] = set()  # inputs that are written into
@@ -71,9 +71,7 @@ class Values(RecordingMode):
         self._before: dict[int, Cause] = {}  # cause of the last step before a sequence number
         self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # results that are no tensors
-        self._shards: dict[
-            int, tuple[ReferenceType[Tensor], fx.Node, int]
-        ] = {}  # shards by their place in a `LocalTensor`
+        self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # and the place of each shard
 
     def argument(self, x: Tensor) -> fx.Node:
         """The node of a tensor that the function, or its backward, is called with."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import operator
-import warnings
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Final
@@ -16,7 +15,7 @@ from fspmd.programs.flops import flops_of
 from fspmd.programs.memory import memory_of_program
 from fspmd.programs.options import check_bytes, check_choice
 from fspmd.programs.passes.aliases import Aliases
-from fspmd.programs.program import Program, copied, leave_all, owner
+from fspmd.programs.program import Program, copied, copy_node, leave_all, owner
 from fspmd.programs.schedule import bytes_of
 from fspmd.programs.steps import is_aten, is_collective, shard_of
 from fspmd.redistribution.cost import moves, topology, work
@@ -195,9 +194,7 @@ class _Plan:
         for one in node.all_input_nodes:
             if self._is_gone(one):
                 self._copy(one, step, copies)
-        with warnings.catch_warnings():  # fx warns of sizes that differ from rank to rank
-            warnings.simplefilter("ignore")
-            made = copies[node] = self.graph.node_copy(node, lambda one: copies.get(one, one))
+        made = copies[node] = copy_node(self.graph, node, lambda one: copies.get(one, one))
         made.meta.update(deferred=step.meta["deferred"], backward=True, repeats=True)
         if "memory" in node.meta:
             above = owner(node)
