@@ -91,10 +91,10 @@ from fspmd.placing.pictures import visualize_sharding
 from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
 from fspmd.placing.processes import assert_equal, barrier, from_process_local, process_allgather
 from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
+from fspmd.programs.cache_misses import CacheMiss, explain_cache_misses
 from fspmd.programs.debug_print import debug_print
 from fspmd.programs.jit import Jitted, jit
 from fspmd.programs.lower import Cost, Lowered
-from fspmd.programs.misses import CacheMiss, explain_cache_misses
 from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap

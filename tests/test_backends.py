@@ -165,16 +165,22 @@ def test_what_is_no_backend() -> None:
     x = torch.ones(3)
     for backend, message in (
         (lambda module, examples: 1, r"^the backend of jit gave the int 1; it must give a function$"),
-        (lambda module, examples: lambda x: x, r"^what the backend of jit made gave a tensor .* a tuple of 1 values"),
+        (
+            lambda module, examples: lambda x: x,
+            r"^the function made by the backend of jit gave a tensor .* a tuple of 1 values",
+        ),
         (
             lambda module, examples: lambda x: (x[1:],),
-            r"^what .* gave a tensor f32\[2\] for result 0; expected a tens",
+            r"^the function .* gave a tensor f32\[2\] for result 0; expected a tens",
         ),
         (
             lambda module, examples: lambda x: (x.double(),),
             r"for result 0; expected a tensor f32\[3\], as the graph gives$",
         ),
-        (lambda module, examples: lambda x: [None], r"^what the backend of jit made gave None for result 0;"),
+        (
+            lambda module, examples: lambda x: [None],
+            r"^the function made by the backend of jit gave None for result 0;",
+        ),
     ):
         recorded = jit(lambda x: x + 1, backend=backend)
         with pytest.raises(ArgumentError, match=message):

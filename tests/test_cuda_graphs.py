@@ -29,8 +29,8 @@ import fspmd
 from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh
 from fspmd.programs import backends, cuda_graphs
 from fspmd.programs.cuda_graphs import CudaGraphs, by_cuda_graphs, by_graphs
-from fspmd.programs.facts import memory_of
 from fspmd.programs.passes.table import PASSES
+from fspmd.programs.program import memory_of
 
 F64 = torch.float64
 

@@ -103,10 +103,21 @@ def test_each_rank_of_a_body() -> None:
     assert _said(mapped, torch.arange(4.0)) == [f"[rank={i}] tensor([{i}.])" for i in range(4)]
 
 
+def test_a_function_that_needs_values_to_be_recorded_prints_once() -> None:
+    def body(x: Tensor) -> Tensor:
+        debug_print("{}", x)
+        return fspmd.rank_map(lambda x: x + float(x.sum()), x)
+
+    run = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    recorded, x = jit(run), torch.arange(4.0)
+    expected = _said(run, x)
+    assert [_said(recorded, x) for _ in range(2)] == [expected, expected]
+
+
 def test_formats_that_do_not_fit() -> None:
     x = torch.ones(3)
     for wrong in (lambda: debug_print("{} {}", x), lambda: debug_print("{y}", x), lambda: debug_print("{:.2f}", x)):
-        with pytest.raises(ArgumentError, match=r"^debug_print\('.*'\) cannot format what it was given: .*; write one"):
+        with pytest.raises(ArgumentError, match=r"^debug_print\('.*'\) cannot format its values: .*; write one"):
             wrong()
     with pytest.raises(ArgumentError, match=r"^debug_print got a tensor of shape \(3,\) for its format; write debug_"):
         debug_print(x)  # type: ignore[arg-type]

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
 from fspmd import ArgumentError, DonationError, P, device_get, device_put, jit
-from fspmd.programs.calls import is_wait
 from fspmd.programs.passes.aliases import in_flight, written
+from fspmd.programs.steps import is_wait
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 Function = Callable[..., Any]

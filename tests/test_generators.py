@@ -61,7 +61,7 @@ def test_seeds_that_are_set_are_refused(seed: int) -> None:
     ):
         torch.manual_seed(seed)
         g.manual_seed(seed)
-        with pytest.raises(RecordError, match=r"^jit cannot record what sets the state of a generator"):
+        with pytest.raises(RecordError, match=r"^jit cannot record a function that sets the state of a generator"):
             jit(f)(torch.ones(3))
         torch.manual_seed(seed)
         assert jit(lambda x: x + 1)(torch.ones(1)).item() == 2

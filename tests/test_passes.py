@@ -48,18 +48,17 @@ from fspmd import (
     topology,
     value_and_grad,
 )
-from fspmd.programs.calls import is_collective, is_wait
 from fspmd.programs.capture import capture
-from fspmd.programs.copied import copied
 from fspmd.programs.memory import memory_of_program
-from fspmd.programs.passes.aliases import Memory, in_flight, is_view, wait_of, written
+from fspmd.programs.passes.aliases import Aliases, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
-from fspmd.programs.program import Program, owner
+from fspmd.programs.program import Program, copied, owner
 from fspmd.programs.schedule import schedule
+from fspmd.programs.steps import is_collective, is_wait
 from fspmd.redistribution.cost import moves
 
 F64 = torch.float64
@@ -477,12 +476,12 @@ def test_a_pass_finds_nothing_in_what_it_has_changed(name: str) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _memory(f: Function, *args: Any) -> tuple[Program, Memory, dict[str, Any]]:
+def _memory(f: Function, *args: Any) -> tuple[Program, Aliases, dict[str, Any]]:
     program = capture(f, args, {}).program
     nodes: dict[str, Any] = {}
     for node in program.graph.nodes:
         nodes.setdefault(node.name.split("_")[0], []).append(node)
-    return program, Memory(program), nodes
+    return program, Aliases(program), nodes
 
 
 def test_who_shares_memory_and_who_writes_into_it() -> None:

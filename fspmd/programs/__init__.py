@@ -1,1 +1,1 @@
-"""Recorded programs: what a function did below autograd, put down once and run again."""
+"""Recorded programs: the steps of a function below autograd, recorded once and run again."""

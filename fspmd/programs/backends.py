@@ -1,8 +1,9 @@
-"""What runs the steps of a program: straight Python, or what somebody else makes of them."""
+"""Backends of `jit`: straight Python, kernels of torch's inductor, CUDA graphs, or a function of the user."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import getitem
 from typing import Any, Final
@@ -12,19 +13,19 @@ from torch import Tensor, fx
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
-from fspmd.programs.inductor import by_inductor
 from fspmd.programs.program import value_of
-from fspmd.programs.replay import Maker, Part, compiled, taken
-from fspmd.programs.segments import is_plain
-from fspmd.torch_internals import OpOverload
+from fspmd.programs.replay import Maker, ProgramPart, compiled, taken
+from fspmd.programs.segments import is_plain, local_steps, segmented
+from fspmd.torch_internals import OpOverload, inductor
+from fspmd.transport.frame import Frame, spread
+from fspmd.transport.local_tensor import LocalTensor, common_frame, shards_of
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Backend = str | Compiler
-_BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor, "cudagraphs": by_cuda_graphs}
 
 
 def maker(backend: Backend) -> Maker:
-    """What makes functions of steps.
+    """The maker of a backend.
 
     Raises:
         ArgumentError: there is no such backend, or not on this machine.
@@ -41,8 +42,8 @@ def maker(backend: Backend) -> Maker:
     return found
 
 
-def _by_function(backend: Compiler, part: Part) -> Callable[..., Any]:
-    """What a function of the user makes, of the inputs with which the steps first run."""
+def _by_function(backend: Compiler, part: ProgramPart) -> Callable[..., Any]:
+    """A function made by the user's backend, when the steps first run."""
     module, count = module_of(part), len(part.outputs)
     made: list[Callable[..., Any]] = []
 
@@ -53,8 +54,8 @@ def _by_function(backend: Compiler, part: Part) -> Callable[..., Any]:
         out = function(*values)
         if not isinstance(out, (tuple, list)) or len(out) != count:
             raise ArgumentError(
-                f"what the backend of jit made gave {described(out)}; it must give a tuple of {count} values, "
-                "as the graph does"
+                f"the function made by the backend of jit gave {described(out)}; it must give a tuple of {count} "
+                "values, as the graph does"
             )
         if not made:
             for i, (x, node) in enumerate(zip(out, part.outputs, strict=True)):
@@ -66,18 +67,18 @@ def _by_function(backend: Compiler, part: Part) -> Callable[..., Any]:
 
 
 def _check_result(i: int, x: Any, node: Any) -> None:
-    """Raises where a result is no tensor of the shape and the dtype that the graph gives."""
+    """Raise `ArgumentError` where a result has another shape or dtype than the graph gives."""
     expected = node.meta.get("value") if isinstance(node, fx.Node) else None
     if expected is not None and (not isinstance(x, Tensor) or value_of(x) != expected):
         given = f"a tensor {value_of(x)}" if isinstance(x, Tensor) else described(x)
         raise ArgumentError(
-            f"what the backend of jit made gave {given} for result {i}; expected a tensor {expected}, "
+            f"the function made by the backend of jit gave {given} for result {i}; expected a tensor {expected}, "
             "as the graph gives"
         )
 
 
-def module_of(part: Part) -> fx.GraphModule:
-    """Steps as a module of their own; collectives, and what else is no function of torch, are `Opaque`."""
+def module_of(part: ProgramPart) -> fx.GraphModule:
+    """Steps as a module. Collectives, and other steps that are no functions of torch, are `Opaque`."""
     graph = fx.Graph()
     attributes: dict[str, Tensor] = {}
     known = {node: graph.placeholder(node.name) for node in part.inputs}
@@ -116,11 +117,83 @@ class Opaque:
 
 
 def _filled(arg: Any, given: dict[fx.Node, Any]) -> Any:
-    """An argument with values in the places of nodes."""
+    """An argument with values in place of nodes."""
     if isinstance(arg, fx.Node):
         return given[arg]
     if isinstance(arg, dict):
         return {name: _filled(one, given) for name, one in arg.items()}
-    if isinstance(arg, list) or type(arg) is tuple:  # fx has lists of its own
+    if isinstance(arg, list) or type(arg) is tuple:  # fx has list types of its own
         return (list if isinstance(arg, list) else tuple)(_filled(one, given) for one in arg)
     return arg
+
+
+def by_inductor(part: ProgramPart) -> Callable[..., Any]:
+    """Like `replay.compiled`, with segments that inductor compiles when they first run."""
+    return segmented(part, local_steps(part.steps), Segment)
+
+
+class Segment:
+    """A segment as a function of tensors; in a simulation it runs rank by rank."""
+
+    def __init__(self, part: ProgramPart) -> None:
+        self.__name__ = "segment"
+        self.graph = fx.Graph()
+        known = {node: self.graph.placeholder(node.name) for node in part.inputs}
+        reach = {node: frozenset({i}) for i, node in enumerate(part.inputs)}
+        for step in part.steps:
+            known[step] = self.graph.create_node(
+                "call_function",
+                step.target,
+                fx.map_arg(step.args, known.__getitem__),
+                fx.map_arg(step.kwargs, known.__getitem__),
+                step.name,
+            )
+            reach[step] = frozenset[int]().union(*(reach[x] for x in step.all_input_nodes))
+        self.graph.output(tuple(known[node] for node in part.outputs))
+        self.reach = [sorted(reach[node]) for node in part.outputs]  # the inputs of each output
+        self.made: dict[Any, Callable[..., Any]] = {}  # by shapes and strides of the inputs
+
+    def __call__(self, *values: Tensor) -> Sequence[Tensor]:
+        held = common_frame(values, None)
+        if held is None:
+            return self.run(values)
+        rows = zip(*(shards_of(x, held) for x in values), strict=True)
+        columns = list(zip(*map(self.run, rows), strict=True))
+        found: list[Tensor] = []
+        for column, reach in zip(columns, self.reach, strict=True):
+            own = common_frame([values[i] for i in reach], None)
+            if own is None:
+                found.append(column[0])
+                continue
+            shards = list(column) if own is held else [column[i] for i in _firsts(own, held)]
+            found.append(LocalTensor(shards, own, any(getattr(values[i], "borrowed", False) for i in reach)))
+        return found
+
+    def run(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The outputs for the blocks of one rank."""
+        key = tuple([(x.shape, x.stride()) for x in values])
+        run = self.made.get(key)
+        if run is None:
+            run = self.made[key] = _compiled(fx.GraphModule({}, self.graph), values)
+        found: Sequence[Tensor] = run(*values)
+        return found
+
+
+def _firsts(own: Frame, held: Frame) -> list[int]:
+    """For each shard of a frame the first equal shard of a larger frame."""
+    places = spread(own, held)
+    return [places.index(i) for i in range(own.volume)]
+
+
+def _compiled(module: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Any]:
+    torch_inductor = inductor()
+    try:
+        return torch_inductor.compile(copy.deepcopy(module), list(values))  # type: ignore[no-any-return]
+    except torch_inductor.exc.InvalidCxxCompiler as error:
+        raise ArgumentError(
+            "jit(backend='inductor') needs a C++ compiler for tensors on the CPU, and found none; install g++ or "
+            "clang, set CXX, or write backend='replay'"
+        ) from error
+
+
+_BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor, "cudagraphs": by_cuda_graphs}

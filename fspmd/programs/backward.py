@@ -1,4 +1,4 @@
-"""Records whose results are followed by autograd: a forward part, and a backward part that runs when asked."""
+"""Programs whose results autograd follows: a forward part, and a backward part that runs when asked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.pairs import apply, call, is_watched
-from fspmd.programs.logged_collectives import told_before
+from fspmd.programs.communication import known_communication
 from fspmd.programs.program import Program, owner
-from fspmd.programs.recorder import Recorder
-from fspmd.programs.replay import Maker, Part, compiled, has_randomness
+from fspmd.programs.recorder import ProgramRecorder
+from fspmd.programs.replay import Maker, ProgramPart, compiled, has_randomness
 from fspmd.remembered import ask_gradient, forgetting
 from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame
@@ -25,42 +25,42 @@ from fspmd.watching.watch import Communication, hears_of_records, tell
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
-    """What autograd needs to know of a program whose results it follows."""
+class AutogradFacts:
+    """The facts that autograd needs of a program whose results it follows."""
 
     closed: tuple[Tensor, ...]  # tensors closed over that have a gradient
     results: int
     chosen: tuple[int, ...]  # results with a gradient that backward computes
-    constants: frozenset[int]  # results without a gradient; torch refuses that of all others
-    with_gradient: tuple[int, ...]  # the inputs that have one
-    zeros: tuple[Tensor, ...]  # cotangents that were not given
-    reach: tuple[frozenset[int], ...]  # for each result with a gradient, which of those inputs it was made of
+    constants: frozenset[int]  # results without a gradient; torch refuses the gradients of all others
+    with_gradient: tuple[int, ...]  # inputs with a gradient, by place
+    zeros: tuple[Tensor, ...]  # default cotangents
+    reach: tuple[frozenset[int], ...]  # for each of ``chosen`` the inputs among these that it depends on
 
 
 @dataclass(frozen=True, slots=True)
-class Halves(Followed):
-    """Both parts. Forward gives the results, then what backward needs; backward takes that, and the cotangents."""
+class Halves(AutogradFacts):
+    """Both parts as functions. Forward gives results and kept values; backward takes these and the cotangents."""
 
     forward: Callable[..., Any]
-    backward: Callable[..., Any]  # takes what was kept out of lists, and lets go of it
-    again: Callable[..., list[Tensor]]  # the recorded function itself, of the tensors among its leaves
-    draws: bool
-    moved: tuple[Communication, ...]  # what backward communicates
-    shared: tuple[int, ...]  # which of what backward needs are views of results, or of what those are views of
-    apart: tuple[int, ...]  # results that lie where another one or an argument does, such as one without its gradient
+    backward: Callable[..., Any]  # takes each kept value out of a list, and frees it
+    again: Callable[..., list[Tensor]]  # the recorded function, of the tensors among its leaves
+    draws: bool  # random numbers
+    moved: tuple[Communication, ...]  # the communication of backward
+    shared: tuple[int, ...]  # kept values that share memory with results
+    apart: tuple[int, ...]  # results that share memory with another one or an argument
 
 
 def differentiated(
-    recorder: Recorder,
+    recorder: ProgramRecorder,
     leaves: Sequence[Tensor],
     inputs: list[fx.Node],
     results: list[Tensor],
     outputs: list[fx.Node],
     reduced: Sequence[Frame | None],
-) -> tuple[Program, Followed]:
-    """Record the backward pass of a recorded forward pass, of leaves that no graph of the caller reaches.
+) -> tuple[Program, AutogradFacts]:
+    """Record the backward pass of a recorded forward pass, down to leaves that no graph of the caller reaches.
 
-    ``reduced``: of each result the simulated axes over which it is.
+    ``reduced``: for each result the simulated axes over which it is reduced.
     """
     closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
     for node, x in closed.items():
@@ -86,14 +86,14 @@ def differentiated(
     with recorder.real(), torch.no_grad():
         zeros = tuple(map(_zeros_like, cotangents))
     given = [recorder.argument(x) for x in cotangents]
-    recorder.deferred = True  # all processes record alike, or some replay: none may wait for the others
+    recorder.deferred = True  # no process may wait for others here: they may replay
     with _hooks_aside(closed.values()):
         found = _gradients([results[i] for i in followed], chosen, cotangents, retain_graph=True)
     gradients = [None if g is None else recorder.node_of(g) for g in found]
     recorder.deferred = False
     read = {node: x for node, x in recorder.captured.items() if node not in closed}
     program = Program.of(recorder.graph, [*inputs, *closed], outputs, read, given, gradients)
-    return program, Followed(
+    return program, AutogradFacts(
         tuple(closed.values()),
         len(outputs),
         tuple(followed),
@@ -105,12 +105,14 @@ def differentiated(
 
 
 def has_gradient(x: Tensor) -> bool:
-    """Whether autograd follows a result; of a view that was taken without, torch says that it requires one, too."""
+    """Whether autograd follows a result. A view that was taken without autograd requires a gradient, too."""
     return x.requires_grad and not (x.grad_fn is None and x._is_view())
 
 
-def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tensor]], make: Maker = compiled) -> Halves:
-    """Both parts of a program as functions, which ``make`` makes."""
+def halves_of(
+    program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker = compiled
+) -> Halves:
+    """Both parts of a program as functions made by ``make``."""
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
@@ -128,42 +130,30 @@ def halves_of(program: Program, facts: Followed, again: Callable[..., list[Tenso
         facts.with_gradient,
         facts.zeros,
         facts.reach,
-        make(Part(program.steps, program.inputs, [*program.results, *kept], program.constants)),
-        make(Part(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants, kept)),
+        make(ProgramPart(program.steps, program.inputs, [*program.results, *kept], program.constants)),
+        make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants, kept)),
         again,
         any(has_randomness(node) for node in program.steps),
-        told_before(program.deferred),
+        known_communication(program.deferred),
         shared,
         apart,
     )
 
 
 def replay(halves: Halves) -> Callable[..., Any]:
-    """A function of the leaves whose results have gradients, wherever they had some when they were recorded."""
+    """A function of the leaves, whose results have gradients where they had some when recorded."""
 
     def run(*leaves: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _Replay.apply(halves, *leaves, *halves.closed)
-        with torch.enable_grad():  # as the recorded function did
+        with torch.enable_grad():  # as in the recorded function
             return _Replay.apply(halves, *leaves, *halves.closed)
 
     return run
 
 
-def followed(
-    halves: Halves, drawn: Any, given: Sequence[Tensor], leaves: Sequence[Tensor], results: list[Tensor]
-) -> list[Tensor]:
-    """The results of the recorded run, which was of ``leaves``, as results of what was ``given`` in their place.
-
-    Gradients of tensors closed over stop at the leaves: what the caller made of them in front of this is his own.
-    """
-    with torch.enable_grad():
-        outs: Any = _Recorded.apply(halves, drawn, leaves, results, *given, *halves.closed)
-    return [x if i in halves.constants else out for i, (x, out) in enumerate(zip(results, outs, strict=True))]
-
-
 def _cotangent(x: Tensor, apart: Frame | None) -> Tensor:
-    """Zeros for a result; of one that is reduced over simulated axes, whose cotangent is pending, for each rank."""
+    """Zeros for a result. A reduced result has a pending cotangent, one for each simulated rank."""
     zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
     return zeros if apart is None else expand(zeros, apart).clone()
 
@@ -176,39 +166,10 @@ def _zeros_like(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, g: Tensor) -> Tensor:
-    """A cotangent, held by each simulated rank where that of the record was, and without gaps in memory."""
+    """A cotangent, contiguous, and held by simulated ranks as the recorded one ``x`` was."""
     if type(x) is LocalTensor and (type(g) is not LocalTensor or set(g.frame.axes) < set(x.frame.axes)):
         g = apply(g, call("apart", x.frame.mesh, x.frame.axes))
     return g.contiguous()
-
-
-class _Recorded(torch.autograd.Function):
-    """The recorded run itself: backward goes through the graph that it made."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, halves: Halves, drawn: Any, leaves: Sequence[Tensor], results: list[Tensor], *inputs: Tensor
-    ) -> Any:
-        graph = torch.empty(0)  # saved as tensors are, so that it is freed when they are
-        every = (*leaves, *halves.closed)
-        made = [results[i] for i in halves.chosen]
-        setattr(graph, "ends", (made, [every[i] for i in halves.with_gradient]))  # noqa: B010
-        ctx.halves, ctx.drawn, ctx.count = halves, drawn, len(leaves)
-        ctx.save_for_backward(*inputs[: ctx.count], graph)
-        ctx.set_materialize_grads(False)
-        outs = tuple(x.detach() for x in results)
-        ctx.mark_non_differentiable(*(outs[i] for i in halves.constants))
-        return outs
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        made, wanted = ctx.saved_tensors[ctx.count].ends
-
-        def run(*given: Tensor) -> Sequence[Tensor | None]:
-            with _hooks_aside(ctx.halves.closed):
-                return _gradients(made, wanted, given, retain_graph=True)
-
-        return _backward(ctx, run, cotangents, 4)
 
 
 class _Replay(torch.autograd.Function):
@@ -217,9 +178,9 @@ class _Replay(torch.autograd.Function):
         ctx.drawn = kept_states() if halves.draws else None
         every = halves.forward(*inputs)
         outs, saved = list(every[: halves.results]), list(every[halves.results :])
-        for i in halves.apart:  # each has a cotangent of its own
+        for i in halves.apart:  # each needs a cotangent of its own
             outs[i] = outs[i].detach()
-        for i in halves.shared:  # autograd would take results for new values, and these for views of the old ones
+        for i in halves.shared:  # results are new values to autograd, and these would be views of the old ones
             saved[i] = saved[i].detach()
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
@@ -236,13 +197,13 @@ class _Replay(torch.autograd.Function):
             _tell(ctx.halves)
             return ctx.halves.backward(*_kept(ctx), *given)  # type: ignore[no-any-return]
 
-        return _backward(ctx, run, cotangents, 1)
+        return _backward(ctx, run, cotangents)
 
 
 class _Gradients(torch.autograd.Function):
-    """What backward gives where its results may be differentiated again.
+    """The backward pass where its results may be differentiated again.
 
-    Forward is the recorded backward, so a caller who only might go on pays nothing for that. Backward runs the
+    Its forward is the recorded backward, so a caller who differentiates once pays nothing more. Its backward runs the
     function again.
     """
 
@@ -252,7 +213,7 @@ class _Gradients(torch.autograd.Function):
         given = values[ctx.count + len(ctx.halves.closed) :]
         ctx.save_for_backward(*values[: ctx.count], *given)
         ctx.set_materialize_grads(False)
-        return tuple([None if g is None else g.detach() for g in run(*given)])  # two may be one
+        return tuple([None if g is None else g.detach() for g in run(*given)])  # two may be one tensor
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -277,7 +238,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _own(x: Tensor) -> Tensor:
-    """A value of the same graph, of which gradients are told from those of what others were made of it."""
+    """A view of a value, whose gradient excludes other uses of the value."""
     if not x.requires_grad:
         return x
     y = x.view_as(x)
@@ -285,8 +246,8 @@ def _own(x: Tensor) -> Tensor:
     return y
 
 
-def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any], first: int) -> tuple[Any, ...]:
-    """Gradients for each argument of a function, of which the leaves begin at ``first``."""
+def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients for each argument of `_Replay`: none for the record, then those of the leaves."""
     halves: Halves = ctx.halves
     given = _given(halves, cotangents)
     if not torch.is_grad_enabled():
@@ -295,11 +256,11 @@ def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any], firs
         found = _by_autograd(halves, list(map(_own, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
     else:
         found = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.closed, *given)
-    return _placed(ctx, cotangents, found, first)
+    return _placed(ctx, cotangents, found)
 
 
 def _kept(ctx: Any) -> list[list[Any]]:
-    """What backward needs, each in a list, which alone has it unless the graph is retained."""
+    """The kept values, each in a list. The list is the only holder unless the graph is retained."""
     tensors, others = iter(ctx.saved_tensors[ctx.count :]), iter(ctx.others)
     found = [[next(tensors if kind else others)] for kind in ctx.kinds]
     ctx.maybe_clear_saved_tensors()
@@ -312,7 +273,7 @@ def _tell(halves: Halves) -> None:
 
 
 def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
-    """Those of results with a gradient, and zeros where there are none."""
+    """The cotangents of results with a gradient, with zeros for missing ones."""
     for i, g in enumerate(cotangents):
         if g is not None and i not in halves.chosen and i not in halves.constants:
             raise RecordError(
@@ -323,19 +284,19 @@ def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
     return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
 
 
-def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any], first: int) -> tuple[Any, ...]:
-    """Gradients for each argument of a function, of which the leaves begin at ``first``; None where there are none."""
+def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients for each argument of `_Replay`; None where there are none."""
     halves: Halves = ctx.halves
     chosen = (cotangents[i] for i in halves.chosen)
     reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
     for at, (i, g) in enumerate(zip(halves.with_gradient, found, strict=True)):
-        gradients[i + first] = g if at in reached else None
+        gradients[i + 1] = g if at in reached else None
     return tuple(gradients)
 
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
-    """Gradients that have gradients themselves: the function runs again, with the random numbers that it drew."""
+    """Gradients with a graph of their own: the function runs again, with the random numbers that it drew."""
     if _reached([x for x in inputs if x.requires_grad], halves.closed):
         raise RecordError(
             "jit cannot give gradients that are differentiated again of a tensor that the jitted function closes over "
@@ -344,8 +305,8 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     now = kept_states()
     if drawn is not None:
         go_on(drawn)
-    with EnableTorchFunction(), forgetting():  # derivatives may have disabled what `Sharded` values need
-        outs = halves.again(inputs)  # as the record was made: what was moved before bears on how results lie
+    with EnableTorchFunction(), forgetting():  # derivatives may have disabled torch functions
+        outs = halves.again(inputs)  # as in the recording: remembered moves change layouts
     go_on(now)
     followed = [outs[i] for i in halves.chosen]
     every = (*inputs, *halves.closed)
@@ -357,13 +318,13 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
 def _gradients(
     of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor], **how: bool
 ) -> Sequence[Tensor | None]:
-    """Of no results there are none, which torch refuses."""
+    """``torch.autograd.grad``, which refuses an empty list of results."""
     return torch.autograd.grad(of, wanted, cotangents, allow_unused=True, **how) if of else (None,) * len(wanted)
 
 
 @contextmanager
 def _hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Hooks of tensors see the gradients that reach them, and not those on the way there."""
+    """Within, hooks of tensors do not run: they are for final gradients, and these are intermediate."""
     kept = [(hooks, dict(hooks)) for x in tensors if (hooks := getattr(x, "_backward_hooks", None))]
     for hooks, _ in kept:
         hooks.clear()
@@ -379,12 +340,12 @@ def _reached(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     return any(_made_of(x, targets) for x in sources if x.grad_fn is not None) if targets else False
 
 
-#: what stands in a graph where torch has no derivative, or is told that there is none
+#: autograd nodes of functions without a derivative
 _NO_DERIVATIVE: Final = ("torch::autograd::NotImplemented", "torch::autograd::Error")
 
 
 def _refused(results: Sequence[Tensor], targets: Sequence[Tensor]) -> frozenset[int]:
-    """Which results, by place, have no gradient for some of these tensors, since torch refuses it."""
+    """The results, by place, whose gradient for some of these tensors torch refuses."""
     _, nodes = _above([x.grad_fn for x in results], targets)
     ends = {node for node in nodes if node.name() in _NO_DERIVATIVE and _above([node], targets)[0]}
     if not ends:
@@ -393,13 +354,13 @@ def _refused(results: Sequence[Tensor], targets: Sequence[Tensor]) -> frozenset[
 
 
 def _made_of(x: Tensor, targets: Sequence[Tensor]) -> frozenset[int]:
-    """Which tensors the graph of ``x`` goes through."""
+    """The targets, by place, that the graph of ``x`` goes through."""
     own = {i for i, y in enumerate(targets) if y is x and y.grad_fn is None}
     return _above([x.grad_fn], targets)[0] | own
 
 
 def _above(starts: Iterable[Any], targets: Sequence[Tensor]) -> tuple[frozenset[int], set[Any]]:
-    """Which tensors a graph goes through that begins at some nodes, and all its nodes."""
+    """The targets, by place, that a graph from some nodes goes through, and all its nodes."""
     nodes = {y.grad_fn: i for i, y in enumerate(targets) if y.grad_fn is not None}
     leaves = {id(y): i for i, y in enumerate(targets) if y.grad_fn is None}
     found = set[int]()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.programs.capture import copies_of
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.trees import flatten, flatten_in_order, leaf_paths
@@ -18,8 +19,8 @@ from fspmd.watching.communication_log import CommunicationLog, communication_log
 Call = Callable[..., Any]
 
 
-class _Run(NamedTuple):
-    """What a call gave, what became of its arguments and of the generators, and what was communicated."""
+class _Observed(NamedTuple):
+    """The result of a call, its arguments and the generators afterwards, and its communication."""
 
     out: Any
     arguments: Any
@@ -28,7 +29,7 @@ class _Run(NamedTuple):
 
 
 def side_by_side(name: str, function: Call, plain: Call, passed: Call, args: tuple[Any, ...], named: Any) -> Any:
-    """What ``passed`` gives, the record of a function after its passes; ``plain`` is the record before them.
+    """The result of ``passed``, a record after its passes; ``plain`` is the record before them.
 
     Raises:
         RecordError: results, arguments that are written into or random draws differ from the function's; or the
@@ -38,7 +39,7 @@ def side_by_side(name: str, function: Call, plain: Call, passed: Call, args: tup
     expected = _run(function, *_copied((args, named)))
     go_on(begin)
     before = _run(plain, *_copied((args, named)))
-    _compare_collectives(name, before.log, expected.log)  # which passes change
+    _compare_collectives(name, before.log, expected.log)  # passes change them
     _compare(name, "result", before.out, expected.out)
     _compare(name, "arguments", before.arguments, expected.arguments)
     _compare_draws(name, before, expected)
@@ -49,22 +50,17 @@ def side_by_side(name: str, function: Call, plain: Call, passed: Call, args: tup
     return after.out
 
 
-def _run(function: Call, args: tuple[Any, ...], named: dict[str, Any]) -> _Run:
+def _run(function: Call, args: tuple[Any, ...], named: dict[str, Any]) -> _Observed:
     with communication_log() as log:
         out = function(*args, **named)
-    return _Run(out, (args, named), kept_states().states, log)
+    return _Observed(out, (args, named), kept_states().states, log)
 
 
 def _copied(tree: Any) -> Any:
-    """Values of their own, with gradients of their own."""
+    """A tree with copies of its tensors."""
     leaves, treedef = flatten_in_order(tree)
-    return treedef.unflatten([_copy(x) if isinstance(x, Tensor) else x for x in leaves])
-
-
-def _copy(x: Tensor) -> Tensor:
-    if isinstance(x, torch.nn.Parameter):
-        return torch.nn.Parameter(x.detach().clone(), x.requires_grad)
-    return x.detach().clone().requires_grad_(x.requires_grad)
+    copies = iter(copies_of(x for x in leaves if isinstance(x, Tensor)))
+    return treedef.unflatten([next(copies) if isinstance(x, Tensor) else x for x in leaves])
 
 
 def _compare(name: str, what: str, found: Any, expected: Any) -> None:
@@ -94,7 +90,7 @@ def _complaint(x: Tensor, y: Tensor) -> str:
     return ""
 
 
-def _compare_draws(name: str, found: _Run, expected: _Run) -> None:
+def _compare_draws(name: str, found: _Observed, expected: _Observed) -> None:
     if any(not torch.equal(x, y) for x, y in zip(found.states, expected.states, strict=True)):
         raise _differs(name, "it draws other random numbers", "it sets the state of a generator, or restores it")
 

@@ -1,9 +1,9 @@
-"""The steps between collectives as CUDA graphs: what starts hundreds of kernels starts once.
+"""The CUDA graph backend: the steps between collectives start as one graph.
 
 A graph reads and writes the memory that its steps had when it was captured. So arguments are copied into buffers of
-its own, and results that may be kept are copied out; what one graph gives and another takes stays where it is. Closed
-over tensors are read where they lie, and if they lie elsewhere the graph is captured again. Draws of random numbers are
-no part of a graph, nor are collectives.
+the graph, and results that may be kept are copied out. A value that one graph gives and another takes stays in place.
+A graph reads closed over tensors in place, and is captured again when they have moved. Draws of random numbers and
+collectives are no part of a graph.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
-from fspmd.programs.calls import is_aten, is_collective
 from fspmd.programs.program import device_of, owner
-from fspmd.programs.replay import Part, compiled
+from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.segments import local_steps, results_of, segmented
+from fspmd.programs.steps import is_aten, is_collective
 from fspmd.torch_internals import foreach_copy_
 from fspmd.transport.local_tensor import blocks_of
 
-_WARM_UP: Final = 3  # runs before a capture, as torch has them
-_WAITS: Final = ("aten::linalg_", "aten::_linalg_")  # of these some wait for the device
+_WARM_UP: Final = 3  # runs before a capture, as torch does them
+_WAITS: Final = ("aten::linalg_", "aten::_linalg_")  # some of these wait for the device
 
 
 class Captures(Protocol):
-    """What captures the graphs of one program: `CudaGraphs`, or what stands for it where there is no GPU."""
+    """Captures the graphs of one program: `CudaGraphs`, or a stand-in where there is no GPU."""
 
     device: str
 
     def follow(self) -> None:
-        """The program runs once more, after what it did before."""
+        """Order the next run of the program after the last one."""
 
     def capture(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """What does again what ``run`` does to the same memory, and the results, which lie there."""
+        """A function that repeats ``run`` on the same memory, and the results, which lie there."""
 
 
 class CudaGraphs:
-    """Graphs that have their memory from one pool, since no two of them run at the same time."""
+    """Graphs with one pool of memory, since no two of them run at the same time."""
 
     device = "cuda"
 
@@ -50,16 +50,16 @@ class CudaGraphs:
         self.stream = torch.cuda.current_stream()
 
     def follow(self) -> None:
-        """The stream that the program runs on waits for the one that it ran on before."""
+        """Let the current stream wait for the stream of the last run."""
         now = torch.cuda.current_stream()
         if now != self.stream:
             now.wait_stream(self.stream)
             self.stream = now
 
     def capture(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """Run on a side stream until all that kernels set up is there; then capture.
+        """Run on a side stream until kernels have set themselves up; then capture.
 
-        Threads of NCCL may ask for their events meanwhile, so that only this one must do nothing but launch kernels.
+        Threads of NCCL may query their events meanwhile. So the capture restricts this thread alone.
         """
         side = torch.cuda.Stream()
         side.wait_stream(self.stream)
@@ -74,7 +74,7 @@ class CudaGraphs:
 
 
 def check_device() -> None:
-    """Raises where there is no GPU."""
+    """Raise `ArgumentError` where there is no GPU."""
     if not torch.cuda.is_available():
         raise ArgumentError(
             "jit(backend='cudagraphs') needs a CUDA device, and torch.cuda.is_available() is False; "
@@ -82,8 +82,8 @@ def check_device() -> None:
         )
 
 
-def by_graphs(captures_of: Callable[[], Captures], part: Part) -> Callable[..., Any]:
-    """Like `replay.compiled`, with each run of local steps as one graph that is captured when it first runs.
+def by_graphs(captures_of: Callable[[], Captures], part: ProgramPart) -> Callable[..., Any]:
+    """Like `replay.compiled`, with each segment as one graph that is captured when it first runs.
 
     Raises:
         ArgumentError: no tensor is on such a device.
@@ -97,14 +97,14 @@ def by_graphs(captures_of: Callable[[], Captures], part: Part) -> Callable[..., 
             "there (make_mesh(..., device='cuda')), or write backend='replay'"
         )
     leaving = _leaving(part, fit)
-    lasting = set(part.constants)  # what lies where it did, unless somebody moves it
-    graphs: list[Graph] = []
+    lasting = set(part.constants)  # memory that stays in place, unless somebody moves it
+    graphs: list[CapturedGraph] = []
 
-    def made(own: Part) -> Graph:
+    def made(own: ProgramPart) -> CapturedGraph:
         stays = [owner(node) in lasting for node in own.inputs]
         leaves = [node in leaving for node in own.outputs]
         lasting.update(node for node in own.outputs if node not in leaving)
-        graphs.append(Graph(captures, compiled(own), stays, leaves, graphs, len(graphs)))
+        graphs.append(CapturedGraph(captures, compiled(own), stays, leaves, graphs, len(graphs)))
         return graphs[-1]
 
     run = segmented(part, fit, made)
@@ -120,8 +120,8 @@ def by_graphs(captures_of: Callable[[], Captures], part: Part) -> Callable[..., 
 by_cuda_graphs: Final = partial(by_graphs, CudaGraphs)
 
 
-class Graph:
-    """Local steps in a row, captured when they first run; one of ``graphs``, which run in that order."""
+class CapturedGraph:
+    """A segment, captured when it first runs; one of ``graphs``, which run in that order."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Graph:
         function: Callable[..., Any],
         stays: Sequence[bool],
         leaves: Sequence[bool],
-        graphs: Sequence[Graph],
+        graphs: Sequence[CapturedGraph],
         place: int,
     ) -> None:
         self.__name__ = "graph"
@@ -138,7 +138,7 @@ class Graph:
         self.moves = [i for i, one in enumerate(stays) if not one]
         self.leaves = leaves
         self.graphs, self.place = graphs, place
-        self.read: list[int] | None = None  # where what stays was; None before the capture
+        self.read: list[int] | None = None  # addresses of the inputs in place; None before the capture
         self.buffers: list[Tensor] = []
         self.replay: Callable[[], None]
         self.results: Sequence[Tensor]
@@ -154,7 +154,7 @@ class Graph:
         return [x.clone() if leaves else x for x, leaves in zip(self.results, self.leaves, strict=True)]
 
     def _capture(self, values: Sequence[Tensor]) -> None:
-        for later in self.graphs[self.place :]:  # they may write into what was free then, and will not be anymore
+        for later in self.graphs[self.place :]:  # they may write into memory that is free no more
             later.read = None
         own = list(values)
         with torch.inference_mode(False), torch.no_grad():
@@ -168,7 +168,7 @@ class Graph:
             except RuntimeError as error:
                 raise ArgumentError(
                     "jit(backend='cudagraphs') came upon a step that CUDA cannot capture (see the error above); write "
-                    "backend='replay', or have what it belongs to run outside of the jitted function"
+                    "backend='replay', or run the part that it belongs to outside of the jitted function"
                 ) from error
 
 
@@ -184,8 +184,8 @@ def _suits(node: fx.Node, device: str) -> bool:
     return alone and not schema.name.startswith(_WAITS)
 
 
-def _leaving(part: Part, fit: Collection[fx.Node]) -> set[fx.Node]:
-    """Memory that somebody may keep: that of results, and of what is given to steps that may hand it on."""
+def _leaving(part: ProgramPart, fit: Collection[fx.Node]) -> set[fx.Node]:
+    """Memory that somebody may keep: of results, and of operands of steps that may hand it on."""
     found = {owner(x) for x in part.outputs if isinstance(x, fx.Node) and "value" in x.meta}
     for step in part.steps:
         apart = is_collective(step) and step.meta["call"].mesh.transport == "process_group"

@@ -29,7 +29,7 @@ def debug_print(fmt: str, *values: Any, **named: Any) -> None:
 
     In a body each rank prints, with its coordinates in front; outside, the first rank does, and a `Sharded` value is
     the global tensor. Under `vmap` each example is printed, in their order; under `grad`, `jvp` and their kin the
-    value, without derivatives, and nothing becomes of gradients. What is computed again (`checkpoint`) prints again.
+    value, without derivatives; gradients are untouched. Code that is computed again (`checkpoint`) prints again.
 
     Communication: outside of bodies an all-gather per sharded dim of a `Sharded` value; none backward.
 
@@ -64,7 +64,7 @@ def debug_print(fmt: str, *values: Any, **named: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What a step prints, but for the values."""
+    """The line that a step prints, without the values."""
 
     fmt: str
     treedef: optree.PyTreeSpec
@@ -73,18 +73,18 @@ class _Line:
     mesh: Mesh | None
 
     def text(self, values: Sequence[Any]) -> str:
-        """Of the values of one rank and one example."""
+        """The text for the values of one rank and one example."""
         args, kwargs = self.treedef.unflatten(values)
         try:
             return self.fmt.format(*args, **kwargs)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"debug_print({self.fmt!r}) cannot format what it was given: {error}; write one {{}} for each value"
+                f"debug_print({self.fmt!r}) cannot format its values: {error}; write one {{}} for each value"
             ) from error
 
 
 def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """What ``torch.func`` has wrapped, and along which dims it lies in examples."""
+    """The value within wrappers of ``torch.func``, and the levels and dims of its examples."""
     levels: list[tuple[int, int]] = []
     while isinstance(x, Tensor) and is_wrapped(x):
         if is_batched(x):
@@ -104,7 +104,7 @@ def _print(line: _Line, values: list[Any]) -> None:
 
 
 def _of_ranks(line: _Line, values: list[Any]) -> Iterator[tuple[str, bool, Sequence[Any]]]:
-    """For each rank of this process what stands in front, whether it prints, and its values."""
+    """For each rank of this process: the prefix, whether it prints, and its values."""
     body = line.body
     if state.rank_mapped:
         yield f"[rank={world.rank()}] ", True, values

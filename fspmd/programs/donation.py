@@ -1,23 +1,28 @@
-"""Donated arguments: their tensors give their memory away, and are of no more use."""
+"""Donated arguments: they give their memory away, and results are written into it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import le
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError, DonationError
-from fspmd.programs.arguments import Chosen
-from fspmd.programs.reuse import own
-from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, swap_memory
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.programs.capture import Capture
+from fspmd.programs.options import Chosen
+from fspmd.programs.passes.aliases import in_flight, is_unknown
+from fspmd.programs.program import owner
+from fspmd.programs.steps import shard_of
+from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
 
 _T: Any = Tensor
-#: what may still be asked of a tensor without memory
+#: questions that a tensor without memory still answers
 _FACTS: Final = frozenset(
     [
         *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_leaf", "grad")),
@@ -28,7 +33,7 @@ _FACTS: Final = frozenset(
 
 
 class Donated(Tensor):
-    """A tensor that gave its memory away: it has a shape and a dtype, and refuses all else."""
+    """A tensor that gave its memory away. It has a shape and a dtype, and refuses any other use."""
 
     donated_as: str
 
@@ -63,17 +68,14 @@ def _refusal(arguments: Any) -> DonationError:
 
 @dataclass(frozen=True, slots=True)
 class Donation:
-    """Which of the tensors among the leaves of the arguments of a call are donated, and what they are called."""
+    """The donated tensors among the leaves of a call's arguments: their places and their names."""
 
     places: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    written: frozenset[int] = frozenset()  # those that a replay writes results into
-
-    def __bool__(self) -> bool:
-        return bool(self.places)
+    written: frozenset[int] = frozenset()  # places that a replay writes results into
 
     def given(self, values: Sequence[Tensor]) -> list[Any]:
-        """The values, with lists of new tensors, which alone have the memory, in the place of donated ones.
+        """The values, with a list of one new tensor, which alone has the memory, for each donated one.
 
         Raises:
             ArgumentError: one of them is given twice.
@@ -87,7 +89,7 @@ class Donation:
                 )
         for place, name in zip(self.places, self.names, strict=True):
             kept = give_away(values[place], name)
-            found[place] = [own(kept) if place in self.written else kept]  # a list, so that nobody else holds it
+            found[place] = [own(kept) if place in self.written else kept]  # a list, so that it is the only holder
         return found
 
 
@@ -95,7 +97,7 @@ NOTHING: Final = Donation()
 
 
 def give_away(x: Tensor, name: str) -> Tensor:
-    """A tensor with the memory of ``x``, which has none from here on."""
+    """A tensor with the memory of ``x``; ``x`` has none afterwards."""
     if isinstance(x, LocalTensor):
         kept = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
         x.shards = [Donated(shard, name) for shard in x.shards]
@@ -108,7 +110,7 @@ def give_away(x: Tensor, name: str) -> Tensor:
 
 
 def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Donation:
-    """What a call donates.
+    """The donation of a call.
 
     Raises:
         ArgumentError: a donated tensor has a gradient, for which autograd would keep it.
@@ -133,3 +135,118 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
                 names.append(f"{path.removesuffix('.local')} of {called}")
             place += 1
     return Donation(tuple(places), tuple(names))
+
+
+aten: Final = torch.ops.aten
+#: elementwise functions by the form that writes its result into the first argument
+IN_PLACE: Final[dict[Any, Any]] = {
+    getattr(getattr(aten, name), kind): getattr(getattr(aten, f"{name}_"), kind)
+    for names, kinds in (
+        (("add", "sub", "mul", "div"), ("Tensor", "Scalar")),
+        (("addcmul", "addcdiv", "clamp", "exp", "neg", "relu", "sigmoid", "sqrt", "tanh"), ("default",)),
+        (("lerp",), ("Tensor", "Scalar")),
+    )
+    for name in names
+    for kind in kinds
+}
+
+
+def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
+    """Let steps write into donated arguments instead of new tensors. Gives the places that are written into.
+
+    A step may do so if it is the last to read the memory of its first operand, this is the whole argument, and the
+    result has its shape and dtype. Memory that others hold too is copied first (`own`), so that they see no write.
+    """
+    program = captured.program
+    place = {node: i for i, node in enumerate(program.graph.nodes)}
+    within: dict[fx.Node, list[fx.Node]] = {}  # values by the step in whose memory they lie
+    for node in place:
+        within.setdefault(owner(node), []).append(node)
+    for i in places:
+        argument, leaf = program.inputs[i], captured.leaves[i]
+        if not _is_dense(leaf) or leaf.requires_grad:
+            continue
+        here, readers = argument, _Readers(place)
+        readers.add(within[argument])
+        while (step := readers.last_of(here)) is not None and _fits(step, here):
+            step.target = IN_PLACE[step.target]
+            step.meta["memory"] = argument
+            step.meta["reuses"] = True
+            readers.add(within.pop(step))
+            here = step
+    written = {owner(node) for node in place if node.meta.get("reuses")}  # by this call, or when it was lowered
+    return frozenset(i for i in places if program.inputs[i] in written)
+
+
+def _is_dense(x: Tensor) -> bool:
+    return all(shard.is_contiguous() for shard in blocks_of(x))
+
+
+class _Readers:
+    """The steps that read the memory of an argument: the last, and whether one may keep it (``odd``)."""
+
+    def __init__(self, place: dict[fx.Node, int]) -> None:
+        self.place = place
+        self.last: fx.Node | None = None
+        self.odd = False
+
+    def add(self, views: list[fx.Node]) -> None:
+        """Add the readers of values in the memory. A pending collective reads until its wait."""
+        users = {user for node in views for user in node.users}
+        users |= {wait for user in users if in_flight(user) for wait in user.users}
+        self.odd = self.odd or any(map(_is_odd, users))
+        known = users if self.last is None else {self.last, *users}
+        self.last = max(known, key=self.place.__getitem__, default=None)
+
+    def last_of(self, here: fx.Node) -> fx.Node | None:
+        """The last step, if it reads the value ``here`` itself."""
+        return None if self.odd or self.last is None or here not in self.last.all_input_nodes else self.last
+
+
+def _is_odd(user: fx.Node) -> bool:
+    return is_unknown(user) or user.target in (LocalTensor, shard_of) or user.op == "output"
+
+
+def _fits(step: fx.Node, here: fx.Node) -> bool:
+    """Whether the result of a step may lie in the memory of its first operand."""
+    mine = owner(here)
+    return (
+        step.target in IN_PLACE
+        and step.args[0] is here
+        and all(x is here or owner(x) is not mine for x in step.all_input_nodes)
+        and step.meta.get("value") == here.meta.get("value")
+        and step.meta.get("held", False) == here.meta["held"]
+    )
+
+
+def own(x: Tensor) -> Tensor:
+    """A donated tensor, or a copy where somebody else holds its memory."""
+    if type(x) is not LocalTensor:
+        return x if _is_alone(x) else x.detach().clone()
+    held = all(sys.getrefcount(shard) <= _HELD and _is_alone(shard) for shard in x.shards)
+    return x if held and not x.borrowed else x.detach().clone()
+
+
+_HELD: Final = 3  # references of the list, the loop, and the call
+
+
+def _is_alone(x: Tensor) -> bool:
+    if not x.untyped_storage().resizable() or _is_shared(x):  # memory of NumPy, or of other processes
+        return False
+    return all(map(le, _holders(x), _NOBODY))
+
+
+def _is_shared(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.is_shared()  # other devices always say yes
+
+
+def _holders(x: Tensor) -> tuple[int, int, int]:
+    """Counts of references to a tensor's memory: to Python's storage, to torch's storage, to the tensor."""
+    storage = x.untyped_storage()
+    uses: int = storage_uses(storage._cdata)
+    return sys.getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
+
+
+_NOBODY: Final = _holders(
+    torch.empty(1, device="cpu")
+)  # the counts where only the tensor has it; versions of torch differ

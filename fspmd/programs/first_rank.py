@@ -11,10 +11,8 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fspmd.programs.calls import NAMES_ALONE
-from fspmd.programs.copied import rebuilt, remember
-from fspmd.programs.facts import shard_of
-from fspmd.programs.program import Program
+from fspmd.programs.program import Program, rebuilt, remember
+from fspmd.programs.steps import NAMES_ALONE, shard_of
 from fspmd.transport.local_int import SYMBOLS, LocalInt
 from fspmd.transport.local_tensor import LocalTensor
 

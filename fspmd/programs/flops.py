@@ -1,4 +1,4 @@
-"""FLOPs of a program: those that each rank does, and those that the model needs."""
+"""FLOPs of a program: of each rank, and of the whole model."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ aten: Final = torch.ops.aten
 
 
 def _of_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
-    """Of a convolution, with groups or without: as many as forward for each of input and weight that is wanted."""
+    """Gradients of a convolution: as many as forward for each of input and weight that is wanted."""
     transposed, wanted = options[-4], options[-1]
     return int(sum(wanted[:2]) * flop_counter.conv_flop_count(x, w, grad, transposed))
 
 
 def _of_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Scores, of each head of the queries, and their products with values; keys may have fewer heads."""
+    """Attention: scores of each head of the queries, and their products with values; keys may have fewer heads."""
     return int(2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]))
 
 
 def _of_its_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Scores again, gradients of values and of scores, and of these those of queries and keys."""
+    """Gradients of an attention: scores again, gradients of values and scores, and of queries and keys."""
     return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
 
 
 _ATTENTIONS: Final = [f"_scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")]
-_OWN: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table lacks, or has of all results at hand
+_OWN: Final[dict[Any, Callable[..., int]]] = {  # formulas that torch's table lacks, or that need less than its own
     aten.convolution_backward: _of_gradients,
     aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_its_gradients,
-    **{getattr(aten, name): _of_attention for name in _ATTENTIONS},  # of which torch 2.11 wants as many heads of keys
+    **{
+        getattr(aten, name): _of_attention for name in _ATTENTIONS
+    },  # torch 2.11 wants as many heads of keys as of queries
     **{getattr(aten, f"{name}_backward"): _of_its_gradients for name in _ATTENTIONS},
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
@@ -51,18 +53,18 @@ _OWN: Final[dict[Any, Callable[..., int]]] = {  # of shapes, which torch's table
 }
 #: kernels after which a value is the same on all ranks of their axes
 _EQUALS: Final = ("reduce", "reduce_once", "gather", "gather_once", "broadcast", "broadcast_once", "mean")
-#: others that cut it over their axes
+#: kernels that cut a value over their axes
 _CUTS: Final = ("slice", "reduce_scatter", "exchange")
-#: others after which it is not the same, besides those that move it
+#: kernels after which a value differs, besides those that move it
 _DIFFERS: Final = ("at_root",)
-#: for each axis along which ranks may have different values, how many blocks like the first rank's make the whole
+#: for each axis along which ranks may have different values, the whole in blocks of the first rank
 Blocks = dict[str, Fraction]
 
 
 def flops_of(node: fx.Node) -> int:
-    """Sums and products of a matmul, a convolution or an attention, as torch counts them; 0 of anything else.
+    """FLOPs of a matmul, a convolution or an attention, as torch counts them; 0 for other steps.
 
-    Of a causal attention those of the pairs of query and key that it allows.
+    A causal attention counts the pairs of query and key that it allows.
     """
     formula = _formula(node.target)
     if formula is None:
@@ -77,12 +79,12 @@ def flops_of(node: fx.Node) -> int:
 
 
 def model_flops(program: Program) -> int:
-    """Those of the whole model, over all ranks: of each function of torch once, and not again where it is repeated.
+    """FLOPs of the whole model on whole tensors (Chowdhery et al., "PaLM", 2022, appendix B).
 
-    What ranks compute alike counts once, what `checkpoint` and `Recompute` repeat not at all, nor the scores that the
-    gradient of an attention computes again (Chowdhery et al., "PaLM", 2022, appendix B). Where blocks are uneven those
-    of the first rank count as often as they make the whole: 3.5 times where 7 rows lie on 4 ranks, the first of which
-    has 2. So they are those of whole tensors, unless a step has blocks of two dims that are cut by the same axis.
+    Equal work of several ranks counts once. Repeated work does not count: of `checkpoint` and `Recompute`, and the
+    scores that the gradient of an attention computes again. Where blocks are uneven, the first rank's FLOPs count as
+    often as its blocks make the whole: 3.5 times for 7 rows on 4 ranks, where the first has 2. This is exact unless a
+    step has blocks of two dims that are cut by the same axis.
     """
     varies = {
         node: _of_spec(node.meta["spec"]) for node in (*program.inputs, *program.constants) if "spec" in node.meta
@@ -98,7 +100,7 @@ def model_flops(program: Program) -> int:
 
 
 def _add(node: fx.Node, varies: dict[fx.Node, Blocks]) -> Fraction | int:
-    """Follow a step: along which axes ranks may have different values of it; its FLOPs on all of them."""
+    """Note the axes along which ranks may have different results of a step; its FLOPs on all ranks."""
     found = _after(node, _together(varies[x] for x in node.all_input_nodes if x in varies))
     varies[node] = _of_spec(node.meta["spec"]) if "spec" in node.meta else found
     flops = 0 if node.meta.get("repeats") else flops_of(node)
@@ -114,7 +116,7 @@ def _of_spec(spec: TensorSpec) -> Blocks:
 
 
 def _cut(length: int, axes: tuple[str, ...], mesh: Mesh) -> Blocks:
-    """Of a dim that is cut over axes, the first of them major."""
+    """The blocks of a dim that is cut over axes, major first."""
     found = {}
     for axis in axes:
         block = -(-length // mesh.shape[axis])
@@ -124,7 +126,7 @@ def _cut(length: int, axes: tuple[str, ...], mesh: Mesh) -> Blocks:
 
 
 def _together(values: Iterable[Blocks]) -> Blocks:
-    """Of what is made of several values."""
+    """The blocks of a result of several values."""
     found: Blocks = {}
     for value in values:
         for axis, n in value.items():
@@ -151,7 +153,7 @@ def _after(node: fx.Node, before: Blocks) -> Blocks:
 
 
 def _needed(node: fx.Node, flops: int) -> int:
-    """Four of the five products of an attention's gradient: scores were there before."""
+    """FLOPs that are no repeated work: four of the five products of an attention's gradient."""
     name = str(node.target)
     return flops * 4 // 5 if "attention" in name and "backward" in name else flops
 
@@ -178,4 +180,4 @@ def _shapes(node: fx.Node) -> Any:
     if "value" in node.meta:
         value: Value = node.meta["value"]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return tuple(map(_shapes, node.users))  # the parts of a result of several
+    return tuple(map(_shapes, node.users))  # the parts of several results

@@ -1,4 +1,4 @@
-"""Which generators of random numbers a recorded function may draw from, and that it leaves their seeds alone."""
+"""Generators of random numbers while a function is recorded: draws are steps, and seeds must not be set."""
 
 from __future__ import annotations
 
@@ -10,97 +10,84 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.programs.impurities import line
+from fspmd.programs.refusals import line
 from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
 from fspmd.tracing import outside_transforms
 from fspmd.transport.randomness import go_on, kept_states
 
 
 class Generators:
-    """torch's own, and those that the function is given or reaches.
+    """torch's own generator, and those that the function is given or reaches.
 
-    A draw is a step of the record. What a function reads of a seed or a state is a constant of it.
+    A draw is a step of the record. A seed or a state that the function reads is a constant of it.
     """
 
-    def __init__(self, given: Iterable[Any], imagines: bool) -> None:
-        """Those among what is ``given``. ``imagines``: steps draw nothing while the function is recorded."""
+    def __init__(self, given: Iterable[Any], is_fake: bool) -> None:
+        """``given``: values with generators among them. ``is_fake``: steps draw nothing while they are recorded."""
         found = [torch.default_generator, *(one for one in given if issubclass(type(one), torch.Generator))]
         # by number, since torch gives dispatch another object
-        self.known: dict[int, torch.Generator] = {_number(one): one for one in found}
-        self.imagines = imagines
-        self.note()
-
-    def note(self) -> None:
-        """The seeds are those that steps have set."""
-        self._seeds = {key: one.initial_seed() for key, one in self.known.items()}
+        self._known: dict[int, torch.Generator] = {_number(one): one for one in found}
+        self._seeds = {key: one.initial_seed() for key, one in self._known.items()}
+        self._is_fake = is_fake
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Within, each has drawn one number, so that one whose state is that of its seed was seeded there."""
-        if not self.imagines:
+    def recording(self) -> Iterator[None]:
+        """Within, each has drawn one number more. So a generator whose state is that of its seed was seeded within."""
+        with self.kept(draws=True):
             yield
-            return
-        before = self._states()
+
+    @contextmanager
+    def kept(self, draws: bool = False) -> Iterator[None]:
+        """The generators are afterwards in the states that they have now. ``draws``: each draws one number first."""
         with _plainly():
-            for one in self.known.values():
+            every = kept_states()
+            states: dict[int, Tensor] = {key: one.get_state() for key, one in self._known.items()}
+            for one in self._known.values() if draws else ():
                 torch.empty((), device=one.device).uniform_(generator=one)
-        after = self._states()
-        try:
-            yield
-        finally:
-            with _plainly():
-                for key, state in self._states().items():
-                    if torch.equal(state, after[key]):  # else another thread has drawn: let it go on
-                        self.known[key].set_state(before[key])
-
-    def check(self, used: Iterable[Any] = ()) -> None:
-        """Raises where somebody has seeded one between steps, or where a step draws from one that is not known."""
-        if any(one.initial_seed() != self._seeds[key] for key, one in self.known.items()):
-            raise _sets()
-        for generator in used:
-            if _number(generator) not in self.known:
-                raise RecordError(
-                    "jit cannot record random numbers of a torch.Generator that is made within the function, or lies "
-                    "too deep in what it closes over to be found before, since it could not tell whether it is made or "
-                    f"seeded anew each time; pass it as an argument, or close over it{line()}"
-                )
-
-    def finish(self) -> None:
-        """Raises where somebody has seeded one, to the seed that it had, too."""
-        self.check()
-        if self.imagines:
-            for one in self.known.values():
-                fresh = torch.Generator(one.device).manual_seed(one.initial_seed())
-                with _plainly():
-                    if torch.equal(fresh.get_state(), one.get_state()):
-                        raise _sets()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """What runs inside leaves all of them as they are."""
-        every, before = kept_states(), self._states()
         try:
             yield
         finally:
             with _plainly():
                 go_on(every)
-                for key, one in self.known.items():
-                    one.set_state(before[key])
+                for key, one in self._known.items():
+                    one.set_state(states[key])
 
-    def _states(self) -> dict[int, Tensor]:
+    def check_draw(self, arguments: Iterable[Any]) -> None:
+        """Raise `RecordError` where a step draws from a generator that the function makes, or has seeded."""
+        if self._is_fake:  # else steps that ran have set seeds, and set them back
+            self._check_seeds()
+        for generator in generators_of(arguments):
+            if _number(generator) not in self._known:
+                raise RecordError(
+                    "jit cannot record random numbers of a torch.Generator that is made within the function, or lies "
+                    "too deep in its closure to be found: it could not tell whether the generator is made or "
+                    f"seeded anew in each call; pass it as an argument, or close over it{line()}"
+                )
+
+    def check_end(self) -> None:
+        """Raise `RecordError` where the function has seeded a generator, be it to the seed that it had."""
+        self._check_seeds()
         with _plainly():
-            return {key: one.get_state() for key, one in self.known.items()}
+            for one in self._known.values() if self._is_fake else ():
+                fresh = torch.Generator(one.device).manual_seed(one.initial_seed())
+                if torch.equal(fresh.get_state(), one.get_state()):
+                    raise _sets_state()
+
+    def _check_seeds(self) -> None:
+        if any(one.initial_seed() != self._seeds[key] for key, one in self._known.items()):
+            raise _sets_state()
 
 
-def _sets() -> RecordError:
+def _sets_state() -> RecordError:
     return RecordError(
-        "jit cannot record what sets the state of a generator, as torch.manual_seed and set_rng_state do; do it "
-        f"outside of the jitted function{line()}"
+        "jit cannot record a function that sets the state of a generator, as torch.manual_seed and set_rng_state do; "
+        f"do it outside of the jitted function{line()}"
     )
 
 
 @contextmanager
 def _plainly() -> Iterator[None]:
+    """Within, torch functions are no steps, and tensors have values."""
     with outside_transforms(), disable_dispatch_modes(), DisableTorchFunction():
         yield
 
@@ -109,14 +96,12 @@ def _number(generator: Any) -> int:
     return generator._cdata  # type: ignore[no-any-return]
 
 
-def generators_of(values: Iterable[Any]) -> list[torch.Generator]:
-    """Those among arguments, and in containers of them."""
-    found: list[torch.Generator] = []
+def generators_of(values: Iterable[Any]) -> Iterator[torch.Generator]:
+    """Generators among arguments, and in containers of them."""
     for value in values:
         if isinstance(value, torch.Generator):
-            found.append(value)
+            yield value
         elif isinstance(value, dict):
-            found += generators_of(value.values())
+            yield from generators_of(value.values())
         elif type(value) in (list, tuple):
-            found += generators_of(value)
-    return found
+            yield from generators_of(value)

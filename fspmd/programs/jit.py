@@ -1,4 +1,4 @@
-"""`jit`: a function runs once and is recorded; later calls with arguments of the same kind replay the record."""
+"""`jit`: a function is recorded once for arguments of one kind; every call runs the record."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fspmd.first_use import begin
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.pairs import is_seen, is_watched
-from fspmd.programs.arguments import Names, Numbers, check_apart, chosen
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
 from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart, without_key
 from fspmd.programs.lower import Lowered
+from fspmd.programs.options import Names, Numbers, check_apart, chosen
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, replayed
@@ -31,18 +31,18 @@ Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")
 R = TypeVar("R")
 T = TypeVar("T")
-_NEAR: Final = 4  # records of calls that differ in their leaves alone
+_NEAR: Final = 4  # records that are tried one after another before a key is made
 
 
-class CacheInfo(NamedTuple):
-    """Like that of ``functools.lru_cache``."""
+class JitCacheInfo(NamedTuple):
+    """Counts of a cache, as ``functools.lru_cache`` has them."""
 
     hits: int
     misses: int
     currsize: int
 
 
-class _Decorator(Protocol):
+class _JitDecorator(Protocol):
     def __call__(self, f: Callable[Q, R], /) -> Jitted[Q, R]: ...
 
 
@@ -69,7 +69,7 @@ def jit(
     passes: Passes = None,
     backend: Backend = "replay",
     check: bool = False,
-) -> _Decorator: ...
+) -> _JitDecorator: ...
 def jit(
     f: Callable[..., Any] | None = None,
     *,
@@ -81,69 +81,69 @@ def jit(
     backend: Backend = "replay",
     check: bool = False,
 ) -> Any:
-    """``f``, recorded at its first call with arguments of one kind and replayed at later ones; also a decorator.
+    """``f``, recorded at its first call with arguments of one kind, and replayed at later ones; also a decorator.
 
-    The kind is the tree of the arguments, the specs of `Sharded` ones, shape and dtype of tensors and whether they have
-    a gradient, the values of all else; and the grad mode, the mesh of `set_mesh`, the default dtype. Tensors that lie
-    in memory otherwise than when they were recorded are copied so that they do, which takes time. A replay
-    runs the functions of blocks and the collectives of ``f``, forward and backward, in their order, and
-    none of the Python around them: no rules, no types, no autograd. Random functions draw anew, as they would without
-    `jit`. Results are followed by autograd where arguments, or tensors that ``f`` closes over, have a gradient.
+    A replay runs the functions of blocks and the collectives of ``f``, forward and backward, in their order. It runs
+    none of the Python around them: no rules, no types, no autograd. Random functions draw anew in each call. Autograd
+    follows the results where arguments, or tensors that ``f`` closes over, have a gradient.
 
-    In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit` ``f`` runs as it is; within another
-    jitted function it is a part of that function's record. `communication_log` is told what the record communicates.
-    Processes record for themselves, without communication, and all run the record; but where shapes or the ways of
-    values are only known from values (uneven blocks, `ragged_all_to_all`, `rank_map`) the first call is recorded while
-    it runs, by all at once.
+    **Kinds.** A kind is the tree of the arguments; the spec of each `Sharded`; shape, dtype and device of each tensor,
+    and whether it has a gradient; the value of all else; and the grad mode, the mesh of `set_mesh` and the default
+    dtype. Strides are no part of it: tensors with other strides than the recorded ones are copied, which takes time.
+    `explain_cache_misses` says why a call is recorded anew.
 
-    Arguments that ``static_argnums`` (ints, from the end where negative) or ``static_argnames`` name are handed on as
-    they are: functions, modules, whole trees. They tell records apart by type and equality, so they must be hashable.
-    `explain_cache_misses` says why calls are recorded anew.
+    **Purity.** ``f`` must be pure. It is recorded on tensors without values, and the record is then run. Whatever it
+    reads from outside is a constant of the record: globals, attributes, hooks, lists and numbers that it closes over,
+    random numbers of Python and NumPy, seeds and states of generators. Tensors that leave it otherwise than as results,
+    as in a list that it appends to, have no values. Effects on the outside are not recorded. They are errors where they
+    are seen: values that it asks of tensors, seeds that it sets, tensors that other threads compute for it. Tensors
+    that it closes over are read anew in each call; a module that ran is recorded anew in another mode (``eval()``) or
+    with other parameters. As in a CUDA graph, ``torch.cuda.is_current_stream_capturing()`` is True: libraries then
+    leave out branches on values.
 
-    Tensors of the arguments that ``donate_argnums`` or ``donate_argnames`` name give their memory away: a replay frees
-    each after its last use, or writes a result into it, and the peak is lower for it. Whoever uses them afterwards gets
-    a `DonationError`. Views of them that the caller holds stay what they are, and keep the memory. Where ``f`` runs as
-    it is nothing is donated.
-
-    ``passes`` change the record before it is replayed: names ("equal_steps", "rewrites", "dead_code", "chunked",
-    "coalesce", "overlap", "recompute"), or passes with options (`Chunked`, `Coalesce`, `Overlap`, `Recompute`), in the
-    order in which they run. By default the first three, which always gain, and change no numbers but by the order of
-    sums: equal steps are done once, collectives in a row are one or none, what nothing needs is left out. They rely on
-    it that the Python of ``f`` takes the same way on all processes; where it learns which rank it runs on, as in a
-    branch on `axis_index`, and where a block is empty, they leave collectives as they are.
-
-    ``backend`` runs what was recorded: ``"replay"`` calls step by step; ``"inductor"`` has the steps between
-    collectives compiled by ``torch.compile``'s inductor, and rounds as that does; ``"cudagraphs"`` has them, on a GPU,
-    captured as CUDA graphs at the first replay, of which each starts at once: arguments are copied into memory of the
-    graphs and results out of it, so memory is held between calls, and a call waits for one in another thread. A
-    function gets all steps as a ``torch.fx.GraphModule``, with example inputs, and gives a function of such inputs:
-    once for the steps of the call, once for those of its gradients, when they are run for the first time.
-
-    Each tensor of the arguments is one of its own within ``f``: of ``jit(f)(a, a)`` gradients are told by place.
-    ``x[i]`` with a tensor ``i`` of one number, another in each call, is a copy and no view: to write into either while
+    Each tensor of the arguments is a tensor of its own within ``f``: gradients of ``jit(f)(a, a)`` are told by place.
+    ``x[i]`` with a tensor ``i`` of one number, another in each call, is a copy and no view. Writing into either while
     both are there is refused; ``x[i] = y`` sets it.
 
-    ``f`` must be pure. It is recorded on tensors without values, of its arguments and of what it makes, and the record
-    is then run. What it reads from outside is a constant of the record: globals, attributes, hooks, lists and numbers
-    that it closes over, random numbers of Python and NumPy, seeds and states of generators. Tensors that leave it
-    otherwise than as results, as in a list that it appends to, have no values. What it does from outside is not
-    recorded, but is an error where it is seen: values that it asks of tensors, seeds that it sets, what other threads
-    compute for it. Tensors closed over are read anew, and modules that ran are recorded anew in another mode
-    (``eval()``) or with other parameters. As in a CUDA graph ``torch.cuda.is_current_stream_capturing()`` is True:
-    libraries leave out branches on values.
+    **Where it applies.** In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit`, ``f`` runs as it
+    is. Within another jitted function it is a part of that function's record. `communication_log` is told of the
+    communication of the record. Processes record without communication, each for itself, and all run the record. Some
+    functions need values: `ragged_all_to_all` with sizes that were computed, `rank_map`, blocks whose sizes are
+    measured. They run once on copies of the arguments to be recorded, on all processes at once.
 
-    ``check=True`` finds functions that are not pure: each call runs ``f``, its record before ``passes`` and its record,
-    on copies of the arguments, and raises `RecordError` where results, arguments, random draws or collectives differ.
+    Args:
+        static_argnums: positions of arguments that are handed on as they are, such as functions, modules and whole
+            trees; negative ones count from the end. They tell records apart by type and equality, so they need a hash.
+        static_argnames: the same by name.
+        donate_argnums: positions of arguments whose tensors give their memory away. A replay frees each after its last
+            use, or writes a result into it, so the peak is lower. Using one afterwards raises `DonationError`. Views of
+            it that the caller holds keep the memory and their values. Nothing is donated where ``f`` runs as it is.
+        donate_argnames: the same by name.
+        passes: the changes to a record before it is replayed, in order: names ("equal_steps", "rewrites", "dead_code",
+            "chunked", "coalesce", "overlap", "recompute") or passes with options (`Chunked`, `Coalesce`, `Overlap`,
+            `Recompute`). The first three are the default. They always gain, and change no numbers but by the order of
+            sums: equal steps run once, collectives in a row become one or none, unneeded steps go. They rely on the
+            Python of ``f`` taking the same way on all processes. Where it learns which rank it runs on, as in a branch
+            on `axis_index`, and where a block is empty, they leave collectives as they are.
+        backend: ``"replay"`` calls step by step. ``"inductor"`` compiles the steps between collectives by the inductor
+            of ``torch.compile``, and rounds as that does. ``"cudagraphs"`` captures them on a GPU as CUDA graphs at the
+            first replay: arguments are copied into memory of the graphs and results out of it, memory is held between
+            calls, and a call waits for one in another thread. A function gets all steps as a ``torch.fx.GraphModule``
+            and example inputs, and gives a function of such inputs. It is called once for the steps of the call and
+            once for those of its gradients, each when they run for the first time.
+        check: find functions that are not pure. Each call runs ``f``, its record before ``passes`` and its record, on
+            copies of the arguments, and raises `RecordError` where results, arguments, random draws or collectives
+            differ.
 
     Raises:
         ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or
             is a tensor; a donated one has a gradient, or is given twice.
-        RecordError: what a record cannot hold: branches on values, shapes that depend on values, values that leave
-            torch (``tolist()``, ``numpy()``, ``print``; there is `debug_print`), writes into tensors that ``f`` closes
-            over, ``backward()`` into ``.grad`` of what was there before, seeds that are set, generators that are made
-            within, lists and dicts of the arguments that change.
+        RecordError: ``f`` does something that a record cannot hold: it branches on values, has shapes that depend on
+            values, takes values out of torch (``tolist()``, ``numpy()``, ``print``; there is `debug_print`), writes
+            into tensors that it closes over, calls ``backward()`` into ``.grad`` of tensors that were there before,
+            sets seeds, makes generators, or changes lists and dicts of the arguments.
 
-    ``jit(f).lower(*args)`` records and runs nothing: `Lowered` tells what the program is and costs. A `TensorSpec` may
+    ``jit(f).lower(*args)`` records and runs nothing: `Lowered` shows the program and its cost. A `TensorSpec` may
     stand for a `Sharded`, on a mesh without ranks too (``make_mesh(..., transport="abstract")``).
 
     ``jit(f).cache_info()`` counts replays, recorded runs and records; ``jit(f).clear_cache()`` forgets them.
@@ -155,7 +155,7 @@ def jit(
     >>> step(step(w))
     Sharded f32[4@x] on mesh(x=4)
     >>> step.cache_info()
-    CacheInfo(hits=1, misses=1, currsize=1)
+    JitCacheInfo(hits=1, misses=1, currsize=1)
     >>> power = jit(lambda x, n: torch.stack([x**i for i in range(n)]), static_argnums=1)
     >>> power(torch.tensor(2.0), 4)
     tensor([1., 2., 4., 8.])
@@ -185,10 +185,10 @@ def jit(
 
 
 class _Records(dict[Any, Record]):
-    """Those of one function, by their keys; ``hits``: calls that found theirs, ``misses``: runs that were recorded.
+    """The records of one function by their keys, and how many calls found theirs (``hits``) or not (``misses``).
 
-    ``near``: by what calls have but for the leaves of their arguments, records with what tells of leaves whether a
-    record is theirs (`guard`), those that were found last in front.
+    ``near`` finds some of them without a key: it has, for all of a key but the leaves, records with a `guard` of the
+    leaves, the latest first.
     """
 
     __slots__ = ("hits", "misses", "near", "recordable")
@@ -202,7 +202,7 @@ class _Records(dict[Any, Record]):
     def called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
     ) -> Any:
-        """The result of a call; ``leaves``: of its arguments."""
+        """The result of a call whose arguments have these leaves."""
         try:
             kinds, values, strides = kinds_of(leaves)
         except RuntimeError as error:
@@ -211,55 +211,51 @@ class _Records(dict[Any, Record]):
             record = self.get((around, kinds))
         except TypeError:
             raise not_hashable(args, kwargs) from None
-        ran = None
         if record is None or changed(record):
-            if (found := self.made((around, kinds), args, kwargs)) is None:
+            record = self.made((around, kinds), args, kwargs)
+            if record is None:
                 return self.recordable.plain(*args, **kwargs)
-            record, ran = found
         else:
             self.hits += 1
         if watched:
             tell(record.moved)
-        if ran is not None:
-            return ran[0]
         if strides == record.strides:
             self.bring_near(record, around, leaves)
         return replayed(record, values, strides)
 
-    def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, tuple[Any] | None] | None:
-        """A record, and the result if the function ran; None where another thread records, which may wait for this."""
+    def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+        """A new record; None where another thread records, which may wait for this one."""
         if not recording.acquire(blocking=world_size() > 1):
             return None
         self.misses += 1
         try:
-            self[key], _ = found = self.recordable.record(args, kwargs, self.values(), self.get(key))
+            record = self[key] = self.recordable.record(args, kwargs, self.values(), self.get(key))
         finally:
             recording.release()
-        return found
+        return record
 
     def bring_near(self, record: Record, around: Any, leaves: list[Any]) -> None:
-        """Have calls with leaves like these find a record sooner."""
+        """Let calls with leaves like these find a record without a key."""
         closed = record.closed.tensors
         if not record.modules and (check := guard([*leaves, *closed])) is not None:
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
             self.near[around] = [(is_alike, record), *self.near.get(around, ())][:_NEAR]
 
-    def info(self) -> CacheInfo:
-        """What ``cache_info`` tells."""
-        return CacheInfo(self.hits, self.misses, len(self))
+    def info(self) -> JitCacheInfo:
+        """The counts for ``cache_info``."""
+        return JitCacheInfo(self.hits, self.misses, len(self))
 
     def clear(self) -> None:
-        """Forget all, and count from zero."""
+        """Forget all records, and count from zero."""
         super().clear()
         self.near.clear()
         self.hits = self.misses = 0
 
 
 class Jitted(Generic[Q, R]):
-    """What `jit` makes of a function: it is called as that is, and tells what was recorded.
+    """A function under `jit`. It is called like the function, and tells of its records.
 
-    It has the function's name, docstring and signature, binds as a method does, and is copied and pickled by name, as
-    functions are.
+    It has the function's name, docstring and signature. It binds as a method does, and is copied and pickled by name.
 
     >>> import torch
     >>> double = jit(lambda x: 2 * x)
@@ -285,8 +281,8 @@ class Jitted(Generic[Q, R]):
         functools.update_wrapper(self, recordable.function, updated=())  # as `wraps` does
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        """The function's result: replayed, or recorded where there is no record of arguments of this kind."""
-        # in a body, a transform or a checkpoint, which compares what is saved; while somebody watches or records
+        """The function's result, by a record of arguments of this kind, which is made where there is none."""
+        # the function itself in a body, a transform or a checkpoint (it compares saved tensors), and while watched
         if state.body is not None or transforms_active() or top_saved_tensors_hooks(True) is not None or is_traced():
             return self._function(*args, **kwargs)  # type: ignore[no-any-return]
         if watched := is_seen():
@@ -316,16 +312,16 @@ class Jitted(Generic[Q, R]):
         """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.
 
         Raises:
-            RecordError: in a body, a transform or a function that is recorded; what a record cannot hold.
+            RecordError: it is called in a body, a transform or a recording; or the function cannot be recorded.
         """
         if state.body is not None or transforms_active() or is_recording():
             raise RecordError(
                 f"jit({self._name}).lower(...) was called in a shard_map body, a torch.func transform or a function "
-                "that is recorded; lower it outside of them, with a TensorSpec for what it is given there"
+                "that is recorded; lower it outside of them, with a TensorSpec for each argument that it is given there"
             )
         return self._recordable.lowered(args, kwargs)
 
-    def cache_info(self) -> CacheInfo:
+    def cache_info(self) -> JitCacheInfo:
         """How many calls were replays, how many were recorded, and how many records there are."""
         return self._records.info()
 
@@ -349,12 +345,12 @@ class Jitted(Generic[Q, R]):
     @overload
     def __get__(self: Jitted[Concatenate[T, Q2], R], instance: T, owner: Any = None) -> Callable[Q2, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a function in a class: with ``self`` before its arguments."""
+        """A method, as functions in a class are."""
         return self if instance is None else MethodType(self, instance)
 
 
 class _Checked(Jitted[Q, R]):
-    """The same, and each call is compared with one of the function."""
+    """A jitted function whose calls are each compared with a call of the function."""
 
     __slots__ = ("_plain",)
 

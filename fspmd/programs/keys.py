@@ -1,4 +1,4 @@
-"""What tells records apart: the kind of arguments that a function is called with, and of its surroundings."""
+"""Keys of records: the kind of the arguments and of the surroundings of a call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.op_kinds import autocasts
-from fspmd.programs.facts import is_dense
-from fspmd.programs.impurities import not_dense
+from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.torch_internals import (
     DeviceContext,
     TensorGuards,
@@ -33,15 +32,15 @@ _PLAIN: Final = {Tensor, torch.nn.Parameter}
 
 
 def default_device() -> torch.device | None:
-    """Where ``with torch.device(...)`` has new tensors made."""
+    """The device of ``with torch.device(...)``, on which new tensors are made."""
     modes = map(function_mode_at, range(count_function_modes()))
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
-    """The key of a call; the tensors among the leaves of its arguments; how those lie in memory.
+    """The key of a call; the tensors among the leaves of its arguments; their strides.
 
-    How they lie is no part of the key, since it may differ from process to process.
+    Strides are no part of the key, since they may differ from process to process.
     """
     leaves, around = taken_apart(args, kwargs)
     kinds, values, strides = kinds_of(leaves)
@@ -49,7 +48,7 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """The leaves of the arguments of a call, and all of its key but what they are."""
+    """The leaves of the arguments of a call, and all of its key but the kinds of these."""
     leaves, structure = flatten_in_order((args, kwargs)) if kwargs else flatten_args(args)
     casts = autocasts() if is_any_autocast_enabled() else ()
     around: tuple[Any, ...] = structure, _grad_enabled(), _default_dtype(), casts, current_mesh()
@@ -59,7 +58,7 @@ def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any
 
 
 def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
-    """What leaves are in a key; the tensors among them; how those lie in memory."""
+    """The kinds of leaves; the tensors among them; the strides of these."""
     kinds: list[Any] = []
     values, strides = [], []
     for leaf in leaves:
@@ -78,10 +77,10 @@ def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any
 
 
 def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
-    """What tells of other leaves, in one call, whether they are of the same kinds and lie alike in memory.
+    """A function that says, in one call, whether other leaves have the same kinds and strides.
 
-    It may miss some that are. None where leaves are other than plain tensors, or one stands in several places, to which
-    torch's guards always say no.
+    It may say no where they have. None where a leaf is no plain tensor, or stands in several places, to which torch's
+    guards always say no.
     """
     if not {*map(type, leaves)} <= _PLAIN or any(leaf.layout is not _strided for leaf in leaves):
         return None
@@ -92,7 +91,7 @@ def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a leaf that is no plain tensor is in a key."""
+    """The kind of a leaf that is no plain tensor."""
     if type(leaf) is LocalTensor:
         shapes = tuple(shard.shape for shard in (leaf.shards if leaf.uneven else leaf.shards[:1]))
         return leaf.dtype, leaf.frame, shapes, leaf.requires_grad, leaf.device
@@ -102,7 +101,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def identity(value: Any) -> Any:
-    """What tells one Python value from another: 1, 1.0 and True, two zeros; in tuples, sets and dataclasses, too."""
+    """A value as part of a key. It tells 1, 1.0 and True apart, and the two zeros, also within containers."""
     kind = type(value)
     if kind in _TOLD:
         return kind, value
@@ -118,12 +117,12 @@ def identity(value: Any) -> Any:
     return kind, value
 
 
-#: of equal values of one of these types nobody tells one from another
+#: types whose equal values are the same
 _TOLD: Final = frozenset({int, bool, str, type(None)})
 
 
 class Static:
-    """A static argument: one leaf, whatever it is, told from others by type and equality."""
+    """A static argument: one leaf of any kind, told from others by type and equality."""
 
     __slots__ = ("hash", "key", "value")
 
@@ -140,17 +139,17 @@ class Static:
 
 
 def strides_of(x: Tensor) -> Any:
-    """How a tensor lies in memory."""
+    """The strides of a tensor, or of each shard."""
     return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
 
 
 def without_key(leaves: list[Any], error: Exception) -> Exception:
-    """Why leaves have no kind."""
+    """The error for leaves that have no kind."""
     return next((not_dense(x) for x in leaves if isinstance(x, Tensor) and not is_dense(x)), error)
 
 
 def not_hashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError:
-    """The refusal of a call that has no key."""
+    """The error for a call that has no key."""
     for leaf in flatten((args, kwargs))[0]:
         try:
             hash(leaf)

@@ -7,38 +7,84 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
-from fspmd.programs.ahead_of_time import Compiled, check_runs
-from fspmd.programs.capture import Capture, capture, recording
-from fspmd.programs.fakes import fake_mode, stand_ins
+from fspmd.programs.cache_misses import Facts, call_facts, differences
+from fspmd.programs.capture import Capture
+from fspmd.programs.communication import communications
 from fspmd.programs.flops import model_flops
+from fspmd.programs.keys import key_of
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
-from fspmd.programs.schedule import Event, communications, end_of, schedule
+from fspmd.programs.records import Record, replayed, stale
+from fspmd.programs.schedule import Event, chrome_trace, end_of, picture, schedule
 from fspmd.programs.text import program_text
-from fspmd.programs.timeline import chrome_trace, picture
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import is_sharded
-from fspmd.torch_internals import FakeTensorMode
+from fspmd.torch_internals import FakeTensor
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
 from fspmd.watching.communication_log import CommunicationLog
 
 
+class Compiled:
+    """The program of ``jit(f).lower(...).compile()``, as a function of arguments of the kind it was lowered for.
+
+    Raises:
+        ArgumentError: an argument is of another kind; it says which, and how it differs.
+    """
+
+    def __init__(self, function: Callable[..., Any], record: Record, marked: Callable[..., Any]) -> None:
+        self._function, self._record, self._marked = function, record, marked
+        self._accepted: set[Any] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        args, kwargs = self._marked(args, kwargs)
+        known, values, strides = key_of(args, kwargs)
+        if known not in self._accepted or self._record.closed or self._record.modules:
+            self._accept(call_facts(self._function, args, kwargs))
+            self._accepted.add(known)
+        return replayed(self._record, values, strides)
+
+    def _accept(self, facts: Facts) -> None:
+        reasons = stale(self._record) or differences(facts, self._record.facts)
+        if reasons:
+            raise ArgumentError(
+                f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for these, "
+                "or call jit(f), which records it anew"
+            )
+
+
+def check_runs(program: Program, mesh: Mesh | None) -> None:
+    """Raise for a program that nobody can run."""
+    if mesh is not None and mesh.transport == "abstract":
+        raise MeshError(
+            f"compile() of a program on {mesh!r}, which is abstract: no ranks are there to run it; lower it for a mesh "
+            'of transport="simulation" or "process_group"'
+        )
+    if any(isinstance(x, FakeTensor) for x in program.constants.values()):
+        raise RecordError("compile() of a program that closes over a tensor without values; call jit(f) instead")
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one run costs each rank by the cost model; µs, bytes, and FLOPs as sums and products counted apiece.
+    """The cost of one run for each rank by the cost model. A sum and a product are one FLOP each.
 
-    ``time`` is that of the whole, ``computation`` that of its local steps, ``communication`` that of its collectives,
-    of which ``exposed`` is the part that computation does not hide. ``nbytes`` are read and written in the rank's own
-    memory, ``moved`` are sent to other ranks. ``ranks``: as many run it.
-
-    ``flops`` are those that a rank does, of uneven blocks the first, which does the most; ``model_flops`` those that
-    the whole model needs, of whole tensors: what ranks compute alike counts once there, and what is computed again, as
-    by `checkpoint`, not at all.
+    Attributes:
+        time: µs of the whole run.
+        computation: µs of its local steps.
+        communication: µs of its collectives.
+        exposed: µs of them that computation does not hide.
+        flops: FLOPs of one rank; where blocks are uneven of the first rank, which has the most.
+        model_flops: FLOPs of the whole model. Equal work of several ranks counts once, work that is repeated, as by
+            `checkpoint`, not at all.
+        nbytes: bytes that a rank reads and writes in its own memory.
+        moved: bytes that a rank sends to others.
+        ranks: the number of ranks that run it.
+        peak_flops: FLOPs that one rank could do in a µs.
     """
 
     time: float
@@ -55,19 +101,19 @@ class Cost:
     @property
     def overlapped(self) -> float:
         """µs of communication that computation hides."""
-        return max(0.0, self.communication - self.exposed)  # differences of sums are rounded
+        return max(0.0, self.communication - self.exposed)  # a difference of rounded sums
 
     def utilisation(self, model_flops: float | None = None) -> float:
-        """Model FLOPs utilisation: the FLOPs that the model needs, per time, of those that all ranks could do.
+        """Model FLOPs utilisation: the FLOPs of the model, as a share of those that all ranks could do in the time.
 
-        ``model_flops``: of the whole model, forward and backward, as somebody else counts them, such as
+        ``model_flops``: another count for the whole model, forward and backward, such as
         6 * parameters * tokens of a transformer (Chowdhery et al., "PaLM", 2022, appendix B).
         """
         return self._share(self.model_flops if model_flops is None else model_flops)
 
     @property
     def hardware_utilisation(self) -> float:
-        """The same of all FLOPs that ranks do, alike or again."""
+        """The FLOPs that ranks do, repeated work included, as a share of those that they could do."""
         return self._share(self.flops * self.ranks)
 
     def _share(self, flops: float) -> float:
@@ -88,10 +134,10 @@ class Cost:
 
 
 class Lowered:
-    """One program, as it will run on each rank; of ranks that hold unlike blocks, as on this one.
+    """A program as it will run on each rank; where blocks are uneven, on this rank.
 
-    On a simulated or abstract mesh that is the first, whose blocks are the largest, so no rank takes longer or holds
-    more. A simulation begins each collective alone, where processes pack some of those that stand in a row into one.
+    On a simulated or abstract mesh it is the program of the first rank, whose blocks are the largest: no rank takes
+    longer or holds more. A simulation begins each collective alone; processes pack some that follow each other.
     """
 
     def __init__(
@@ -116,24 +162,24 @@ class Lowered:
     def as_text(self) -> str:
         """The program: a line for each step, with global types where values have one, and local shapes.
 
-        A collective tells its axes, the bytes that a rank sends and µs, and ``<-`` where it runs in backward; each step
-        ends with the user's line that asked for it.
+        A collective shows its axes, the bytes that a rank sends, and µs. ``<-`` marks steps of backward. Each line ends
+        with the user's line that asked for the step.
         """
         return program_text(self.name, self.program, self._arguments, self.mesh)
 
     def collectives(self) -> CommunicationLog:
-        """What it communicates, in order: a list of `Communication`, which prints as a table.
+        """Its collectives in order: a list of `Communication`, which prints as a table.
 
-        It is what `communication_log` records of the function when it runs.
+        `communication_log` has the same list when the function runs.
         """
         return CommunicationLog(communications((*self.program.steps, *self.program.deferred)))
 
     def schedule(self, links: Topology | None = None) -> list[Event]:
-        """When each step runs, by the cost model."""
+        """The time of each step by the cost model."""
         return schedule(self.program, links)
 
     def cost(self, links: Topology | None = None) -> Cost:
-        """What a run costs, on the machine of `set_topology` or on another."""
+        """The cost of a run on the machine of `set_topology`, or on another."""
         links = links or topology()
         events = self.schedule(links)
         time = end_of(events)
@@ -153,8 +199,9 @@ class Lowered:
         )
 
     def visualize(self, path: str | Path) -> tuple[Path, Path]:
-        """Write when each step runs, by the cost model: ``path.json``, a trace for chrome://tracing or Perfetto, and
-        ``path.svg``, a picture of it and of the memory that is held.
+        """Write the schedule: ``path.json``, a trace for chrome://tracing or Perfetto, and ``path.svg``, a picture.
+
+        The picture shows the memory that is held, too.
         """
         base, events = Path(path), self.schedule()
         steps = [*self.program.steps, *self.program.deferred]
@@ -165,7 +212,7 @@ class Lowered:
         return trace, drawn
 
     def compile(self) -> Compiled:
-        """The program as a function of arguments of the kind that it was lowered for: nothing is recorded any more.
+        """The program as a function of arguments of the kind that it was lowered for. It records nothing.
 
         Raises:
             MeshError: the mesh is abstract.
@@ -174,25 +221,12 @@ class Lowered:
         return self._compiled()
 
     def memory(self) -> Memory:
-        """The most bytes that a rank holds at once, and what they are."""
+        """The most bytes that a rank holds at once, and the tensors they are of."""
         return memory_of_program(self.program, self._donated, self._arguments)
 
 
-def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, FakeTensorMode]:
-    """Arguments by place and by name as fake tensors, and the mode that they are of."""
-    mode = fake_mode()
-    with torch.inference_mode(False):
-        return *stand_ins((args, kwargs), mode), mode
-
-
-def imagined(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
-    """Record a function without running it."""
-    with recording, mode:
-        return capture(function, args, kwargs, imagines=True)
-
-
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What the user calls each tensor among the arguments."""
+    """The path of each tensor among the arguments, by the names of the parameters."""
     named = [*zip(parameter_names(function, len(args)), args, strict=True), *kwargs.items()]
     found = []
     for name, tree in named:
@@ -203,7 +237,7 @@ def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _mesh_of(program: Program) -> Mesh | None:
-    """The largest mesh that a step or an argument speaks of."""
+    """The largest mesh of a step or an argument."""
     meshes = {node.meta["spec"].mesh for node in program.graph.nodes if "spec" in node.meta}
     meshes |= {node.meta["call"].mesh for node in program.graph.nodes if "call" in node.meta}
     return max(meshes, key=lambda mesh: mesh.size, default=None)

@@ -1,4 +1,4 @@
-"""What a rank holds while a program runs."""
+"""The memory that a rank holds while a program runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import fx
 
-from fspmd.programs.calls import is_wait
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
+from fspmd.programs.steps import is_wait
 from fspmd.programs.text import given_as, line_of
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor of those that are there at the peak: bytes of its block, and the step that made it.
+    """A tensor that is held at the peak: bytes of its block, and the step that made it.
 
-    ``line`` is the user's, or what he calls an argument.
+    ``line``: the user's line, or the name of an argument.
     """
 
     nbytes: int
@@ -33,10 +33,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that a rank holds: ``given`` to the program throughout, and with its own results at the ``peak``.
+    """Bytes that a rank holds. Working memory within a step, and losses of the allocator, do not count.
 
-    ``holds``: what is there at the peak, the largest first; ``at``: the step that runs then. Memory that a step needs
-    for itself alone is not counted, nor what an allocator loses.
+    Attributes:
+        peak: the most bytes at once.
+        given: the bytes of arguments and constants.
+        at: the step that runs at the peak.
+        holds: the tensors at the peak, the largest first.
     """
 
     peak: int
@@ -56,10 +59,7 @@ class Memory:
 
 
 def memory_of_program(program: Program, donated: Collection[fx.Node] = (), arguments: Sequence[str] = ()) -> Memory:
-    """From the first step to the last, those that compute gradients of results after the others.
-
-    ``arguments``: what the user calls the tensors among them.
-    """
+    """The memory of a program, deferred steps last. ``arguments``: the names of its inputs."""
     called = given_as(program, arguments)
     steps, found = (*program.steps, *program.deferred), lives(program, donated)
     held = levels(found, steps)
@@ -75,10 +75,10 @@ def memory_of_program(program: Program, donated: Collection[fx.Node] = (), argum
 
 
 def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[int, int]]:
-    """In which steps each memory is there, the first and the last of them; deferred steps come after the others.
+    """The first and the last step in which each memory is held; deferred steps come last.
 
-    Arguments are there throughout, but for ``donated`` ones, and results from the step that makes them; all else is
-    let go after its last use.
+    Arguments are held throughout, except ``donated`` ones, and results from the step that makes them to the end. All
+    else is freed after its last use.
     """
     steps = (*program.steps, *program.deferred)
     given = (*program.inputs, *program.constants)
@@ -99,7 +99,7 @@ def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, 
 
 
 def levels(found: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> list[int]:
-    """The bytes that are there in each step."""
+    """The bytes that are held in each step."""
     changes = [0] * (len(steps) + 2)
     for one, (start, end) in found.items():
         changes[start] += one.meta["value"].nbytes
@@ -115,27 +115,27 @@ def levels(found: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> l
 
 
 def _last_taken(node: fx.Node, places: dict[fx.Node, int]) -> int | None:
-    """When the last result is taken of a step that gives several: until then all are there."""
+    """The step that takes the last of several results: until then all are held."""
     if "parts" not in node.meta:
         return None
     return max((places[user] for user in node.users if user in places), default=None)
 
 
 def _gives_views(node: fx.Node) -> bool:
-    """Whether what a function of torch gives lies in the memory of what it takes."""
+    """Whether the results of a function of torch lie in the memory of its operands."""
     schema: Any = getattr(node.target, "_schema", None)
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def _allocated(node: fx.Node) -> Iterator[fx.Node]:
-    """Whose memory a step begins to use: that of a collective when it begins."""
+    """The memory that begins with a step; a collective's begins when the collective does."""
     if node.meta.get("call") is not None and not node.meta["waits"]:
         return (one for user in node.users if is_wait(user) for one in made_by(user))
     return iter(()) if is_wait(node) else made_by(node)
 
 
 def _used(node: fx.Node) -> Iterator[fx.Node]:
-    """Whose memory a step needs; who waits for a collective needs what is sent."""
+    """The memory that a step needs; a wait needs the operand of its collective."""
     used = [*node.all_input_nodes, node]
     if is_wait(node):
         used += node.all_input_nodes[0].all_input_nodes

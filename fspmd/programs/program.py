@@ -1,28 +1,29 @@
 """A recorded program: one FX graph of forward steps and, where results are followed by autograd, of backward steps.
 
-Its nodes say in ``meta`` what passes, prices and readers ask for:
+The ``meta`` of its nodes has the facts for passes, prices and readers:
 
-``value``     `Value` of the result; absent where that is no tensor
-``held``      of a simulated value the axes over which it is held apart, and whether its blocks differ in shape; or None
-``device``    of a result; absent where a pass has made the step (`device_of`)
-``strides``   of a result that lies in memory otherwise than contiguous; or None
-``parts``     bytes of each of several results, where the step gives a tuple or a list
-``memory``    the node in whose memory the result lies: itself, where the step makes a tensor of its own (`owner`)
-``spec``      how the result lies, of one in the global view
-``cause``     `Cause`: the user's line; of a backward step that of the forward step whose gradient it computes
-``backward``  it computes gradients: within the recorded function, or of its results
-``deferred``  it runs when somebody asks for gradients of the results
-``repeats``   it computes again what forward has computed; else absent
+``value``     `Value` of the result; absent where the result is no tensor
+``held``      the frame of a simulated value, and whether its blocks differ in shape; else None
+``device``    of the result; absent where a pass has made the step (`device_of`)
+``strides``   of a result that is not contiguous; else None
+``parts``     bytes of each result, where the step gives a tuple or a list
+``memory``    the node in whose memory the result lies: itself where the step makes a new tensor (`owner`)
+``spec``      the spec of a result in the global view
+``cause``     `Cause`: the user's line; for a backward step the line of the forward step that it differentiates
+``backward``  whether the step computes gradients: within the recorded function, or of its results
+``deferred``  whether the step runs when gradients of the results are asked for
+``repeats``   True where the step computes a value of forward again; else absent
 ``call``      the `Call` of a collective; ``waits``: whether the step ends it, or only begins it
-``constant``  the result is the same in every run of this rank
-``by_size``   it stands for several that are equal on this rank, and may not be on others; else absent
-``effect``    the step does more than give its result
-``left``      by pass, why it has left the step as it is (`Left`); else absent
+``constant``  whether the result is the same in every run of this rank
+``by_size``   True where the step replaces steps that are equal on this rank, and may differ on others; else absent
+``effect``    whether the step does more than give its result
+``left``      by pass, why the pass has left the step as it is (`Left`); else absent
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -31,19 +32,21 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.spec import describe
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import blocks_of
+from fspmd.variance import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A block; of all simulated ranks that of the first, which is the largest."""
+    """Shape and dtype of a block; in a simulation of the first rank's, which is the largest."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -51,26 +54,26 @@ class Value:
 
 
 class Left(NamedTuple):
-    """Why a pass has left a step as it is; ``other``: the step that this speaks of."""
+    """Why a pass has left a step as it is; ``other``: the step that the reason names."""
 
     why: str
     other: fx.Node | None
 
 
 def value_of(x: Tensor) -> Value:
-    """What is known of a tensor when it is recorded."""
+    """Shape and dtype of a tensor, or of its first shard."""
     block = blocks_of(x)[0]
     return Value(tuple(block.shape), block.dtype)
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The step in whose memory a result lies: ``meta["memory"]``, or what a pass has put in its place."""
+    """The step in whose memory a result lies: ``meta["memory"]``, or the step that a pass has put in its place."""
     above: fx.Node = node.meta.get("memory", node)
     return node if above is node else owner(above)
 
 
 def device_of(node: fx.Node) -> torch.device | None:
-    """Where a result lies: where the first operand does, if nobody says."""
+    """The device of a result: by default that of its first operand."""
     while "device" not in node.meta and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.meta.get("device")
@@ -78,15 +81,16 @@ def device_of(node: fx.Node) -> torch.device | None:
 
 @dataclass(slots=True)
 class Program:
-    """What was recorded. Passes change it in place; `results` and `gradients` follow what they replace.
+    """A recorded program. Passes change it in place.
 
-    ``inputs`` are the tensors among the arguments, then those closed over that have a gradient; ``cotangents`` are
-    what deferred steps are given besides; ``constants`` are tensors that were there before, read in every run.
-
-    ``uneven`` says why a block may have another shape on another rank, ``unlike`` why ranks may have other steps:
-    Python has learnt which rank it runs on, or a block is empty. Where one of them says nothing, that is so on no
-    rank. ``places``: numbers of steps may be places that each rank has for itself. ``left`` says, by pass, what it
-    leaves alone in all the program, and why.
+    Attributes:
+        inputs: the tensors among the arguments, then the tensors closed over that have a gradient.
+        constants: tensors that were there before; every run reads them.
+        cotangents: the gradients of results that deferred steps are given.
+        uneven: why a block may have another shape on another rank; empty where all blocks have one shape.
+        unlike: why ranks may have other steps: Python has learnt its rank, or a block is empty. Else empty.
+        places: whether numbers of steps may be places that differ from rank to rank.
+        left: by pass, the steps that it leaves alone in all the program, and why.
     """
 
     graph: fx.Graph
@@ -105,7 +109,7 @@ class Program:
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks have the same steps."""
+        """Whether the ranks have equal steps."""
         return not self.unlike
 
     @staticmethod
@@ -128,7 +132,7 @@ class Program:
 
     @property
     def gradients(self) -> tuple[fx.Node | None, ...]:
-        """For each input that has a gradient, what the deferred steps make of the cotangents; None for nothing."""
+        """For each input that has a gradient the step that computes it, or None for a gradient of zero."""
         return self._ends[1]  # type: ignore[no-any-return]
 
     @property
@@ -137,18 +141,89 @@ class Program:
 
     @property
     def steps(self) -> list[fx.Node]:
-        """Those that run when the function is called."""
+        """The steps that run when the function is called."""
         return [node for node in self.graph.nodes if node.op == "call_function" and not node.meta.get("deferred")]
 
     @property
     def deferred(self) -> list[fx.Node]:
-        """Those that run when gradients are asked for."""
+        """The steps that run when gradients are asked for."""
         return [node for node in self.graph.nodes if node.op == "call_function" and node.meta.get("deferred")]
 
     @property
     def kept(self) -> list[fx.Node]:
-        """What the deferred steps need of the inputs and of the steps before, in the order in which they use it."""
+        """The inputs and results of forward steps that deferred steps need, in the order of their first use."""
         here = {*self.inputs, *self.steps}
         used = dict.fromkeys(node for step in self.deferred for node in step.all_input_nodes if node in here)
         used.update(dict.fromkeys(g for g in self.gradients if g in here))
         return list(used)
+
+
+def copied(program: Program) -> Program:
+    """A copy of a program, with nodes of its own."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op != "output":
+            known[node] = copy_node(graph, node, known.__getitem__)
+            remember(known[node], node, known)
+    return rebuilt(program, graph, known)
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, placed: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy of a node in a graph, without the warning of fx of sizes that differ from rank to rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return graph.node_copy(node, placed)
+
+
+def remember(made: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]) -> None:
+    """Give a node the facts of the one that it stands for."""
+    made.meta = dict(node.meta)
+    if "memory" in made.meta:
+        made.meta["memory"] = known[owner(node)]
+
+
+def rebuilt(program: Program, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> Program:
+    """A program of another graph; ``known``: its nodes by those of the program."""
+    inputs, results, cotangents = (
+        [known[node] for node in many] for many in (program.inputs, program.results, program.cotangents)
+    )
+    gradients = [one if one is None else known[one] for one in program.gradients]
+    constants = {known[node]: x for node, x in program.constants.items()}
+    made = Program.of(graph, inputs, results, constants, cotangents, gradients)
+    made.uneven, made.unlike, made.places = program.uneven, program.unlike, program.places
+    return made
+
+
+UNLIKE = "ranks may have other steps"  # the program says why
+
+
+def leave_all(program: Program, name: str, what: str, even: bool = False) -> bool:
+    """Whether a pass must leave ``what`` alone in all of a program, since ranks might choose differently. Notes it.
+
+    ``even``: the pass needs blocks of one shape on all ranks, too.
+    """
+    why = f"{UNLIKE}: {program.unlike}" if program.unlike else ""
+    if not why and even and program.uneven:
+        why = f"ranks may have blocks of other shapes: {program.uneven}"
+    if why:
+        program.left[name] = f"{what}; {why}"
+    return bool(why)
+
+
+def leave(node: fx.Node, name: str, why: str, other: fx.Node | None = None) -> None:
+    """Note that a pass leaves a step alone; ``other``: the step whose name follows ``why``."""
+    node.meta["left"] = {**node.meta.get("left", {}), name: Left(why, other)}
+
+
+def forget(program: Program, name: str) -> None:
+    """Drop the notes of a pass, which looks again."""
+    for node in program.graph.nodes:
+        if name in node.meta.get("left", ()):
+            node.meta["left"] = {key: left for key, left in node.meta["left"].items() if key != name}
+
+
+def memory_of(x: Tensor) -> int:
+    """The number of the memory that a tensor and its views lie in."""
+    with DisableTorchFunction():
+        return int(blocks_of(unwrapped(x))[0].untyped_storage()._cdata)

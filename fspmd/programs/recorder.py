@@ -1,8 +1,8 @@
-"""Recording: a function runs once, and what it asks of torch and of the mesh is put down as one FX graph.
+"""The recorder: a mode in which a function runs once, and each of its calls becomes a step of one FX graph.
 
-The steps are those below autograd and ``torch.func``, of forward and backward alike: aten functions on blocks,
-collectives of the pair table, and a few functions of ours (`fspmd.tracing.step`). In a simulation a block is a
-`LocalTensor`, and its functions are one step for all ranks.
+Steps lie below autograd and ``torch.func``, in forward and in backward: aten functions on blocks, collectives of the
+pair table, and a few functions of fspmd (`fspmd.tracing.step`). In a simulation a block is a `LocalTensor`, and a
+function of it is one step for all ranks.
 """
 
 from __future__ import annotations
@@ -20,61 +20,53 @@ from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.interceptors import Dispatch, instead_of_dispatch
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.pairs import Call, StandIn, record_with
-from fspmd.programs.calls import NAMES_ALONE, Routed, runner, way_back
-from fspmd.programs.dynamic import INSTEAD
-from fspmd.programs.facts import aten, is_dense
-from fspmd.programs.generators import Generators, generators_of
-from fspmd.programs.impurities import Escapes, line, not_compiled, not_dense
-from fspmd.programs.python_steps import check_reached, given_alone
-from fspmd.programs.refusals import check, check_writes, shape_of_values
+from fspmd.programs.generators import Generators
+from fspmd.programs.reachable import check_reached, given_alone
+from fspmd.programs.refusals import RefusingMode, check, check_writes, not_compiled, shape_of_values
+from fspmd.programs.steps import NAMES_ALONE, Routed, runner, way_back
+from fspmd.programs.tensor_indices import REPLACEMENTS
 from fspmd.programs.values import Values
 from fspmd.remembered import forgetting
 from fspmd.torch_internals import (
     DataDependentOutputException,
+    DisableTorchFunction,
     DynamicOutputShapeException,
-    FakeTensor,
     HigherOrderOperator,
     aten_zero_tensor,
 )
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
-from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.op_facts import facts_of
-from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
+
+aten: Final = torch.ops.aten
 
 _DEVICE: Final = torch.ops.prim.device.default
 _LIFT: Final = aten.lift_fresh.default
-#: what torch does without being asked, and replays need not
+#: aliases that torch makes by itself, and a replay does not need
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
 
-class Recorder(Values):
-    """What becomes of each call."""
+class ProgramRecorder(Values):
+    """Makes a step of each call."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, reached: Iterable[Any] = (), imagines: bool = False) -> None:
-        """``reached``: what the function is given and reaches, among it generators of random numbers."""
-        super().__init__(imagines)
-        self.refused: RecordError | None = None  # if somebody catches it, it is raised again
-        self.generators = Generators(reached, imagines)
-        self.modules: dict[int, torch.nn.Module] = {}  # those that ran
-        self.escapes = Escapes(self, INSTEAD)
-
-    def refusal(self, error: RecordError) -> RecordError:
-        """An error to be raised, now and at the end."""
-        self.refused = self.refused or error
-        return error
+    def __init__(self, reached: Iterable[Any] = (), is_fake: bool = False) -> None:
+        """``reached``: the values that the function is given and reaches, with generators among them."""
+        super().__init__(is_fake)
+        self.generators = Generators(reached, is_fake)
+        self.modules: dict[int, torch.nn.Module] = {}  # modules that ran, by their ids
+        self.refusing = RefusingMode(self, REPLACEMENTS)
 
     def finish(self) -> None:
-        """Raises for what has happened, and is no step."""
+        """Raise `RecordError` for effects of the function that are no steps."""
         if self.refused is not None:
             raise self.refused
-        with self.real():
-            self.generators.finish()
+        self.generators.check_end()
+        with self.real(), DisableTorchFunction():
             trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
-            for node in trained:  # as if it had not happened
+            for node in trained:  # undo it
                 self.captured[node].grad = self._gradients[node]
             if trained or any(x.grad is not None for x in self.given):
                 raise RecordError(
@@ -86,30 +78,31 @@ class Recorder(Values):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             raise self.refusal(not_compiled())
-        if func is _DEVICE:  # asked of a fake tensor by what is not Python
+        if func is _DEVICE:  # C++ asks a fake tensor for its device
             return args[0].device
         kwargs = kwargs or {}
-        if self.paused or func.namespace == "prim":  # what a real one knows
+        if self.paused or func.namespace == "prim":  # questions that the tensor answers
             return func(*args, **kwargs)
         if func is _LIFT:
             with self.pause():
                 return self.constant(func(*args), args[0])
-        if func is aten_zero_tensor:  # torch ends the process where a mode has seen it and it is multiplied
+        if func is aten_zero_tensor:  # torch aborts in a product of a zero tensor that a mode has seen
             func = torch.ops.aten.zeros.default
-        facts = facts_of(func)
-        fixed = facts.pure and all(map(self.is_constant, tensors_of((*args, *kwargs.values()))))
-        if not fixed:
-            check(func, args, kwargs, self)
-        elif facts.gives_values or facts.shape_of_values(args, kwargs):
-            self.learn(tensors_of((*args, *kwargs.values())))
+        facts, tensors = facts_of(func), list(tensors_of((*args, *kwargs.values())))
+        fixed = facts.pure and all(map(self.is_constant, tensors))
+        if facts.gives_values or facts.dynamic_shape or facts.writes:
+            if not fixed:
+                check(func, facts, args, kwargs, self)
+            elif facts.gives_values or facts.shape_of_values(args, kwargs):
+                self.learn(tensors)
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()} if kwargs else kwargs
         if facts.random:
             self.check_draws(args, kwargs)
-        if self.imagines and facts.gives_values:
+        if self.is_fake and facts.gives_values:
             with self.real():
                 return func(*map(self.values_of, args), **kwargs)
-        followed = any(x.requires_grad for x in tensors_of((*args, *kwargs.values())))
+        followed = any(x.requires_grad for x in tensors)
         self.paused = True
         try:
             out = func(*args, **kwargs)
@@ -120,7 +113,7 @@ class Recorder(Values):
         own = followed or not torch.is_grad_enabled()  # else autograd has made no node for it
         if func in _ALIASES:
             if not torch.is_grad_enabled():
-                self._cause()  # in an `autograd.Function`, whose backward is a step
+                self._cause()  # the forward of an `autograd.Function`, whose backward is a step
             self._know(out, placed[0])
             return out
         return self._results(out, self._put(func, placed, named, constant=fixed, own=own))
@@ -128,32 +121,30 @@ class Recorder(Values):
     def step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: bool = False
     ) -> Any:
-        """A function of ours, as one step."""
+        """A function of fspmd as one step."""
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         self.check_draws(args, kwargs)
         apart = given_alone(args, self) if hasattr(function, "python") else nullcontext()
         out: Any = None
-        if not (getattr(function, "reads", False) and (self.deferred or self.imagines)):  # there is nothing to read
+        if not getattr(function, "reads", False):  # which shows the values of runs, and gives nothing
             try:
-                undone = self.generators.kept() if self.imagines and real else nullcontext()
+                undone = self.generators.kept() if self.is_fake and real else nullcontext()
                 with self.real() if real else self.pause(), apart, undone:
                     out = function(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise self.refusal(
                     ValuesNeededError(
-                        f"jit(f).lower(...) knows shapes alone, but what {trace().cause.what} moves depends on values; "
-                        "call jit(f), or lower what stands before and after it"
+                        f"jit(f).lower(...) knows shapes alone, but the sizes that {trace().cause.what} moves are "
+                        "values; call jit(f), or lower the parts before and after it"
                     )
                 ) from error
-        with self.real():
-            self.generators.note()
         node = self._put(function, placed, named)
         node.meta["effect"] = True
         return self._results(out, node)
 
     def collective(self, call: Call, x: Tensor, waits: bool) -> Any:
-        """A call of the pair table."""
+        """A call of the pair table as a step."""
         placed = self._placed(x)
         o = call.options
         for spec in (o.move.source, o.move.target) if o.move is not None else ():
@@ -163,30 +154,30 @@ class Recorder(Values):
         if 0 in (*(o.sizes or ()), *(o.concat_sizes or ())):
             self.is_unlike(lambda: f"{call.pair.name} moves empty blocks")
         with self.pause():
-            if (self.deferred or self.imagines) and call.mesh.transport != "simulation":
+            if (self.deferred or self.is_fake) and call.mesh.transport != "simulation":
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
                 out = out.wait() if waits else out
             else:
                 out = runner(call, waits)(x)
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in NAMES_ALONE:
-            self._cause()  # of its transpose
+            self._cause()  # the cause of its transpose
             self._know(out, placed)
             return out
         if (routes := self._routes(call)) is not None:
             node = self._put(Routed(call, waits), (placed, routes), {}, call.pair.name)
             node.meta["effect"] = True
             return self._results(out, node)
-        own = not torch.is_grad_enabled()  # it is in the forward of an `autograd.Function`
+        own = not torch.is_grad_enabled()  # then it stands in the forward of an `autograd.Function`
         node = self._put(runner(call, waits), (placed,), {}, call.pair.name, own=own)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
 
     def into(self, call: Call, x: Tensor, out: Tensor) -> Pending:
-        """A call whose result is written into a tensor: a step with an effect, and so is its wait."""
+        """A call whose result is written into a tensor: a step with an effect, as is its wait."""
         check_writes(call.pair.name, [out], self)
         placed = self._placed(x), self._placed(out)
         with self.pause():
-            if self.imagines and call.mesh.transport != "simulation":
+            if self.is_fake and call.mesh.transport != "simulation":
                 pending = getattr(imagined(), f"{call.pair.kernel}_into")(out, x, call.mesh, call.axes)
             else:
                 pending = call.into(x, out)
@@ -195,7 +186,7 @@ class Recorder(Values):
         return self._results(pending, node)  # type: ignore[no-any-return]
 
     def _routes(self, call: Call) -> fx.Node | None:
-        """The step that gives the routes of a ragged call, or the way back along them; None where they are constant."""
+        """The step that gives the routes of a ragged call, or the routes back; None where they are constant."""
         routes = call.options.routes
         if routes is None or not {id(routes), id(routes.transposed)} & self._objects.keys():
             return None
@@ -203,22 +194,9 @@ class Recorder(Values):
             self._objects[id(routes)] = routes, self._put(way_back, (self._placed(routes.transposed),), {})
         return self._objects[id(routes)][1]
 
-    def check_captured(self, x: Tensor) -> None:
-        if self.imagines and isinstance(blocks_of(unwrapped(x))[0], FakeTensor):
-            raise self.refusal(
-                RecordError(
-                    f"jit cannot record a tensor of shape {tuple(x.shape)} that another thread or recording has "
-                    f"computed; compute it in the thread of the jitted function{line()}"
-                )
-            )
-
-    def check_dense(self, x: Tensor) -> None:
-        if not is_dense(x):
-            raise self.refusal(not_dense(x))
-
     def values_of(self, x: Any) -> Any:
-        """A constant with its values, where it is imagined without."""
-        if not self.imagines or not isinstance(x, Tensor) or not self.is_constant(x):
+        """A constant with its values; anything else as it is."""
+        if not self.is_fake or not isinstance(x, Tensor) or not self.is_constant(x):
             return x
         with self.real(), tracing.outside_transforms():
             return self._value_of(self.node_of(x))
@@ -230,21 +208,19 @@ class Recorder(Values):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def check_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises where a step would draw other numbers when it is replayed."""
-        with self.real():
-            try:
-                self.generators.check(generators_of((*args, kwargs)))
-            except RecordError as error:
-                self.refusal(error)
-                raise
+        """Raise `RecordError` where a replay of the step would draw other numbers."""
+        try:
+            self.generators.check_draw((*args, kwargs))
+        except RecordError as error:
+            raise self.refusal(error) from None
 
     def check_apart(self, function: Callable[..., Any]) -> None:
-        """Raises where a function that runs as one step reaches values of the record."""
+        """Raise `RecordError` where a function that runs as one step reaches values of the record."""
         check_reached(function, self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What runs inside is recorded."""
+        """Within, calls are recorded."""
 
         def concerns() -> bool:
             return tracing.recorder() is self
@@ -256,10 +232,10 @@ class Recorder(Values):
             with (
                 self,
                 forgetting(),
-                self.generators.begun(),
-                self.escapes.refused(concerns),
+                self.generators.recording(),
+                self.refusing.refused(concerns),
                 instead_of_dispatch(self._typed),
-                torch.autograd.set_detect_anomaly(False),  # which looks at values; replays are looked at as a whole
+                torch.autograd.set_detect_anomaly(False),  # it looks at values; it looks at a replay as a whole
             ):
                 yield
         finally:
@@ -268,12 +244,12 @@ class Recorder(Values):
             tracing.end()
 
     def _typed(self, dispatch: Dispatch) -> Dispatch:
-        """What operators of `Sharded` values call, which are no torch functions to a mode."""
+        """The dispatch of operators on `Sharded` values, which a function mode does not see."""
 
         def run(func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             if tracing.recorder() is not self:
                 return dispatch(func, types, args, kwargs)
-            out = INSTEAD[func](self, *args, **(kwargs or {})) if func in INSTEAD else NotImplemented
+            out = REPLACEMENTS[func](self, *args, **(kwargs or {})) if func in REPLACEMENTS else NotImplemented
             if out is NotImplemented:
                 out = dispatch(func, types, args, kwargs)
             self.lies((*args, out))
@@ -288,22 +264,22 @@ class Recorder(Values):
     def _recorded(self, x: Any, call: Call) -> Call | None:
         if not tracing.is_recording():
             return None
-        return call if type(call) is _Recorded else _Recorded(call, self)
+        return call if type(call) is _RecordedCall else _RecordedCall(call, self)
 
 
 def _is_even(call: Call) -> bool:
-    """Whether all ranks give a call blocks of one shape, and get such."""
+    """Whether the operands of a call have one shape on all ranks, and so have its results."""
     o = call.options
     if o.move is not None and (o.move.across or not (o.move.source.even and o.move.target.even)):
         return False
     return o.sizes is None and o.concat_sizes is None and o.routes is None
 
 
-class _Recorded(StandIn):
-    """A call that is put down when it begins, on whatever thread."""
+class _RecordedCall(StandIn):
+    """A call that becomes a step when it begins, on any thread."""
 
     __slots__ = ()
-    by: Recorder
+    by: ProgramRecorder
 
     def start(self, x: Tensor) -> Pending:
         if tracing.recorder() is not self.by:

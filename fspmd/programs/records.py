@@ -1,8 +1,9 @@
-"""One recorded run: how it is made, and what runs it again."""
+"""Records: how one is made of a capture, replayed, and found to be out of date."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,56 +13,115 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.op_kinds import autocasts
-from fspmd.programs.backward import Halves, followed, halves_of, replay
-from fspmd.programs.capture import Capture, capture
-from fspmd.programs.closed_over import Closed
-from fspmd.programs.donation import Donation
-from fspmd.programs.facts import is_as, memory_of
-from fspmd.programs.keys import strides_of
-from fspmd.programs.logged_collectives import tell_when_they_run, told_before
-from fspmd.programs.misses import Facts
-from fspmd.programs.passes.table import Pass, transform
-from fspmd.programs.program import owner
-from fspmd.programs.replay import Maker, Part, below_autograd, compiled, taken
-from fspmd.programs.reuse import reuse
+from fspmd.programs.backward import Halves, halves_of, replay
+from fspmd.programs.cache_misses import Facts
+from fspmd.programs.capture import Capture
+from fspmd.programs.communication import known_communication, report_when_run
+from fspmd.programs.donation import Donation, reuse
+from fspmd.programs.keys import guard, strides_of
+from fspmd.programs.program import memory_of, owner
+from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, taken
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.trees import filling, flatten
 from fspmd.watching.watch import Communication
 
 
+class Closed:
+    """Tensors that a function closes over, and their kinds when it was recorded.
+
+    Each replay reads their values. Their shapes, dtypes, devices and strides are constants of the record, and so is
+    that one had no gradient; ``module.to(dtype)`` and ``x.data = y`` change them.
+    """
+
+    __slots__ = ("_check", "_forms", "_still", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self._forms = list(map(_form, self.tensors))
+        self._still = [x for x in self.tensors if _may_thaw(x)] if torch.is_grad_enabled() else []
+        self._check = _check_of(self.tensors)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+    def holds(self) -> bool:
+        """Whether their kinds are as they were."""
+        if not self.tensors or self._check(*self.tensors):
+            return True
+        if next(self.changes(), None) is not None:
+            return False
+        self._check = _check_of(self.tensors)  # some have no gradient any more, and need none
+        return True
+
+    def changes(self) -> Iterator[str]:
+        """The changes of their kinds."""
+        for x, was in zip(self.tensors, self._forms, strict=True):
+            now, shape = _form(x), was["shape"][0]
+            for name, value in was.items():
+                if now[name] != value:
+                    told = " -> ".join(str(one[name][0]) for one in (was, now))
+                    yield f"a tensor of shape {shape} that it closes over: {name} {told}"
+        for x in self._still:
+            if x.requires_grad:
+                yield f"a tensor of shape {tuple(x.shape)} that it closes over: requires_grad False -> True"
+
+
+def _form(x: Tensor) -> dict[str, list[Any]]:
+    blocks = blocks_of(x)
+    return {
+        "shape": [tuple(one.shape) for one in blocks],
+        "dtype": [one.dtype for one in blocks],
+        "device": [one.device for one in blocks],
+        "strides": [one.stride() for one in blocks],
+    }
+
+
+def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A quick test that their kinds are as they are now; it may say no where they are."""
+    return (tensors and guard(tensors)) or _unknown
+
+
+def _unknown(*tensors: Tensor) -> bool:
+    return False
+
+
+def _may_thaw(x: Tensor) -> bool:
+    return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One recorded run."""
+    """A function that replays a recorded run, and the facts that it depends on."""
 
-    run: Callable[..., tuple[Any, ...]]  # of the tensors among the leaves of the arguments: those of the result
-    strides: list[Any]  # of those when they were recorded
-    written: tuple[int, ...]  # those that it writes into
-    same: dict[int, int]  # results that are arguments
-    rebuild: Callable[[tuple[Any, ...]], Any]  # the result, of its tensors
+    run: Callable[..., tuple[Any, ...]]  # from the tensors among the leaves of the arguments to those of the result
+    strides: list[Any]  # of these tensors, as recorded
+    written: tuple[int, ...]  # which of them it writes into
+    same: dict[int, int]  # results that are arguments, by place
+    rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
     closed: Closed  # tensors closed over
-    modules: tuple[Any, ...]  # modules that ran, and how they were
-    facts: Facts  # what its key is made of
-    donation: Donation  # the tensors among the leaves that ``run`` takes out of lists
-    halves: Halves | None  # where results have a gradient
-    moved: tuple[Communication, ...]  # what is communicated when it runs
-    plain: bool  # arguments that lie in memory as they did are all that ``run`` needs
+    modules: tuple[Any, ...]  # modules that ran, and their states
+    facts: Facts  # the parts of its key
+    donation: Donation  # tensors that ``run`` takes out of lists
+    halves: Halves | None  # where autograd follows results
+    moved: tuple[Communication, ...]  # the communication of a run
+    plain: bool  # ``run`` needs nothing but arguments with the recorded strides
 
 
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
-    """The result, of the tensors among the leaves of the arguments, which lie in memory with some strides."""
+    """The result for the tensors among the leaves of the arguments; ``strides``: theirs."""
     for i in record.written:
         wrote(values[i], soon=True)
     if strides != record.strides:
         return record.rebuild(relaid(record, values))
-    if record.donation:
+    if record.donation.places:
         values = record.donation.given(values)
     return record.rebuild(record.run(*values))
 
 
 def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
-    """Replay on tensors that lie in memory as they did when they were recorded."""
+    """Replay on copies of tensors that have other strides than when they were recorded."""
     laid: list[Any] = [x if strides_of(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
     if record.written and len(set(map(memory_of, values))) < len(values):
         raise RecordError(
@@ -83,7 +143,7 @@ def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
 
 
 def in_place_of(results: Sequence[Any], same: dict[int, int], values: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Results, of which some are among the values."""
+    """Results with the values themselves in the place of those that are arguments."""
     return tuple(values[same[i]] if i in same else x for i, x in enumerate(results))
 
 
@@ -100,12 +160,12 @@ def _empty(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def changed(record: Record) -> bool:
-    """Whether a module is in another mode or has other parts, or a tensor closed over is of another kind."""
+    """Whether a module is in another mode or has other parts, or a tensor closed over has another kind."""
     return not record.closed.holds() or any(not is_as(module, was) for module, was in record.modules)
 
 
 def stale(record: Record) -> tuple[str, ...]:
-    """Why a record with the right key is of no use."""
+    """Why a record with the right key does not hold any more."""
     parts = "has other parameters, buffers or submodules"
     modules = [
         f"a module {type(module).__name__}: "
@@ -116,37 +176,15 @@ def stale(record: Record) -> tuple[str, ...]:
     return *record.closed.changes(), *modules
 
 
-def recorded(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    passes: Sequence[Pass],
-    facts: Facts,
-    donation: Donation,
-    make: Maker,
-) -> tuple[Record, Any]:
-    """Run a function and record it; the record, changed by ``passes``, and the result."""
-    found = capture(function, args, kwargs)
-    transform(found.program, passes)
-    record = record_of(found, facts, donation, make)
-    given = [x[0] if type(x) is list else x for x in donation.given(found.given)]
-    if record.halves is None and not found.same:
-        return record, found.out
-    results = found.results
-    if record.halves is not None:
-        results = followed(record.halves, found.drawn, given, found.leaves, results)
-    return record, record.rebuild(in_place_of(results, found.same, given))
-
-
 def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
-    """What replays a program."""
+    """The record of a capture."""
     program, halves = found.program, None
     donation = settled(found, donation, make)
-    tell_when_they_run(program)
+    report_when_run(program)
     if found.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        run = make(Part(program.steps, inputs, program.results, program.constants, donated))
+        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated))
         if apart := _apart(found):
             run = _detaching(run, apart)
         if any(x.requires_grad for x in (*found.leaves, *found.closed)):
@@ -156,23 +194,24 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
         run = replay(halves)
         if found.same:
             run = _handing_on(run, found.same)
-        if donation:
-            run = taken(run)  # autograd keeps them
+        if donation.places:
+            run = taken(run)  # autograd keeps the tensors
     if autocasts():
         run = _as_recorded(run)
-    moved = told_before(program.steps)
+    moved = known_communication(program.steps)
     strides = list(map(strides_of, found.leaves))
-    made_of = found.written, found.same, _rebuilder(found.out), Closed(found.closed), found.modules
-    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation)
+    modules = tuple((module, state_of(module)) for module in found.modules)
+    made_of = found.written, found.same, _rebuilder(found.out), Closed(found.closed), modules
+    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places)
 
 
 def _handing_on(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
-    """The same where some results are arguments, which autograd's functions would give as values of their own."""
+    """``run`` with arguments themselves for results that are arguments; autograd's functions give new values."""
     return lambda *values: in_place_of(run(*values), same, values)
 
 
 def _apart(found: Capture) -> tuple[int, ...]:
-    """Results in the memory of an argument, a tensor closed over or another result that are none of these."""
+    """Results that share memory with an argument, a tensor closed over or another result, and are other tensors."""
     program = found.program
     given = dict(zip(program.inputs, found.leaves, strict=True)) | program.constants
     apart, seen = [], dict[Any, list[Tensor]]()
@@ -186,19 +225,19 @@ def _apart(found: Capture) -> tuple[int, ...]:
 
 
 def _detaching(run: Callable[..., Any], apart: Sequence[int]) -> Callable[..., Any]:
-    """The same where some results are tensors of their own, without a gradient."""
+    """``run`` with some results as tensors of their own, without a gradient."""
     return lambda *values: tuple([x.detach() if i in apart else x for i, x in enumerate(run(*values))])
 
 
 def settled(found: Capture, donation: Donation, make: Maker) -> Donation:
-    """Have results written into donated arguments, where steps run one by one: what compiles them finds its own way."""
-    if donation and found.followed is None and make is compiled:
+    """The donation, with results written into donated arguments where steps run one by one."""
+    if donation.places and found.followed is None and make is compiled:
         return replace(donation, written=reuse(found, donation.places))
     return donation
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same where autocast is on: casts are steps of the record, and no others are wanted."""
+    """``run`` with autocast off: casts are steps of the record already."""
     kinds = [kind for kind, _ in autocasts()]
 
     def without(*values: Any) -> Any:
@@ -211,7 +250,7 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """What makes a result like ``out`` of its tensors."""
+    """A function that makes a result like ``out`` of its tensors."""
     if is_plain(out):
         return lambda values: values[0]
     if type(out) is Sharded:
@@ -222,11 +261,9 @@ def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
 
 
 def _pairing(found: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...]], Any]:
-    """What makes `Sharded` values of tensors, like those ``found``, without the checks of their constructor.
+    """A function that makes `Sharded` values like those ``found`` of tensors, without the checks of a constructor.
 
-    It is straight Python, as replays are.
-
-    ``result`` is made of their names, ``x0`` and so on.
+    It is straight Python, as replays are. ``result``: an expression of the names ``x0``, ``x1``, ...
     """
     scope: dict[str, Any] = {
         "pair": pair,
@@ -240,3 +277,14 @@ def _pairing(found: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...]
     exec("\n".join([*lines, f"    return {result}"]), scope)
     rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
     return rebuild
+
+
+def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The state of a module that a record depends on: its mode, parameters, buffers and submodules."""
+    return module.training, *module._parameters.values(), *module._buffers.values(), *module._modules.values()
+
+
+def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:
+    """Whether a module is in this state."""
+    now = state_of(module)
+    return len(now) == len(was) and all(map(operator.is_, now, was))

@@ -1,32 +1,214 @@
-"""Functions of torch that cannot be steps: their results depend on values, or they write into what was there before."""
+"""Refusals of a recording: values that leave torch, shapes that depend on values, writes that no step would show."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
+from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import style_by_rows
-from fspmd.programs.dynamic import written_while_copied
-from fspmd.programs.impurities import constant_of, line
-from fspmd.transport.op_facts import facts_of
+from fspmd.sharded import Sharded, is_plain
+from fspmd.torch_internals import FakeTensor, pad_packed_sequence, torch_c
+from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.op_facts import OpFacts, facts_of
+from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 
 
-def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
-    """Raises `RecordError` for what depends on values in a way that a record cannot hold."""
-    facts = facts_of(func)
+def line() -> str:
+    """The user's line, for the end of a message."""
+    cause = trace().cause
+    return f" ({cause.where})" if getattr(cause, "where", None) else ""
+
+
+def constant_of(what: str, advice: str = "") -> RecordError:
+    """The refusal of a value that would be a constant of the record."""
+    return RecordError(
+        f"jit cannot record {what}: it would be a constant of the record. Compute it outside of the jitted function; "
+        f"or keep it a tensor: torch.where(condition, a, b) instead of a branch, masks instead of selections{advice}"
+        + line()
+    )
+
+
+def not_compiled() -> RecordError:
+    """The refusal of functions that torch traces with its compiler."""
+    return RecordError(
+        "jit cannot record torch.cond, while_loop and others that run functions depending on values; write "
+        f"torch.where(condition, a, b), or a loop of Python with a fixed number of steps{line()}"
+    )
+
+
+def not_dense(x: Tensor) -> RecordError:
+    """The refusal of a tensor that is sparse, nested, or of another library."""
+    if name := foreign_name(x):
+        return RecordError(f"jit records tensors of this process, but got a {name}, which {IS}; {ADVICE}{line()}")
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+    return RecordError(f"jit records dense tensors, but got one of layout {kind}; make it dense before{line()}")
+
+
+_VALUES: Final = "{}, which makes a Python value of a tensor"
+_WRITES: Final = "{}, which writes into a tensor without being an operation of torch"
+_T: Any = Tensor
+#: functions that give the values of their first argument to Python
+_LEAVING: Final[dict[Any, str]] = {
+    _T.numpy: "x.numpy()",
+    _T.tolist: "x.tolist()",
+    _T.__array__: "numpy.asarray(x)",
+    _T.__dlpack__: "x.__dlpack__()",
+    _T.__reduce_ex__: "pickling a tensor",
+    _T.untyped_storage: "pickling a tensor or x.untyped_storage()",
+    _T.__deepcopy__: "copy.deepcopy(x); write x.clone(). It",
+    _T.__repr__: "print(x) or repr(x); write fspmd.debug_print('{}', x). It",
+    _T.__format__: "a format such as f'{x}'; write fspmd.debug_print('{}', x). It",
+}
+#: functions that write where dispatch does not see it
+_WRITING: Final[dict[Any, str]] = {
+    _T.data.__set__: "x.data = y",
+    _T.apply_: "x.apply_(f)",
+    _T.map_: "x.map_(y, f)",
+    _T.map2_: "x.map2_(y, z, f)",
+}
+#: functions that read values of tensors among, or in lists of, their arguments
+_READING: Final[dict[Any, str]] = {
+    torch.tensor: "torch.tensor([x, ...]) of tensors; write torch.stack. It",
+    torch.as_tensor: "torch.as_tensor([x, ...]) of tensors; write torch.stack. It",
+    torch.asarray: "torch.asarray([x, ...]) of tensors; write torch.stack. It",
+    _T.new_tensor: "x.new_tensor([y, ...]) of tensors; write torch.stack. It",
+    _T.new: "x.new([y, ...]) of tensors; write torch.stack. It",
+}
+#: functions that read values of their second argument, a tensor
+_PLACED: Final[dict[Any, str]] = {
+    **dict.fromkeys((torch.tensor_split, _T.tensor_split), "x.tensor_split(y) with a tensor of places; it"),
+    pad_packed_sequence: "pad_packed_sequence of sizes that were computed; it",
+}
+#: conversions of one element to Python, which constructors such as torch.FloatTensor hide from dispatch
+_NUMBERS: Final = frozenset({_T.__bool__, _T.__int__, _T.__index__, _T.__float__, _T.__complex__})
+_NUMBER: Final = "a branch or x.item(), which makes a Python value of a tensor"
+_GRADIENTS: Final = {_T.grad.__get__: "reads", _T.grad.__set__: "sets", _T.grad.__delete__: "deletes"}
+_GIVING: Final = frozenset({*_LEAVING, *_READING, *_PLACED})
+_CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.data_ptr})
+
+
+class RefusingMode(TorchFunctionMode):
+    """A mode that refuses torch functions which dispatch does not see."""
+
+    def __init__(self, recorder: Any, replacements: dict[Any, Callable[..., Any]]) -> None:
+        """``replacements``: by function. Each takes the recorder first, and may give NotImplemented."""
+        super().__init__()
+        self.recorder, self.replacements = recorder, replacements
+
+    @contextmanager
+    def refused(self, concerns: Callable[[], bool]) -> Iterator[None]:
+        """Within, they are refused, and so is ``from_dlpack`` of a capsule where ``concerns()``.
+
+        Libraries that ask whether a CUDA graph is captured are told so, and leave out branches on values.
+        """
+
+        def from_capsule(plain: Any, capsule: Any) -> Any:
+            if concerns():
+                raise self.recorder.refusal(constant_of("torch.from_dlpack(y), which does not tell whose memory it is"))
+            return plain(capsule)
+
+        def captures(plain: Any) -> bool:
+            return concerns() or plain()
+
+        dlpack, capturing = torch_c._from_dlpack, torch.cuda.is_current_stream_capturing
+        with (
+            _replaced(torch_c, "_from_dlpack", partial(from_capsule, dlpack)),
+            _replaced(torch.cuda, "is_current_stream_capturing", partial(captures, capturing)),
+            self,
+        ):
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CHECKED and not self.recorder.paused:
+            self.check(func, args, kwargs or {})
+            if self.recorder.is_fake and func in _GIVING:
+                args = map_aggregate(tuple(args), self.recorder.values_of)
+        out = NotImplemented
+        if func in self.replacements and not self.recorder.paused:
+            out = self.replacements[func](self.recorder, *args, **(kwargs or {}))
+        if out is NotImplemented:
+            out = func(*args, **(kwargs or {}))
+        if not self.recorder.paused and type(out) in (Sharded, tuple, list):
+            self.recorder.lies(out)
+        return out
+
+    def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raise `RecordError` for a function that a record could not repeat."""
+        if (name := _LEAVING.get(func)) is not None:
+            self.values(name, args[:1])
+        elif func in _READING:
+            data = args[-1] if args else kwargs.get("data", kwargs.get("obj"))
+            self.values(_READING[func], _within(data))
+        elif (name := _PLACED.get(func)) is not None:
+            given = (x.local if type(x) is Sharded else x for x in (*args[1:], *kwargs.values()))
+            self.values(name, [x for x in given if isinstance(x, Tensor)])
+        elif func in _NUMBERS:
+            self.number(args[0])
+        elif func is _T.data_ptr and self.recorder.is_value(args[0]):
+            raise self.recorder.refusal(constant_of("x.data_ptr(), through which its values may be read or written"))
+        elif (name := _WRITING.get(func)) is not None:
+            raise self.recorder.refusal(RecordError(f"jit cannot record {_WRITES.format(name)}{line()}"))
+        elif (verb := _GRADIENTS.get(func)) is not None and self.recorder.was_there(args[0]):
+            raise self.recorder.refusal(
+                RecordError(
+                    f"the jitted function {verb} .grad of a tensor that was there before it; take gradients as "
+                    f"arguments, or make them by fspmd.grad, and return them{line()}"
+                )
+            )
+
+    def number(self, x: Tensor) -> None:
+        """Raise `RecordError` where the one element of a tensor becomes a number of Python."""
+        x = unwrapped(x)
+        if x.numel() == 1 and not self.recorder.is_constant(x):
+            raise self.recorder.refusal(constant_of(_NUMBER))
+
+    def values(self, name: str, found: Iterable[Tensor]) -> None:
+        """Raise `RecordError` where Python would learn values that are no constants."""
+        found = list(found)
+        if not all(map(self.recorder.is_constant, found)):
+            raise self.recorder.refusal(constant_of(_VALUES.format(name)))
+        self.recorder.learn(found)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
+    """Within, in all threads, a function that no mode sees is another one."""
+    plain = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def _within(data: Any) -> list[Tensor]:
+    if not isinstance(data, (list, tuple)):
+        return []
+    return [x for one in data for x in ([one] if is_plain(one) else _within(one))]
+
+
+def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
+    """Raise `RecordError` where a call depends on values, or writes, in a way that a record cannot hold."""
     if facts.gives_values:
         name = _name_of(func)
-        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which makes a Python value of a tensor's"))
+        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which makes a Python value of a tensor"))
     if facts.shape_of_values(args, kwargs):
         raise recorder.refusal(shape_of_values(func))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
         raise recorder.refusal(
             RecordError(
                 f"jit cannot record {func._schema.name.split('::')[-1]}(), which changes the shape, or how it lies in "
-                f"memory, of an argument of shape {tuple(args[0].shape)}; return what becomes of it{line()}"
+                f"memory, of an argument of shape {tuple(args[0].shape)}; return the changed value{line()}"
             )
         )
     if facts.writes:
@@ -45,7 +227,7 @@ def _name_of(func: Any) -> str:
     return func._schema.name.split("::")[-1].lstrip("_")  # type: ignore[no-any-return]
 
 
-_BY_RANK: Final = "what each rank does with its own rows, as experts do, runs as Python"
+_BY_RANK: Final = "code of each rank on its own rows, as of experts, runs as Python"
 #: functions that can be told the size -> how
 _INSTEAD: Final = {
     "repeat_interleave": "or tell it the size of the result: x.repeat_interleave(repeats, dim, output_size=n)",
@@ -62,7 +244,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def check_writes(name: str, written: list[Tensor], recorder: Any) -> None:
-    """Raises `RecordError` where a function of some name writes into what the recorded function closes over."""
+    """Raise `RecordError` where a function of this name writes into tensors that the recorded function closes over."""
     for x in written:
         if recorder.is_copied(x):
             raise recorder.refusal(written_while_copied(name))
@@ -73,14 +255,33 @@ def check_writes(name: str, written: list[Tensor], recorder: Any) -> None:
             raise recorder.refusal(
                 RecordError(
                     f"{name}() writes into a tensor of shape {tuple(x.shape)} that the jitted function closes over; "
-                    f"pass it as an argument, and return what becomes of it{line()}"
+                    f"pass it as an argument, and return the changed value{line()}"
                 )
             )
         _vary(recorder.node_of(x))
 
 
 def _vary(node: fx.Node) -> None:
-    """A value that was the same in every run, and what it is a view of, no longer is."""
+    """Mark a written constant, and the values it is a view of, as constants no longer."""
     if node.meta.pop("constant", False):
         for one in node.all_input_nodes:
             _vary(one)
+
+
+#: types of tensors that torch itself makes, none of which is another library's global tensor
+OWN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor, LocalTensor})
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor lies in memory of this process, by strides."""
+    is_strided = x.layout is torch.strided and not x.is_nested
+    return is_strided and (type(x) in OWN_TYPES or not foreign_name(x))
+
+
+def written_while_copied(name: str) -> RecordError:
+    """The refusal of a write that would show in a view, and does not in a copy."""
+    return RecordError(
+        f"jit cannot record {name}(), which writes into x or x[i], where the tensor i has one number: while "
+        f"y = x[i] is there it is a view in torch, and a copy in a record; write x[i] = x[i] + 1 for x[i] += 1, and "
+        f"y = x[i].clone() to keep the old value{line()}"
+    )

@@ -1,4 +1,4 @@
-"""Running a record: its steps as straight Python, each value freed after its last use."""
+"""Replay: the steps of a program as straight Python, which frees each value after its last use."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import fx
 from torch.profiler import record_function
 
 from fspmd.pairs import Call
-from fspmd.programs.facts import draws
 from fspmd.torch_internals import OpOverload, TensorBase, VariableFunctions, profiler, set_grad_enabled
+from fspmd.transport.op_facts import facts_of
 from fspmd.transport.randomness import draw_seed
 from fspmd.watching.causes import Cause
 from fspmd.watching.watch import communicates, label
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """Steps of a program that run together, as a function of the values of ``inputs``."""
 
     steps: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
-    outputs: Sequence[Any]  # nodes, and what is a result as it stands
+    outputs: Sequence[Any]  # nodes, or plain values
     constants: dict[fx.Node, Any]  # the values of nodes that are neither inputs nor steps
-    donated: Sequence[fx.Node] = ()  # inputs that come in lists, from which they are taken: freed after their last use
+    donated: Sequence[fx.Node] = ()  # inputs that come in lists of one, and are freed after their last use
 
 
-#: what makes a function of a part, which gives a tuple of the values of its outputs
-Maker = Callable[[Part], Callable[..., Any]]
+#: makes a function of a part, which gives a tuple of the values of its outputs
+Maker = Callable[[ProgramPart], Callable[..., Any]]
 
 _PLAIN: Final = (bool, int, str, type(None))
 
@@ -52,7 +52,7 @@ PUBLIC: Final = _named(
 
 @functools.cache
 def callable_of(overload: Any) -> Callable[..., Any]:
-    """What calls an aten function soonest."""
+    """The quickest way to call an aten function."""
     name = overload._schema.name.removeprefix("aten::")
     if overload.name() not in PUBLIC:
         return overload._op  # type: ignore[no-any-return]
@@ -60,13 +60,13 @@ def callable_of(overload: Any) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def compiled(part: Part) -> Callable[..., Any]:
-    """What runs the steps one by one; a `Maker`."""
+def compiled(part: ProgramPart) -> Callable[..., Any]:
+    """A function that runs the steps one by one; a `Maker`."""
     return _Writer(part).function()
 
 
 def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with nothing followed by autograd."""
+    """``replay`` in the grad mode of `torch.no_grad`."""
 
     def run(*values: Any) -> Any:
         before = _grad_enabled()
@@ -83,7 +83,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def taken(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of values among which donated ones come in lists."""
+    """``run`` of values of which donated ones come in lists."""
     return lambda *values: run(*(x.pop() if type(x) is list else x for x in values))
 
 
@@ -91,7 +91,7 @@ def has_randomness(node: fx.Node) -> bool:
     """Whether a step draws from a generator."""
     target: Any = node.target
     if isinstance(target, OpOverload):
-        return draws(target)
+        return facts_of(target).random
     return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -102,12 +102,12 @@ def _ranged(call: Call, cause: Cause, run: Callable[..., Any], *args: Any) -> An
 
 
 class _Writer:
-    """Python source, and what its names stand for."""
+    """Writes Python source, and keeps the values of its names."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: ProgramPart) -> None:
         self.part = part
         self.scope: dict[str, Any] = {}
-        self.constants: dict[int, str] = {}  # the names of what it has
+        self.constants: dict[int, str] = {}  # names by the ids of their values
         self.names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(part.inputs)}
         self.count = len(self.names)
 
@@ -159,7 +159,7 @@ class _Writer:
         """An argument."""
         if isinstance(arg, fx.Node):
             return self.names[arg] if arg in self.names else self.constant(self.part.constants[arg], "c")
-        if isinstance(arg, list) or type(arg) is tuple:  # fx has lists of its own
+        if isinstance(arg, list) or type(arg) is tuple:  # fx has list types of its own
             inner = "".join(self.value(one) + ", " for one in arg)
             return f"[{inner}]" if isinstance(arg, list) else f"({inner})"
         if type(arg) in _PLAIN or (type(arg) is float and isfinite(arg)):
@@ -167,7 +167,7 @@ class _Writer:
         return self.constant(arg, "c")
 
     def constant(self, value: Any, letter: str) -> str:
-        """A name for what is no literal."""
+        """A name for a value that is no literal."""
         name = self.constants.get(id(value))
         if name is None:
             name = self.constants[id(value)] = f"{letter}{len(self.scope)}"

@@ -1,27 +1,29 @@
-"""When the steps of a program run: one stream that computes, one that communicates, and what each step costs."""
+"""When the steps of a program run, by the cost model, and that as a trace and a picture."""
 
 from __future__ import annotations
 
+import json
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from html import escape
+from typing import Any, Final
 
 from torch import fx
 
-from fspmd.programs.calls import is_wait
-from fspmd.programs.copied import copied
+from fspmd.programs.communication import price_of_step
 from fspmd.programs.flops import flops_of
-from fspmd.programs.program import Program, Value, owner
+from fspmd.programs.program import Program, copied, owner
+from fspmd.programs.steps import is_wait
+from fspmd.programs.text import does, line_of
 from fspmd.redistribution.cost import Price, Topology, topology, work
-from fspmd.watching.watch import Communication, communicates, price_of
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step: µs when it begins and for how long it keeps its stream busy, its FLOPs, and bytes read and written.
+    """One step: its start and duration in µs, its FLOPs, and the bytes that it reads and writes.
 
-    ``price`` is that of a collective, whose event stands where the step that begins it does.
+    ``price``: the price of a collective, whose event begins with the step that begins it.
     """
 
     node: fx.Node
@@ -33,10 +35,10 @@ class Event:
 
 
 def schedule(program: Program, links: Topology | None = None) -> list[Event]:
-    """The events of all steps, those that compute gradients of results after the others.
+    """The events of all steps, deferred ones last.
 
-    Steps that compute run one after another, each for as long as its arithmetic or its memory takes, whichever is
-    longer. Collectives run one after another beside them; who waits for one goes on when it has ended.
+    Steps that compute run one after another. Each takes the time of its arithmetic or of its memory, whichever is
+    longer. Collectives run one after another beside them. A step that waits for one goes on when it has ended.
     """
     links = links or topology()
     computes = communicates_until = 0.0
@@ -60,41 +62,20 @@ def schedule(program: Program, links: Topology | None = None) -> list[Event]:
 
 
 def end_of(events: Iterable[Event]) -> float:
-    """µs from the first step to the end of the last."""
+    """The end of the last step in µs."""
     return max((one.start + one.duration for one in events), default=0.0)
 
 
 def time_after(program: Program, *passes: Callable[[Program], Any]) -> float:
-    """µs that a program takes after some passes, which change a copy of it."""
+    """The time of a program in µs after some passes, which run on a copy."""
     tried = copied(program)
     for one in passes:
         one(tried)
     return end_of(schedule(tried))
 
 
-def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
-    """Of a collective that moves something between ranks."""
-    call = node.meta.get("call")
-    if call is None or not communicates(call):
-        return None
-    operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
-    return price_of(call, operand.shape, operand.dtype, links)
-
-
-def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
-    """What `communication_log` is told of steps."""
-    found = []
-    for node in nodes:
-        price = price_of_step(node)
-        if price is not None:
-            call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
-            of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
-            found.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
-    return tuple(found)
-
-
 def bytes_of(node: fx.Node) -> int:
-    """Bytes that a step reads and writes; none of one that gives a view, or a part of a result."""
+    """Bytes that a step reads and writes; 0 for a view, or a part of a result."""
     if node.target is operator.getitem:
         return 0
     made = sum(one.meta["value"].nbytes for one in made_by(node)) or _written(node)
@@ -104,7 +85,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def made_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The results of a step that lie in memory of their own."""
+    """The results of a step with memory of their own."""
     results = (node,) if "value" in node.meta else (user for user in node.users if user.target is operator.getitem)
     return (one for one in results if "value" in one.meta and owner(one) is one)
 
@@ -118,3 +99,92 @@ def _written(node: fx.Node) -> int:
     if schema is None or not schema.is_mutable:
         return 0
     return _read(node)
+
+
+_STREAMS: Final = ("computes", "communicates")
+_COLOURS: Final = {(0, False): "#4c78a8", (0, True): "#9ecae9", (1, False): "#e45756", (1, True): "#ff9d98"}
+_WIDTH, _LANE, _LEFT = 1200, 36, 110
+
+
+def chrome_trace(name: str, events: Iterable[Event]) -> str:
+    """JSON in the Trace Event Format, which chrome://tracing and Perfetto open; times are µs."""
+    rows: list[dict[str, object]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": stream}}
+        for i, stream in enumerate(_STREAMS)
+    ]
+    rows.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}})
+    for one in events:
+        if one.duration:
+            facts: dict[str, object] = {"line": line_of(one.node), "value": str(one.node.meta.get("value", ""))}
+            if one.price is None:
+                facts |= {"FLOPs": one.flops, "bytes": one.nbytes}
+            else:
+                facts |= {"bytes sent": one.price.moved}
+            rows.append(
+                {
+                    "ph": "X",
+                    "name": does(one.node),
+                    "cat": "backward" if one.node.meta["backward"] else "forward",
+                    "pid": 0,
+                    "tid": _stream(one),
+                    "ts": one.start,
+                    "dur": one.duration,
+                    "args": facts,
+                }
+            )
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
+
+
+def picture(name: str, events: Sequence[Event], held: Sequence[int], steps: Sequence[fx.Node]) -> str:
+    """SVG: the work of both streams, and the bytes that a rank holds, over time."""
+    until = max((one.start + one.duration for one in events), default=0.0)
+    scale = _WIDTH / until if until else 0.0
+    most = max(held, default=0)
+    parts = [_text(_LEFT, 18, f"{name}: {until:,.1f} µs, at most {most:,} B")]
+    for lane, stream in enumerate((*_STREAMS, "holds")):
+        parts.append(_text(4, 30 + lane * (_LANE + 8) + 22, stream))
+    for lane, backward, start, length, says in _runs(events, until):
+        parts.append(_bar(lane, backward, start * scale, length * scale, says))
+    starts = {one.node: one.start for one in events}
+    base, now, points = 30 + 2 * (_LANE + 8) + _LANE, 0.0, []
+    for node, nbytes in zip(steps, held, strict=True):
+        now = max(now, starts.get(node, now))
+        points.append(f"{_LEFT + now * scale:.1f},{base - (nbytes / most if most else 0) * _LANE:.1f}")
+    parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="#54a24b"/>')
+    height = base + 12
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 10}" height="{height}" '
+        f'font-family="sans-serif" font-size="13">{"".join(parts)}</svg>'
+    )
+
+
+def _runs(events: Sequence[Event], until: float) -> Iterator[tuple[int, bool, float, float, str]]:
+    """Bars of the picture: events too short to be seen are joined with the next of their stream and direction."""
+    shortest = until / _WIDTH
+    for lane in range(len(_STREAMS)):
+        pending: tuple[bool, float, float, int, str] | None = None
+        for one in (one for one in events if one.duration and _stream(one) == lane):
+            backward, end = bool(one.node.meta["backward"]), one.start + one.duration
+            if pending is not None:
+                way, start, last, count, says = pending
+                if way is backward and one.start - last < shortest and end - start < 2 * shortest:
+                    pending = way, start, end, count + 1, f"{count + 1} steps"
+                    continue
+                yield lane, way, start, last - start, says
+            pending = backward, one.start, end, 1, f"{does(one.node)}, {one.duration:,.1f} µs: {line_of(one.node)}"
+        if pending is not None:
+            way, start, last, _, says = pending
+            yield lane, way, start, last - start, says
+
+
+def _stream(event: Event) -> int:
+    return 0 if event.price is None else 1
+
+
+def _bar(lane: int, backward: bool, start: float, length: float, says: str) -> str:
+    place = f'x="{_LEFT + start:.2f}" y="{30 + lane * (_LANE + 8)}" width="{max(length, 0.2):.2f}" height="{_LANE}"'
+    return f'<rect {place} fill="{_COLOURS[lane, backward]}"><title>{escape(says)}</title></rect>'
+
+
+def _text(x: float, y: float, says: str) -> str:
+    return f'<text x="{x}" y="{y}">{escape(says)}</text>'

@@ -1,33 +1,34 @@
-"""Local steps in a row, of which somebody makes one function; collectives and what has effects stay between them.
+"""Segments: local steps in a row, of which a backend makes one function.
 
-Local are functions of torch that write nothing and draw nothing, of tensors that nobody writes into.
+A local step is a function of torch that neither writes nor draws, of tensors that nobody writes into. Collectives and
+steps with effects stand between segments.
 """
 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fspmd.programs.facts import is_pure, shard_of
 from fspmd.programs.passes.aliases import written as written_by
-from fspmd.programs.program import owner
-from fspmd.programs.replay import Maker, Part, compiled
+from fspmd.programs.program import copy_node, owner
+from fspmd.programs.replay import Maker, ProgramPart, compiled
+from fspmd.programs.steps import shard_of
 from fspmd.torch_internals import OpOverload
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.op_facts import facts_of
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_FEWEST: Final = 2  # steps that are worth a function
+_FEWEST: Final = 2  # steps of the shortest segment
 
 
-def segmented(part: Part, fit: Collection[fx.Node], make: Maker) -> Callable[..., Any]:
-    """Like `replay.compiled`, with steps in a row that ``fit`` in one function of ``make``, a part of this one.
+def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Callable[..., Any]:
+    """Like `replay.compiled`, with each row of steps that ``fit`` as one function made by ``make``.
 
-    Each of its outputs has its own memory: views that others need are taken again outside, of what they are views of.
+    Each output of such a function has memory of its own. Views that other steps need are taken again outside.
     """
     steps, inputs, outputs, constants, donated = part
     graph = fx.Graph()
@@ -38,9 +39,7 @@ def segmented(part: Part, fit: Collection[fx.Node], make: Maker) -> Callable[...
     segment: dict[fx.Node, None] = {}
 
     def copied(nodes: Iterable[fx.Node]) -> None:
-        with warnings.catch_warnings():  # of sizes that differ from rank to rank
-            warnings.simplefilter("ignore")
-            known.update((node, graph.node_copy(node, known.__getitem__)) for node in nodes)
+        known.update((node, copy_node(graph, node, known.__getitem__)) for node in nodes)
 
     def close() -> None:
         if sum(not _is_view(node) for node in segment) < _FEWEST:
@@ -49,7 +48,9 @@ def segmented(part: Part, fit: Collection[fx.Node], make: Maker) -> Callable[...
             given = list(dict.fromkeys(x for node in segment for x in node.all_input_nodes if x not in segment))
             wanted = _wanted(segment, ends, alive)
             made = [node for node in wanted if not _is_view(node)]
-            call = graph.call_function(make(Part(list(segment), given, made, {})), tuple(known[x] for x in given))
+            call = graph.call_function(
+                make(ProgramPart(list(segment), given, made, {})), tuple(known[x] for x in given)
+            )
             known.update((node, graph.call_function(operator.getitem, (call, i))) for i, node in enumerate(made))
             copied(filter(_is_view, wanted))
         segment.clear()
@@ -59,13 +60,13 @@ def segmented(part: Part, fit: Collection[fx.Node], make: Maker) -> Callable[...
             continue
         if step in fit:
             segment[step] = None
-            if "value" not in step.meta:  # its parts
+            if "value" not in step.meta:  # with its parts
                 segment.update(dict.fromkeys(x for x in step.users if x in fit))
         else:
             close()
             copied([step])
     close()
-    again = Part(
+    again = ProgramPart(
         [node for node in graph.nodes if node.op == "call_function"],
         [known[node] for node in inputs],
         [known[one] if isinstance(one, fx.Node) else one for one in outputs],
@@ -76,7 +77,7 @@ def segmented(part: Part, fit: Collection[fx.Node], make: Maker) -> Callable[...
 
 
 def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], alive: set[fx.Node]) -> list[fx.Node]:
-    """What others need of a segment, in order; for a view what it is taken of, too."""
+    """The results of a segment that other steps need, in order, and the bases of views among them."""
     found: set[fx.Node] = set()
     waiting = [x for x in segment if x in ends or any(y in alive and y not in segment for y in x.users)]
     while waiting:
@@ -88,12 +89,12 @@ def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], alive: set[fx.Node
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the result of a local step lies in the memory of another one, or is several of which one does."""
+    """Whether the result of a local step lies in the memory of another, or is several results."""
     return "value" not in node.meta or owner(node) is not node
 
 
 def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
-    """Those that may be part of a segment, of the functions of torch that suit its maker."""
+    """The steps that may be part of a segment: local ones that suit the backend."""
     written = {owner(x) for node in steps for x in written_by(node)}
     written |= {owner(x) for node in steps if node.target in (LocalTensor, shard_of) for x in node.all_input_nodes}
 
@@ -108,8 +109,8 @@ def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lam
         else:
             fits = (
                 isinstance(node.target, OpOverload)
-                and node.target is not torch.ops.aten.as_strided.default  # of a whole storage
-                and is_pure(node.target)
+                and node.target is not torch.ops.aten.as_strided.default  # it reads a whole storage
+                and facts_of(node.target).pure
                 and bool(parts)  # else it gives no tensor
                 and all(map(is_left, (*parts, *node.all_input_nodes)))
                 and all(map(is_plain, (*node.args, *node.kwargs.values())))
@@ -126,7 +127,7 @@ def results_of(node: fx.Node, alive: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def is_plain(arg: Any) -> bool:
-    """Whether an argument is such as anybody's graph may have: nodes, and what Python can write."""
+    """Whether an argument is a node or a literal, which any graph may have."""
     if isinstance(arg, (list, tuple)):
         return all(map(is_plain, arg))
     return isinstance(arg, fx.Node) or type(arg) in _PLAIN

@@ -1,4 +1,4 @@
-"""A program as people read it."""
+"""The text of a program: a table of its steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import fx
 
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, micros
+from fspmd.programs.communication import price_of_step
 from fspmd.programs.program import Left, Program, owner
-from fspmd.programs.schedule import price_of_step
 from fspmd.spec import TensorSpec, describe
 from fspmd.torch_internals import OpOverload
 from fspmd.watching.causes import Cause
 
-_WIDEST = (44, 44, 56, 28)  # columns grow to that
+_WIDEST = (44, 44, 56, 28)  # of columns, in characters
 Row = tuple[str, ...]
 
 
 def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh | None) -> str:
-    """The program: what it takes, its steps, what it gives."""
+    """The program: its inputs, its steps and its results."""
     names = {node: f"%{i}" for i, node in enumerate(_in_order(program))}
     text = _Text(names)
     takes = [text.given(node, path) for node, path in given_as(program, arguments).items() if node in names]
@@ -45,7 +45,7 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
 
 
 def given_as(program: Program, arguments: Sequence[str]) -> dict[fx.Node, str]:
-    """What a program is given, and what the user calls it."""
+    """The user's names of inputs and constants."""
     closed = (*program.inputs[len(arguments) :], *program.constants)
     return dict(zip(program.inputs, arguments, strict=False)) | dict.fromkeys(closed, "closed over")
 
@@ -56,7 +56,7 @@ def _in_order(program: Program) -> list[fx.Node]:
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's line that a step is there for."""
+    """The user's line that asked for a step."""
     cause: Cause | None = node.meta.get("cause")
     if cause is None:
         return "a cotangent"
@@ -64,7 +64,7 @@ def line_of(node: fx.Node) -> str:
 
 
 def _table(rows: Iterable[Row], widths: list[int], notes: Iterable[Sequence[str]] = ()) -> list[str]:
-    """Rows in columns; under each the notes that belong to it."""
+    """Rows in columns, each with its notes below."""
     lines = []
     for row, below in zip(rows, chain(notes, repeat(())), strict=False):
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
@@ -74,17 +74,17 @@ def _table(rows: Iterable[Row], widths: list[int], notes: Iterable[Sequence[str]
 
 
 class _Text:
-    """Rows: name and local type, global type, what is done, what it moves, the user's line."""
+    """Makes rows: name and local type, global type, function, bytes and µs, the user's line."""
 
     def __init__(self, names: dict[fx.Node, str]) -> None:
         self.names = names
 
     def given(self, node: fx.Node, path: str) -> Row:
-        """What the program is called with."""
+        """The row of an input."""
         return (*self.typed(node), path)
 
     def step(self, node: fx.Node) -> Row:
-        """One step."""
+        """The row of a step."""
         price = price_of_step(node)
         arguments = [self.value(arg) for arg in node.args]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
@@ -93,16 +93,16 @@ class _Text:
         return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, line)
 
     def left(self, node: fx.Node) -> list[str]:
-        """Why passes have left a step as it is."""
+        """Notes of passes that have left a step as it is."""
         found: dict[str, Left] = node.meta.get("left", {})
         return [f"{one} leaves this alone: {left.why}{self._other(left.other)}" for one, left in found.items()]
 
     def _other(self, node: fx.Node | None) -> str:
-        """The step that a note speaks of, or the one that a pass has put in its place since."""
+        """The step that a note names, or the step that has replaced it since."""
         return "" if node is None else f" {self.value(node if node in self.names else owner(node))}"
 
     def typed(self, node: fx.Node) -> tuple[str, str]:
-        """Name and local type, and the global type of one in the global view."""
+        """Name and local type, and the global type of a value in the global view."""
         if "value" not in node.meta:
             return self.names[node], ""
         spec: TensorSpec | None = node.meta.get("spec")
@@ -110,7 +110,7 @@ class _Text:
         return f"{self.names[node]}: {node.meta['value']}", whole
 
     def values(self, nodes: Iterable[fx.Node | None]) -> str:
-        """Several."""
+        """Several arguments."""
         return ", ".join(map(self.value, nodes)) or "nothing"
 
     def value(self, arg: Any) -> str:
@@ -125,7 +125,7 @@ class _Text:
 
 
 def does(node: fx.Node) -> str:
-    """What a step does: a function of torch, or a collective and its axes."""
+    """The name of a step: of a function of torch, or of a collective with its axes."""
     call, target = node.meta.get("call"), node.target
     if call is not None:
         return f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 from weakref import ReferenceType, ref
 
 import torch
@@ -14,10 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fspmd import tracing
 from fspmd.body import state
-from fspmd.programs.facts import aten, memory_of, shard_of
-from fspmd.programs.fakes import active_mode, stand_in
-from fspmd.programs.impurities import line
-from fspmd.programs.program import value_of
+from fspmd.errors import RecordError
+from fspmd.programs.fake_tensors import active_mode, stand_in
+from fspmd.programs.program import Value, memory_of, value_of
+from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
+from fspmd.programs.steps import shard_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec, describe
 from fspmd.torch_internals import (
@@ -25,6 +26,7 @@ from fspmd.torch_internals import (
     FakeTensor,
     current_autograd_node,
     disable_dispatch_modes,
+    is_wrapped,
     next_sequence,
 )
 from fspmd.tracing import RecordingMode
@@ -33,43 +35,46 @@ from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import Cause, trace
 
+aten: Final = torch.ops.aten
+
 
 class Number(int):
-    """An integer that a step gave, such as a seed: known by its identity."""
+    """An integer that a step gave, such as a seed. The recorder knows it by its identity."""
 
     __slots__ = ()
 
 
 class Values(RecordingMode):
-    """What is put down, and where."""
+    """The graph of a recording, and the node of each value."""
 
-    def __init__(self, imagines: bool) -> None:
+    def __init__(self, is_fake: bool) -> None:
         super().__init__()
-        self.imagines = imagines  # tensors are fake, and have no values
-        self.mode = active_mode() if imagines else None
+        self.is_fake = is_fake  # tensors are fake: they have no values
+        self.mode = active_mode() if is_fake else None
         self.graph = fx.Graph()
-        self.given: list[Tensor] = []  # arguments
-        self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before
-        self.written: set[fx.Node] = set()  # arguments
+        self.refused: RecordError | None = None  # the first refusal
+        self.given: list[Tensor] = []  # tensors among the arguments
+        self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before the recording
+        self.written: set[fx.Node] = set()  # inputs that are written into
         self.uneven = ""  # why blocks may have another shape on other ranks; empty where they have one on all
         self.unlike = ""  # why ranks may have other steps; empty where all have the same
         self.places = False  # numbers of steps may be places that each rank has for itself
-        self.are_places = False  # what is learnt now
-        self.deferred = False  # steps run when gradients are asked for; collectives of processes are not done
-        self.made: set[fx.Node] = set()  # those among them that are our own, and stay what they are
-        self._gradients: dict[fx.Node, Any] = {}  # of what is captured
-        self._of_rank: set[fx.Node] = set()  # of that, what each rank has for itself
-        self._owners: dict[int, fx.Node] = {}  # of memory that was there before
-        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values, where others have none
-        self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # where torch has views; both memories
-        self._causes: dict[int, Cause] = {}  # of forward steps, by the numbers of autograd's nodes
-        self._before: dict[int, Cause] = {}  # of the last step before a node, which may have none of its own
+        self.are_places = False  # constants that Python learns now are places
+        self.deferred = False  # steps belong to backward; collectives of processes are not done
+        self.made: set[fx.Node] = set()  # captured constants, which never change
+        self._gradients: dict[fx.Node, Any] = {}  # of captured tensors: their ``.grad``
+        self._of_rank: set[fx.Node] = set()  # constants that differ from rank to rank
+        self._owners: dict[int, fx.Node] = {}  # nodes by memory that was there before
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # fakes of tensors with values
+        self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # copies that are views in torch, and both memories
+        self._causes: dict[int, Cause] = {}  # causes of forward steps, by autograd's sequence numbers
+        self._before: dict[int, Cause] = {}  # cause of the last step before a sequence number
         self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}
-        self._objects: dict[int, tuple[Any, fx.Node]] = {}  # of what is no tensor
-        self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # of values of all ranks
+        self._objects: dict[int, tuple[Any, fx.Node]] = {}  # results that are no tensors
+        self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # and the place of each shard
 
     def argument(self, x: Tensor) -> fx.Node:
-        """A tensor that the recorded function, or its backward, is called with."""
+        """The node of a tensor that the function, or its backward, is called with."""
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"x{len(self._nodes)}")
@@ -83,16 +88,16 @@ class Values(RecordingMode):
         return _entry(self._nodes, x) is None or any(x is y for y in (*self.given, *self.captured.values()))
 
     def node_of(self, x: Tensor) -> fx.Node:
-        """Of a value, or of what was there before."""
+        """The node of a tensor: of a result, or of a tensor that was there before."""
         if (known := _entry(self._nodes, x)) is not None:
             return known[1]  # type: ignore[no-any-return]
-        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # ours put it together
+        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # fspmd has put it together
             args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
             node = self._put(LocalTensor, args, {}, constant=all(map(self.is_constant, x.shards)))
         elif (shard := _entry(self._shards, x)) is not None:
             node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
         else:
-            self.check_captured(x)
+            self._check_captured(x)
             node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
             self.captured[node] = x
             with DisableTorchFunction():
@@ -102,32 +107,37 @@ class Values(RecordingMode):
         return node
 
     def owner(self, x: Tensor) -> fx.Node | None:
-        """Whose memory, of what was there before, a tensor lies in."""
+        """The node of the argument or captured tensor in whose memory a tensor lies; None for memory of a step."""
         self.node_of(x)
         return self._owners.get(self._memory(x))
 
     def _memory(self, x: Tensor) -> int:
-        """What tells the memory of a tensor; of one with values, where others have none, that of its stand-in."""
-        block = blocks_of(x)[0]
-        block = unwrapped(block)
-        self.check_dense(block)
+        """The number of a tensor's memory; of a tensor with values, where others have none, that of its stand-in."""
+        block = _first_block(x)
+        if is_wrapped(block):
+            block = unwrapped(block)
+        if type(block) not in OWN_TYPES or block.layout is not torch.strided or block.is_nested:
+            self._check_dense(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
                 with self.pause():  # of a view torch first makes the base
                     self._stand_ins[id(block)] = block, stand_in(block, self.mode)
             block = self._stand_ins[id(block)][1]
-        return memory_of(block)
+        with DisableTorchFunction():
+            return int(block.untyped_storage()._cdata)
 
     def copied(self, copy: Tensor, x: Tensor) -> None:
-        """A value is a copy, and in torch it would be a view."""
+        """Note that ``copy`` is a copy of a part of ``x``, and a view in torch."""
         with DisableTorchFunction():
             alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
         above = self._memory(x)
-        other = [memories for _, memories in self._copies if above in memories]  # x may be a copy, and dead soon
+        other = [
+            memories for _, memories in self._copies if above in memories
+        ]  # x may be a copy itself, and freed soon
         self._copies.append((alive, {self._memory(copy), above}.union(*other)))
 
     def is_copied(self, x: Tensor) -> bool:
-        """Whether a write into a value would be seen in a copy of it, or in what it is a copy of."""
+        """Whether a write into a value would, in torch, show in another one that is a copy here."""
         self._copies = [one for one in self._copies if not one[0].expired()]
         return bool(self._copies) and any(self._memory(x) in memories for _, memories in self._copies)
 
@@ -135,7 +145,7 @@ class Values(RecordingMode):
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
         with self.real(), tracing.outside_transforms():
-            kept = self.captured[node] = (x if value is None else value).clone()  # the other may be written into
+            kept = self.captured[node] = (x if value is None else value).clone()  # else later writes would show
             _describe(node, kept, memory_of(kept))
         self.made.add(node)
         self._gradients[node] = None
@@ -146,12 +156,13 @@ class Values(RecordingMode):
         return x
 
     def lies(self, out: Any) -> None:
-        """Say of results in the global view how they lie."""
+        """Note the specs of `Sharded` results."""
         if type(out) is Sharded:
             self.blocks(out.spec)
-            known = _entry(self._nodes, out.local)
-            if known is None and type(out.local) is LocalTensor:  # which ours put together, and nothing has used
-                known = _entry(self._nodes, out.local.shards[0])
+            block = out.block
+            known = _entry(self._nodes, block)
+            if known is None and type(block) is LocalTensor:  # put together by fspmd, and not used yet
+                known = _entry(self._nodes, block.shards[0])
             if known is not None:
                 known[1].meta.setdefault("spec", out.spec)
         elif isinstance(out, (tuple, list)):
@@ -159,30 +170,30 @@ class Values(RecordingMode):
                 self.lies(one)
 
     def blocks(self, spec: TensorSpec) -> None:
-        """What blocks there are: in backward an empty one has other steps than those of other ranks."""
+        """Note where blocks of a spec are uneven, or empty: backward has other steps for an empty block."""
         if not spec.even:
             self.is_uneven(lambda: f"{_shown(spec)} has blocks of unlike sizes")
-            last = tuple(n - 1 for n in spec.mesh.shape.values())  # no block is smaller
+            last = tuple(n - 1 for n in spec.mesh.shape.values())  # the smallest block
             if 0 in spec.local_shape(last):
                 self.is_unlike(lambda: f"{_shown(spec)} has empty blocks")
 
     def is_uneven(self, why: Callable[[], str]) -> None:
-        """Blocks may have another shape on other ranks."""
+        """Note that blocks may have another shape on other ranks."""
         self.uneven = self.uneven or f"{why()}{line()}"
 
     def is_unlike(self, why: Callable[[], str]) -> None:
-        """Ranks may have other steps."""
+        """Note that ranks may have other steps."""
         self.unlike = self.unlike or f"{why()}{line()}"
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
         for table in (self._nodes, self._shards):
-            if (found := _entry(table, x)) is not None:  # and nothing was written into it, or into what it is a view of
+            if (found := _entry(table, x)) is not None:  # and it is not written into, nor is its base
                 return bool(found[1].meta.get("constant")) and not x._version
         return False
 
     def learn(self, values: Iterable[Any]) -> None:
-        """Python learns of constants: which rank it runs on, where they are made of that."""
+        """Note that Python learns these constants, and with them its rank where they are made of `axis_index`."""
         waiting = [self.node_of(x) for x in values if is_plain(x)]
         while waiting and not self.unlike:
             node = waiting.pop()
@@ -194,7 +205,7 @@ class Values(RecordingMode):
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """What is learnt within is where so many rows begin, from which no other step follows."""
+        """Within, learnt constants are starts of `narrow`, on which no other step depends."""
         before, self.are_places = self.are_places, True
         try:
             yield
@@ -208,7 +219,7 @@ class Values(RecordingMode):
         return known is not None and known[1].op != "get_attr" and not self.is_constant(x)
 
     def is_known(self, x: Tensor) -> bool:
-        """Whether it is in the record."""
+        """Whether a tensor has a node."""
         return any(_entry(table, x) is not None for table in (self._nodes, self._shards))
 
     def _know(self, x: Tensor, node: fx.Node) -> None:
@@ -218,23 +229,36 @@ class Values(RecordingMode):
         shards = x.shards if type(x) is LocalTensor else ()
         if shards and x.uneven:  # type: ignore[attr-defined]
             self.is_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(one)) for one in shards))}")
-        for i in reversed(range(len(shards))):  # of ranks that have one tensor it is the first one's
+        for i in reversed(range(len(shards))):  # a tensor of several ranks counts as the first rank's
             self._shards[id(shards[i])] = ref(shards[i]), node, i
 
     def _placed(self, value: Any) -> Any:
-        """An argument as the graph has it."""
-        if is_plain(value):
+        """An argument with nodes for its tensors."""
+        if isinstance(value, Tensor) and type(value) is not Sharded:
             return self.node_of(value)
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             return type(value)(map(self._placed, value)) if type(value) in (list, tuple) else value
         known = self._objects.get(id(value))
         return value if known is None else known[1]
 
-    def check_captured(self, x: Tensor) -> None:
-        """Raises for a tensor that was not there before the recording, and that no step gave."""
+    def refusal(self, error: RecordError) -> RecordError:
+        """An error to be raised now, and at the end in case the function catches it."""
+        self.refused = self.refused or error
+        return error
 
-    def check_dense(self, x: Tensor) -> None:
-        """Raises for a tensor that does not lie in memory by strides."""
+    def _check_captured(self, x: Tensor) -> None:
+        """Raise for a tensor without values that no step gave."""
+        if self.is_fake and isinstance(_first_block(unwrapped(x)), FakeTensor):
+            raise self.refusal(
+                RecordError(
+                    f"jit cannot record a tensor of shape {tuple(x.shape)} that another thread or recording has "
+                    f"computed; compute it in the thread of the jitted function{line()}"
+                )
+            )
+
+    def _check_dense(self, x: Tensor) -> None:
+        if not is_dense(x):
+            raise self.refusal(not_dense(x))
 
     def _put(
         self,
@@ -245,9 +269,9 @@ class Values(RecordingMode):
         constant: bool = False,
         own: bool = True,
     ) -> fx.Node:
-        """A step. ``own``: the node that autograd made last is that of the step, or of what it is a part of."""
+        """Add a step. ``own``: autograd's latest node is that of the step, or of the call that the step belongs to."""
         node = self.graph.create_node("call_function", target, name=name or getattr(target, "_opname", None))
-        node.args = args  # set apart: `create_node` would look through them for sizes of other ranks, which are welcome
+        node.args = args  # set afterwards: `create_node` warns of sizes that differ from rank to rank
         if kwargs:
             node.kwargs = kwargs
         cause, backward = self._cause(own)
@@ -261,7 +285,7 @@ class Values(RecordingMode):
         return node
 
     def _cause(self, own: bool = True) -> tuple[Cause, bool]:
-        """Who asked for a step, and whether it computes gradients."""
+        """The cause of a step, and whether the step computes gradients."""
         node: Any = current_autograd_node()
         known = None
         if node is not None and not self.repeats:
@@ -275,8 +299,8 @@ class Values(RecordingMode):
         return found, node is not None or self.deferred
 
     def _results(self, out: Any, node: fx.Node) -> Any:
-        """Make the results of a step known; numbers become such as can be told apart."""
-        if is_plain(out):
+        """Give the results of a step nodes; an int becomes a `Number`, which has an identity."""
+        if isinstance(out, Tensor) and type(out) is not Sharded:
             self._know(out, node)
         elif type(out) in (tuple, list):
             node.meta["parts"] = tuple(value_of(one).nbytes if is_plain(one) else 0 for one in out)
@@ -286,19 +310,19 @@ class Values(RecordingMode):
             self._objects[id(out)] = out, node
         elif isinstance(out, Pending):
             return _Landing(out, node, self)
-        elif out is not None and type(out) is not bool:  # there is but one True
+        elif out is not None and type(out) is not bool:  # True has no identity of its own
             self._objects[id(out)] = out, node
         return out
 
     @contextmanager
     def real(self) -> Iterator[None]:
-        """The same, and tensors made there have values."""
-        with self.pause(), disable_dispatch_modes() if self.imagines else nullcontext():
+        """Within, calls are no steps, and new tensors have values."""
+        with self.pause(), disable_dispatch_modes() if self.is_fake else nullcontext():
             yield
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What runs inside is no step."""
+        """Within, calls are no steps."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -307,7 +331,7 @@ class Values(RecordingMode):
 
 
 class _Landing(Pending):
-    """A collective under way, whose wait is a step too."""
+    """A pending collective, whose wait is a step."""
 
     __slots__ = ("node", "recorder")
 
@@ -326,15 +350,17 @@ class _Landing(Pending):
         last, cause = _last_of_autograd(), self.node.meta["cause"]
         own = not torch.is_grad_enabled() and last not in recorder._causes
         node = recorder._put(Pending.wait, (self.node,), {}, own=own)
-        recorder._before[last + 1] = cause  # gradients begin where this ends
+        recorder._before[last + 1] = cause  # gradients begin at the wait
         if own:
             recorder._causes[last] = cause
-        node.meta["effect"] = "call" in self.node.meta and bool(self.node.meta.get("effect"))  # it writes until then
+        node.meta["effect"] = "call" in self.node.meta and bool(
+            self.node.meta.get("effect")
+        )  # it writes until its wait
         return recorder._results(out, node)  # type: ignore[no-any-return]
 
 
 def _last_of_autograd() -> int:
-    """The number of the node that autograd made last."""
+    """The sequence number of autograd's latest node."""
     return int(next_sequence()) - 1
 
 
@@ -343,15 +369,15 @@ def _shown(spec: TensorSpec) -> str:
 
 
 def _entry(table: dict[int, Any], x: Tensor) -> Any:
-    """What a table has of a tensor, and not of one that died at the same address."""
+    """The entry of a tensor in a table; None for an entry of a freed tensor with the same id."""
     found = table.get(id(x))
     return found if found is not None and found[0]() is x else None
 
 
 def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
-    """Say of a node what its result is, and in whose memory it lies."""
-    block = blocks_of(x)[0]
-    before = node.all_input_nodes  # which are alive
+    """Describe the result of a node in its ``meta``: value, device, strides and memory."""
+    block = _first_block(x)
+    before = node.all_input_nodes  # all alive
     if node.target is operator.getitem or node.target is Pending.wait:
         before = before[0].all_input_nodes
     memory = node
@@ -360,7 +386,7 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
             memory = one.meta["memory"]
             break
     node.meta.update(
-        value=value_of(block),
+        value=Value(tuple(block.shape), block.dtype),
         held=(x.frame, x.uneven) if type(x) is LocalTensor else None,
         device=x.device,
         strides=_strides(block),
@@ -369,12 +395,16 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
     )
 
 
+def _first_block(x: Tensor) -> Tensor:
+    return x.shards[0] if type(x) is LocalTensor else x
+
+
 def _strides(block: Tensor) -> tuple[int, ...] | None:
     return None if block.layout is not torch.strided or block.is_contiguous() else tuple(block.stride())
 
 
 def _part(node: fx.Node, i: int) -> fx.Node:
-    """One of the results of a step that gives several."""
+    """The node of one result of a step with several."""
     part = node.graph.call_function(operator.getitem, (node, i))
     part.meta.update({key: node.meta[key] for key in ("cause", "backward", "deferred")})
     return part

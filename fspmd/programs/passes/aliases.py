@@ -1,7 +1,7 @@
-"""Which values of a program share memory, which steps write into it, and what is seen from outside.
+"""Aliases and order: which values share memory, which steps write into it, and which steps must keep their order.
 
-Steps that no schema describes are taken to write into all that they are given, and to give parts of it. All that was
-there before, arguments and tensors closed over, may be views of each other.
+A step without a schema counts as one that writes into all its operands, and gives parts of them. Arguments and tensors
+closed over may all be views of each other.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fspmd.programs.calls import is_aten, is_collective, is_wait
-from fspmd.programs.facts import shard_of
 from fspmd.programs.program import Program, owner
+from fspmd.programs.steps import is_aten, is_collective, is_wait, shard_of
+from fspmd.torch_internals import OpOverload
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.transport.op_facts import facts_of
 
 
-class Memory:
-    """Of a program as it is now; of what passes change, `merge` must be told."""
+class Aliases:
+    """The shared memory of a program as it is now. Passes report their changes by `merge` and `stands_for`."""
 
     def __init__(self, program: Program) -> None:
         nodes = list(program.graph.nodes)
@@ -47,7 +47,7 @@ class Memory:
         self.kept = set(map(self.of, program.kept))
 
     def of(self, node: fx.Node) -> fx.Node:
-        """What stands for the memory of a value: the same for all values that may share it."""
+        """The representative of a value's memory: one node for all values that may share it."""
         root = node
         while (above := self._above.get(root)) is not None:
             root = above
@@ -61,7 +61,7 @@ class Memory:
             self._above[b] = a
 
     def merge(self, node: fx.Node, other: fx.Node) -> None:
-        """From here on values in the memory of one lie in that of the other."""
+        """From here on the values of both memories share one."""
         before = {self.of(node), self.of(other)}
         self._join(other, node)
         root = self.of(other)
@@ -71,12 +71,12 @@ class Memory:
                 marked.add(root)
 
     def stands_for(self, new: fx.Node, node: fx.Node) -> None:
-        """A step was added, beside one whose result it takes the place of, or shares memory with."""
+        """Note a new step beside one that it replaces, or shares memory with."""
         self.place[new] = self.place[node]
         self.merge(new, node)
 
     def is_written(self, node: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
-        """Whether something may be written into the memory of a value between two steps, or ever after the first."""
+        """Whether a step may write into the memory of a value between two steps; without ``before``, ever after."""
         places = self._writes.get(self.of(node), ())
         first = bisect_right(places, self.place[after])
         return first < len(places) and (before is None or places[first] < self.place[before])
@@ -92,8 +92,8 @@ class Memory:
     def may_be(self, node: fx.Node, other: fx.Node) -> bool:
         """Whether one value may take the place of an equal one.
 
-        Of views of the same: unless their shape is changed in place. Else not where something is written into either
-        later on; nor both, where users may write into them; nor where users may write into what deferred steps need.
+        Views of one memory may, unless their shape is changed in place. Other values may not where a later step writes
+        into either, where users may write into both, or where users may write into a value that deferred steps need.
         """
         if is_view(node) and is_view(other) and self.of(node) is self.of(other):
             return self.of(node) not in self._reshaped
@@ -106,7 +106,7 @@ class Memory:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a step gives a part of what it is given."""
+    """Whether a step gives a part of an operand."""
     return owner(node) is not node or node.target in (shard_of, operator.getitem)
 
 
@@ -123,13 +123,13 @@ def written(node: fx.Node) -> list[fx.Node]:
 def _shares(node: fx.Node) -> Iterable[fx.Node]:
     """Other values in whose memory the result of a step may lie."""
     found = [owner(node)]
-    if is_unknown(node) or node.target in (LocalTensor, shard_of, operator.getitem):  # several tensors
+    if is_unknown(node) or node.target in (LocalTensor, shard_of, operator.getitem):  # steps of several tensors
         found += node.all_input_nodes
     return found
 
 
 def is_unknown(node: fx.Node) -> bool:
-    """Whether nothing says what a step writes into."""
+    """Whether a step may write into any of its operands."""
     if node.op != "call_function" or is_aten(node) or is_collective(node) or getattr(node.target, "reads", False):
         return False
     return bool(node.meta.get("effect")) or hasattr(node.target, "_schema")
@@ -147,5 +147,42 @@ def in_flight(node: fx.Node) -> bool:
 
 
 def wait_of(node: fx.Node) -> fx.Node | None:
-    """Of a collective that was begun, the step that waits for it."""
+    """The step that waits for a collective that was begun."""
     return next((user for user in node.users if is_wait(user)), None)
+
+
+def dependencies(program: Program) -> dict[fx.Node, set[fx.Node]]:
+    """For each step those before it that it cannot overtake."""
+    memory = Aliases(program)
+    found: dict[fx.Node, set[fx.Node]] = {}
+    writer: dict[fx.Node, fx.Node] = {}  # the last writer of each memory
+    readers: dict[fx.Node, list[fx.Node]] = {}  # the readers since
+    effect: fx.Node | None = None
+    for node in program.graph.nodes:
+        before = set(node.all_input_nodes)
+        uses = set(map(memory.of, before))
+        if is_wait(node):  # the operand is read until the wait
+            uses.update(memory.of(x) for begun in node.all_input_nodes for x in begun.all_input_nodes)
+        before.update(writer[one] for one in uses if one in writer)
+        for one in set(map(memory.of, written(node))):
+            before.update(readers.pop(one, ()))
+            writer[one] = node
+        for one in uses:
+            readers.setdefault(one, []).append(node)
+        if node.op == "call_function" and has_effect(node):
+            if effect is not None:
+                before.add(effect)
+            effect = node
+        before.discard(node)
+        found[node] = before
+    return found
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a step does more than give its result and write into its operands."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return bool(node.meta.get("effect"))
+    schema = target._schema
+    checks = not schema.returns and not schema.is_mutable
+    return checks or facts_of(target).random or (target.namespace != "aten" and not facts_of(target).pure)

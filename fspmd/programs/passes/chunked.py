@@ -1,4 +1,4 @@
-"""Matmuls in chunks of rows, of which each is gathered, or summed up, while another one is computed."""
+"""`Chunked`: matmuls in chunks of rows. One chunk is gathered, or summed, while another is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call
-from fspmd.programs.calls import (
+from fspmd.programs.flops import flops_of
+from fspmd.programs.options import check_counts
+from fspmd.programs.passes.aliases import Aliases
+from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
+from fspmd.programs.passes.rewrites import GATHERS, SUMS
+from fspmd.programs.program import Program, Value, copied, leave, leave_all, owner
+from fspmd.programs.schedule import time_after
+from fspmd.programs.steps import (
     add_begun,
     add_collective,
     add_step,
@@ -21,21 +28,13 @@ from fspmd.programs.calls import (
     reading_what_it_gives,
     replace,
 )
-from fspmd.programs.copied import copied
-from fspmd.programs.facts import aten
-from fspmd.programs.flops import flops_of
-from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.options import check_counts
-from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
-from fspmd.programs.passes.rewrites import GATHERS, SUMS
-from fspmd.programs.passes.skipped import leave, leave_all
-from fspmd.programs.program import Program, Value, owner
-from fspmd.programs.schedule import time_after
 from fspmd.redistribution.cost import price, topology, work
 
+aten: Final = torch.ops.aten
+
 Shape = tuple[int, ...]
-Kind = tuple[str, tuple[Shape, ...], bool]  # what is cut, the shapes of its operands, whether in backward
-#: which argument has the rows; of batches those of one matrix, as `torch.einsum` makes them
+Kind = tuple[str, tuple[Shape, ...], bool]  # the kind of cut, the shapes of the operands, whether in backward
+#: the argument with the rows; a batch has one matrix, as `torch.einsum` makes it
 _LEFT: Final[dict[Any, int]] = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
 
 
@@ -44,15 +43,15 @@ _SLOWER: Final = "no number of chunks takes less time than the whole, beside"
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A pass for `jit`: a matmul, and the gather before it or the sum after it, in as many ``chunks`` as pays most.
+    """A pass for `jit`: a matmul and the gather before it, or the sum after it, in the best number of ``chunks``.
 
-    So each chunk is gathered, or summed up, while another one is computed: tensor parallelism that overlaps. The
-    topology decides what pays: n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of
-    the copies which put results together. Not where blocks are uneven: ranks might differ.
+    Each chunk is gathered, or summed, while another is computed, so tensor parallelism overlaps. The topology decides:
+    n chunks take the time of one chunk of each, n - 1 times that of the slower, and that of the copies which join the
+    results. Where blocks are uneven nothing is cut, since ranks might choose differently.
 
-    What a later pass hides beside other steps is better left whole. So it is tried on copies of the program which
-    matmuls to cut, those of one kind alike, so that least time is taken when all passes have run. That is for functions
-    whose Python takes the same way on all ranks; where it asks `axis_index`, nothing is cut.
+    A collective that a later pass hides beside other steps is better left whole. So the pass tries on copies of the
+    program which kinds of matmuls to cut, for the least time after all passes. This is for functions whose Python takes
+    the same way on all ranks; where it asks `axis_index`, nothing is cut.
     """
 
     chunks: tuple[int, ...] = (2, 4, 8)
@@ -61,11 +60,11 @@ class Chunked:
         check_counts("Chunked(chunks=...)", self.chunks)
 
     def __call__(self, program: Program) -> int:
-        """How many matmuls there are in chunks."""
+        """The number of matmuls that were cut."""
         return self.before(program, lambda tried: None)(program)
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Callable[[Program], int]:
-        """The pass that is to run in front of ``others``."""
+        """The pass to run before ``others``."""
         if leave_all(program, "chunked", "all matmuls", even=True):
             return lambda program: 0
 
@@ -86,8 +85,8 @@ class Chunked:
 
 
 def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], bool]) -> list[Kind]:
-    """Matmuls of the kinds wanted; the kinds of those that are in chunks then."""
-    memory = Memory(program)
+    """Cut matmuls of the kinds wanted; gives the kind of each that was cut."""
+    memory = Aliases(program)
     found = []
     for node in list(program.graph.nodes):
         if node.target in _LEFT and len(matrix_of(node)) == 2 and not _adds_rows(node):
@@ -100,7 +99,7 @@ def _cut(program: Program, chunks: tuple[int, ...], wanted: Callable[[Kind], boo
     return found
 
 
-def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bool:
+def _after_gather(memory: Aliases, product: fx.Node, chunks: tuple[int, ...]) -> bool:
     """``gather(x) @ w``: rows of ``x`` are gathered while those before are multiplied."""
     left = product.args[_LEFT[product.target]]
     assert isinstance(left, fx.Node)
@@ -148,7 +147,7 @@ def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> 
             memory.stands_for(full, gather)
             chain = reshaped(gather)
             replace(gather, full)
-            for view in chain:  # that others use, and that stood before it
+            for view in chain:  # views that others use, and that stood before it
                 full.append(view)
                 full = view
     _note(memory, parts[0], here)
@@ -158,7 +157,7 @@ def _after_gather(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> 
     return True
 
 
-def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bool:
+def _before_sum(memory: Aliases, product: fx.Node, chunks: tuple[int, ...]) -> bool:
     """``psum(x @ w)``, or its scatter: rows are summed up while others are multiplied; also ``psum(x @ w + y)``."""
     last, names, summand, after = last_of(product)
     if len(last.users) != 1:
@@ -213,13 +212,13 @@ def _before_sum(memory: Memory, product: fx.Node, chunks: tuple[int, ...]) -> bo
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
-def _may_be_cut(memory: Memory, node: fx.Node) -> bool:
+def _may_be_cut(memory: Aliases, node: fx.Node) -> bool:
     one: Call = node.meta["call"]
     return bool(node.meta["waits"]) and one.options.index_groups is None and one.mesh.axis_size(one.axes) > 1
 
 
-def _may_come_earlier(memory: Memory, product: fx.Node, here: fx.Node) -> bool:
-    """Whether a product may be made before an earlier step: its operands, or what they are views of, are there."""
+def _may_come_earlier(memory: Aliases, product: fx.Node, here: fx.Node) -> bool:
+    """Whether a product may be made before an earlier step: its operands, or their bases, are there."""
     if product is here:
         return True
     if product.meta["deferred"] != here.meta["deferred"]:
@@ -233,34 +232,34 @@ def _may_come_earlier(memory: Memory, product: fx.Node, here: fx.Node) -> bool:
     return True
 
 
-def _bring(memory: Memory, view: fx.Node, here: fx.Node) -> None:
-    """Have a view taken before a step."""
+def _bring(memory: Aliases, view: fx.Node, here: fx.Node) -> None:
+    """Move a view before a step."""
     if memory.place[view] > memory.place[here]:
         _bring(memory, view.all_input_nodes[0], here)
         here.prepend(view)
         memory.place[view] = memory.place[here]
 
 
-def _note(memory: Memory, first: fx.Node | None, here: fx.Node) -> None:
-    """Steps from the first on were put before another one."""
+def _note(memory: Aliases, first: fx.Node | None, here: fx.Node) -> None:
+    """Note new steps, from the first on, before another one."""
     while first is not None and first is not here:
         memory.place.setdefault(first, memory.place[here])
         first = first.next
 
 
 def _adds_rows(product: fx.Node) -> bool:
-    """Whether to each row of a product another one is added."""
+    """Whether a product adds a matrix."""
     added: Any = product.args[0]
     return product.target is aten.addmm.default and len(added.meta["value"].shape) > 1
 
 
 def _rows(matrix: Shape, whole: Shape, dim: int) -> bool:
-    """Whether a matrix has the rows of a tensor, and these are cut."""
+    """Whether a matrix has the rows of a tensor whose dim is cut."""
     return len(matrix) == 2 and dim < len(whole) - 1 and matrix == (prod(whole[:-1]), whole[-1])
 
 
 def _best(collective: fx.Node, product: fx.Node, length: int, copied: int, chunks: tuple[int, ...]) -> int:
-    """The number of chunks that takes least time; 0 where none takes less than the whole."""
+    """The number of chunks with the least time; 0 where the whole takes no longer."""
     one: Call = collective.meta["call"]
     before, after = collective.all_input_nodes[0].meta["value"].nbytes, collective.meta["value"].nbytes
     links = topology()
@@ -281,13 +280,13 @@ def _best(collective: fx.Node, product: fx.Node, length: int, copied: int, chunk
 
 @reading_what_it_gives
 def part_of(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Some of a block, without gaps in memory."""
+    """A contiguous slice of a block."""
     return x.narrow(dim, start, length).contiguous()
 
 
 @reading_what_it_gives
 def rows_of(x: Tensor, shape: Shape, dim: int, ranks: int, i: int, n: int) -> Tensor:
-    """Of the rows of each rank along a dim the ``i``-th of ``n`` parts, as a matrix."""
+    """The ``i``-th of ``n`` parts of each rank's rows along a dim, as a matrix."""
     cut = x.view(shape).unflatten(dim, (ranks, n, shape[dim] // ranks // n))
     rows: Tensor = cut.select(dim + 1, i).reshape(-1, shape[-1])
     return rows
@@ -295,14 +294,14 @@ def rows_of(x: Tensor, shape: Shape, dim: int, ranks: int, i: int, n: int) -> Te
 
 @reading_what_it_gives
 def block_of(x: Tensor, dim: int, ranks: int, i: int, n: int) -> Tensor:
-    """The same rows, as they lie in it."""
+    """The ``i``-th of ``n`` parts of each rank's rows along a dim."""
     cut = x.unflatten(dim, (ranks, n, x.shape[dim] // ranks // n))
     rows: Tensor = cut.select(dim + 1, i).flatten(dim, dim + 1)
     return rows.contiguous()
 
 
 def joined(parts: tuple[Tensor, ...], shape: Shape, dim: int, ranks: int, final: Shape) -> Tensor:
-    """Chunks of rows of each rank as they lie in the whole."""
+    """The whole, of chunks of each rank's rows."""
     length = shape[dim] // ranks // len(parts)
     cut = [part.reshape(*shape[:dim], ranks, length, *shape[dim + 1 :]) for part in parts]
     return torch.cat(cut, dim + 1).reshape(final)
@@ -344,7 +343,7 @@ def _joined(graph: fx.Graph, parts: list[fx.Node], how: tuple[Shape, int, int], 
 
 
 def _erase(node: fx.Node) -> None:
-    """A step that nothing uses, and those that were for it alone, as far as they compute nothing else."""
+    """Erase a step without users, and the steps before that were for it alone."""
     if node._erased or node.users or node.op != "call_function":
         return
     before = node.all_input_nodes

@@ -1,4 +1,4 @@
-"""Small collectives of one kind, over the same axes, as one: each saves the time to begin, and costs a copy."""
+"""`Coalesce`: small collectives of one kind become one. Each saves the time to begin, and costs a copy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call, call
-from fspmd.programs.calls import add_collective, add_step, is_collective, is_wait, reading_what_it_gives, replace
-from fspmd.programs.passes.dead_code import has_effect
-from fspmd.programs.passes.options import check_bytes
-from fspmd.programs.passes.order import dependencies
-from fspmd.programs.passes.skipped import forget, leave, leave_all
-from fspmd.programs.program import Program, Value
+from fspmd.programs.options import check_bytes
+from fspmd.programs.passes.aliases import dependencies, has_effect
+from fspmd.programs.program import Program, Value, forget, leave, leave_all
 from fspmd.programs.schedule import time_after
+from fspmd.programs.steps import add_collective, add_step, is_collective, is_wait, reading_what_it_gives, replace
 from fspmd.redistribution.cost import moves, price, topology
 from fspmd.transport import Options
 
@@ -28,15 +26,15 @@ _NAME: Final = "coalesce"
 
 @dataclass(frozen=True, slots=True)
 class Coalesce:
-    """A pass for `jit`: collectives that wait for nothing of each other become one, of ``bucket`` bytes at most.
+    """A pass for `jit`: collectives that do not depend on each other become one, of ``bucket`` bytes at most.
 
-    Where the copies take less time than beginning each, by the topology. Steps that use a result wait for the packed
-    one; none of them is a collective, so the others keep their order. Values are equal; sums may be added up by the
-    backend in another order.
+    It packs where the copies take less time than beginning each, by the topology. Steps that use a result wait for the
+    packed collective. None of them is a collective, so the order of the others stays. Values are equal; a backend may
+    add up sums in another order.
 
-    What waits for others is hidden beside fewer steps. So in front of `Overlap` it is tried on copies of the program
-    whether to pack up to ``bucket``, less, or nothing, unless ranks might differ: where blocks are uneven, or Python
-    asks `axis_index`.
+    A packed collective is hidden beside fewer steps. So before `Overlap` the pass tries on copies of the program
+    whether to pack up to ``bucket``, less, or nothing. It does not try where ranks might choose differently: where
+    blocks are uneven, or Python asks `axis_index`.
 
     >>> from fspmd import P, jit, make_mesh, psum, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -51,7 +49,7 @@ class Coalesce:
         check_bytes("Coalesce(bucket=...)", self.bucket)
 
     def __call__(self, program: Program) -> int:
-        """How many collectives there are less; where some have become one, others may be next to each other."""
+        """The number of collectives that went. It packs again as long as packing brings others together."""
         gone = 0
         if leave_all(program, _NAME, "all collectives"):
             return gone
@@ -60,7 +58,7 @@ class Coalesce:
         return gone
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Coalesce:
-        """The pass that is to run in front of ``others``."""
+        """The pass to run before ``others``."""
         if not (program.even and program.alike):
             return self
         choices = self, Coalesce(self.bucket / _LESS), Coalesce(0)
@@ -78,7 +76,7 @@ class Coalesce:
         forget(program, _NAME)
         before = dependencies(program)
         open_: dict[Hashable, _Bucket] = {}
-        closed: dict[Hashable, fx.Node] = {}  # by which step
+        closed: dict[Hashable, fx.Node] = {}  # by the step that closed it
         done: list[_Bucket] = []
         for place, node in enumerate(list(program.graph.nodes)):
             key = _key(node)
@@ -86,17 +84,17 @@ class Coalesce:
                 if not any(one in bucket.after for one in before[node]):
                     continue
                 bucket.after[node] = None
-                if _stays(node):  # those that come later would have to wait for this one, or it for them
+                if _stays(node):  # later members would wait for this step, or it for them
                     done.append(open_.pop(kind))
                     closed[kind] = node
             if key is None:
                 continue
             bucket = open_.setdefault(key, _Bucket())
             if not bucket.members and key in closed:
-                leave(node, _NAME, "what needs those of its kind before it stands between, or is it:", closed[key])
+                leave(node, _NAME, "a step that needs earlier ones of its kind stands between, or is it:", closed[key])
             if bucket.members and (why := self._beside(bucket, node)):
                 leave(node, _NAME, why, bucket.members[0])
-                if bucket.bytes < _bytes(node):  # the smaller of both waits for others
+                if bucket.bytes < _bytes(node):  # the smaller one stays open
                     continue
                 done.append(bucket)
                 bucket = open_[key] = _Bucket()
@@ -112,13 +110,13 @@ class Coalesce:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Collectives to be packed, and the steps that come after them."""
+    """Collectives to pack, and the steps that depend on them."""
 
     members: list[fx.Node] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     bytes: int = 0
     after: dict[fx.Node, None] = field(default_factory=dict)
-    delayed: int = 0  # of those, how many come before the last member
+    delayed: int = 0  # the number of these before the last member
 
     def add(self, node: fx.Node, place: int) -> None:
         self.members.append(node)
@@ -128,7 +126,7 @@ class _Bucket:
         self.bytes += _bytes(node)
 
     def pays(self, node: fx.Node) -> bool:
-        """Whether one more takes less time packed than alone."""
+        """Whether one more collective takes less time packed than alone."""
         one: Call = node.meta["call"]
         alone, after = _bytes(node), node.meta["value"].nbytes
         together = self.bytes + alone
@@ -144,7 +142,7 @@ def _time(one: Call, before: float, after: float) -> float:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Of the operand: as many on all ranks that take part."""
+    """Bytes of the operand, equal on all ranks that take part."""
     value: Value = node.all_input_nodes[0].meta["value"]
     return value.nbytes
 
@@ -157,7 +155,7 @@ def _stays(node: fx.Node) -> bool:
 
 
 def _key(node: fx.Node) -> Hashable | None:
-    """What packed collectives have in common; None for what is not packed."""
+    """The key that packed collectives share; None for steps that are not packed."""
     if not is_collective(node, *_FORMS) or not node.meta["waits"]:
         return None
     one: Call = node.meta["call"]
@@ -177,7 +175,7 @@ def _key(node: fx.Node) -> Hashable | None:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How operands of a kernel become rows of which the call on all is made, and how results come of its rows."""
+    """The rows of an operand for a kernel, and the result from rows."""
 
     into: Callable[[Tensor, Call], Tensor]
     back: Callable[[Tensor, Shape, Call], Tensor]
@@ -224,14 +222,14 @@ _FORMS: Final = {
 
 
 def packed(calls: Sequence[Call], *operands: Tensor) -> Tensor:
-    """The rows of operands side by side."""
+    """The rows of all operands side by side."""
     rows = [_FORMS[one.pair.kernel].into(x, one) for one, x in zip(calls, operands, strict=True)]
     return torch.cat(rows, 1)
 
 
 @reading_what_it_gives
 def unpacked(rows: Tensor, start: int, width: int, shape: Shape, strides: Shape | None, one: Call) -> Tensor:
-    """One result, in a memory of its own, where it lies as it did alone: contiguous, or by ``strides``."""
+    """One result with memory of its own: contiguous, or with the ``strides`` that it had alone."""
     found = _FORMS[one.pair.kernel].back(rows.narrow(1, start, width), shape, one)
     if strides is None:
         return found.clone(memory_format=torch.contiguous_format)
@@ -239,7 +237,7 @@ def unpacked(rows: Tensor, start: int, width: int, shape: Shape, strides: Shape 
 
 
 def _pack(bucket: _Bucket) -> None:
-    """One step that packs, the collective, and one step for each result; what used the results comes after them."""
+    """Put a step that packs, the collective, and a step for each result before the steps that use the results."""
     last = bucket.members[-1]
     graph = last.graph
     calls = tuple(node.meta["call"] for node in bucket.members)

@@ -1,4 +1,4 @@
-"""Collectives begin as soon as their operand is there, and are waited for where their result is needed."""
+"""`Overlap`: a collective begins when its operand is there, and its wait stands where the result is needed."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import Routed, add_begun, add_wait, is_collective, is_wait
-from fspmd.programs.passes.aliases import in_flight, is_view, wait_of, written
-from fspmd.programs.passes.options import check_bytes, check_choice
-from fspmd.programs.passes.order import dependencies
-from fspmd.programs.passes.skipped import leave, leave_all
-from fspmd.programs.program import Program
+from fspmd.programs.options import check_bytes, check_choice
+from fspmd.programs.passes.aliases import dependencies, in_flight, is_view, wait_of, written
+from fspmd.programs.program import Program, leave, leave_all
+from fspmd.programs.steps import Routed, add_begun, add_wait, is_collective, is_wait
 from fspmd.redistribution.cost import moves
 
-#: what comes first between two steps: collectives that begin, waits, collectives that need what was waited for
+#: order between two steps: collectives that begin, waits, collectives that need a waited result
 _BEGIN, _WAIT, _AFTER_WAIT = range(3)
 _WHOLE: Final = ("mean",)  # kernels that wait as soon as they begin
-Place = tuple[int, int]  # before which step, and when among others that are put there
+Place = tuple[int, int]  # the step that it stands before, and the order there
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A pass for `jit`: issue early, wait late. At no time are more bytes of results under way than ``budget``.
+    """A pass for `jit`: begin early, wait late. At most ``budget`` bytes of results are under way at any time.
 
-    Collectives begin in the order in which they did, so all ranks begin them in one order. One that has nothing to
-    compute meanwhile, or that does not fit the budget, stays a single step. With ``overtake=True`` they may begin
-    before others, as gathers of the next layer's weights do; that is for functions whose Python takes the same way on
-    all ranks, and where some block of the program is uneven the order stays.
+    Collectives keep their order, so all ranks begin them in one order. A collective with nothing to compute meanwhile,
+    or over the budget, stays a single step. With ``overtake=True`` collectives may begin before others, as gathers of
+    the next layer's weights do. This is for functions whose Python takes the same way on all ranks; where a block of
+    the program is uneven the order stays.
 
     >>> import torch
     >>> from fspmd import P, jit, make_mesh, psum, shard_map
@@ -49,7 +47,7 @@ class Overlap:
         check_choice("Overlap(overtake=...)", self.overtake)
 
     def __call__(self, program: Program) -> int:
-        """How many more collectives are under way while something is computed."""
+        """The number of collectives that now run beside other steps."""
         nodes = list(program.graph.nodes)
         overtake = self.overtake and not leave_all(program, "overlap", "the order of collectives", even=True)
         made = _Schedule(nodes, dependencies(program), self.budget, overtake)
@@ -77,25 +75,25 @@ class Overlap:
 @dataclass(frozen=True, slots=True)
 class _Flight:
     node: fx.Node
-    views: list[fx.Node]  # that come with it
+    views: list[fx.Node]  # its views, which move with it
     begin: Place
     wait: Place
 
 
 @dataclass(slots=True)
 class _Schedule:
-    """Where collectives begin and are waited for, decided in the order in which they begin."""
+    """The places where collectives begin and are waited for, decided in the order in which they begin."""
 
     nodes: Sequence[fx.Node]
     before: dict[fx.Node, set[fx.Node]]
     budget: float
     overtake: bool
     flights: list[_Flight] = field(default_factory=list)
-    moved: dict[fx.Node, Place] = field(default_factory=dict)  # views that are taken when they are needed
+    moved: dict[fx.Node, Place] = field(default_factory=dict)  # places of views that are taken when needed
     _index: dict[fx.Node, int] = field(default_factory=dict)
-    _needed: dict[fx.Node, int] = field(default_factory=dict)  # by which step first
-    _landed: dict[fx.Node, Place] = field(default_factory=dict)  # from where on the results of flights are there
-    _load: list[float] = field(default_factory=list)  # bytes under way before each step, as others begin, and during it
+    _needed: dict[fx.Node, int] = field(default_factory=dict)  # the first step that needs each
+    _landed: dict[fx.Node, Place] = field(default_factory=dict)  # the places from which results are there
+    _load: list[float] = field(default_factory=list)  # bytes under way before and during each step
 
     def __post_init__(self) -> None:
         self._index = {node: i for i, node in enumerate(self.nodes)}
@@ -109,7 +107,9 @@ class _Schedule:
                 self._fly(2 * self._index[node] + 1, 2 * self._index[wait] + 1, wait.meta["value"].nbytes)
         last: Place = 0, _BEGIN
         for i, node in enumerate(self.nodes):
-            if isinstance(node.target, Routed) or ("call" in node.meta and not is_collective(node)):  # with effects
+            if isinstance(node.target, Routed) or (
+                "call" in node.meta and not is_collective(node)
+            ):  # a step with effects
                 last = max(last, (i + 1, _BEGIN))
             if not is_collective(node) or not moves(node.meta["call"].pair.kernel):
                 continue
@@ -131,7 +131,7 @@ class _Schedule:
             self._load[i] += nbytes
 
     def _flight(self, node: fx.Node, last: Place) -> _Flight | None:
-        """As long as the budget allows."""
+        """The longest flight of a collective within the budget; None for none."""
         here, wait = self._index[node], self._needed.get(node, 0)
         earliest = max([last, *map(self._ready, self.before[node])])
         moment, room = 2 * wait + 1, self.budget - node.meta["value"].nbytes
@@ -144,7 +144,7 @@ class _Schedule:
         return _Flight(node, views, max(earliest, begin), (wait, _WAIT))
 
     def _ready(self, node: fx.Node) -> Place:
-        """From where on the result of a step is there; views are taken when they are needed."""
+        """The place from which the result of a step is there; views are taken when needed."""
         if node in self._landed:
             return self._landed[node]
         if _is_moved_along(node):
@@ -153,12 +153,12 @@ class _Schedule:
 
 
 def _moment(place: Place) -> int:
-    """Of each step there are two: before others that begin there have landed, and after."""
+    """A place as a moment: each step has one before waits, and one after."""
     return 2 * place[0] + (place[1] == _AFTER_WAIT)
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
-    """The views that an operand is made by."""
+    """The views that make the operand of a collective."""
     views = [one for one in node.all_input_nodes if _is_moved_along(one)]
     return list(dict.fromkeys([one for view in views for one in (*_views_of(view), view)]))
 
@@ -173,12 +173,12 @@ def _is_moved_along(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a step takes time that a collective can be hidden in."""
+    """Whether a step takes time that can hide a collective."""
     return node.op == "call_function" and not (is_collective(node) or is_wait(node) or _is_moved_along(node))
 
 
 def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """A step that begins a collective, and one that waits for it, in whose place both are."""
+    """Part a collective into a step that begins it and a step that waits."""
     with node.graph.inserting_before(node):
         begun = add_begun(node.graph, node.meta["call"], node.all_input_nodes[0], node)
         wait = add_wait(node.graph, begun, node)

@@ -1,42 +1,40 @@
-"""What backward needs of forward is computed again in backward, as far as a memory budget asks for it."""
+"""`Recompute`: backward computes values of forward again, as far as a memory budget asks for it."""
 
 from __future__ import annotations
 
 import heapq
 import operator
-import warnings
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Final
 
 from torch import fx
 
-from fspmd.programs.calls import is_aten, is_collective
-from fspmd.programs.copied import copied
-from fspmd.programs.facts import is_pure, shard_of
+from fspmd.programs.communication import price_of_step
 from fspmd.programs.flops import flops_of
 from fspmd.programs.memory import memory_of_program
-from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.options import check_bytes, check_choice
-from fspmd.programs.passes.skipped import leave_all
-from fspmd.programs.program import Program, owner
-from fspmd.programs.schedule import bytes_of, price_of_step
+from fspmd.programs.options import check_bytes, check_choice
+from fspmd.programs.passes.aliases import Aliases
+from fspmd.programs.program import Program, copied, copy_node, leave_all, owner
+from fspmd.programs.schedule import bytes_of
+from fspmd.programs.steps import is_aten, is_collective, shard_of
 from fspmd.redistribution.cost import moves, topology, work
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.op_facts import facts_of
 
-_PARTS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # of what is kept otherwise, to be tried
+_PARTS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # budgets to try, as parts of the bytes kept now
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """A pass for `jit`: at most ``budget`` bytes are kept for backward, and the rest is computed again.
+    """A pass for `jit`: keep at most ``budget`` bytes for backward, and compute the rest again.
 
-    What is computed again is held, too, from where it is first needed to where it is last: where less is kept more may
-    be held at the peak. Without a ``budget`` as much is kept as makes the predicted peak lowest.
+    A value that is computed again is held from its first to its last use. So keeping less may raise the peak. Without a
+    ``budget`` the pass keeps the amount with the lowest predicted peak.
 
-    First goes what frees most bytes in a µs of computing, by the topology. Random draws are never repeated, nor steps
-    whose operands are written into meanwhile; collectives are with ``collectives=True``, where all blocks are even, so
-    that all ranks choose alike. Arguments and results do not count, they are there anyway; single numbers are kept.
+    Values that free most bytes per µs of computing go first, by the topology. Random draws are never repeated, nor are
+    steps whose operands are written into meanwhile. Collectives are repeated with ``collectives=True`` where all blocks
+    are even, so that all ranks choose alike. Arguments and results do not count, and single numbers are kept.
 
     >>> import torch
     >>> from fspmd import grad, jit
@@ -55,7 +53,7 @@ class Recompute:
         check_choice("Recompute(collectives=...)", self.collectives)
 
     def __call__(self, program: Program) -> int:
-        """How many bytes less are kept."""
+        """The number of bytes that are no longer kept."""
         if self.budget is not None:
             return self._within(program, self.budget)
         gained = 0
@@ -64,7 +62,7 @@ class Recompute:
         return gained
 
     def _lowest(self, program: Program) -> float:
-        """The budget of those tried with which least is held at the peak; of two as good the one that computes less."""
+        """The tried budget with the lowest peak; of equal ones the one that computes less."""
         plan = _Plan(program, False)
         kept = sum(map(plan.bytes_of, plan.groups))
 
@@ -76,7 +74,7 @@ class Recompute:
         return min((kept * part for part in _PARTS), key=peak) if kept else 0.0
 
     def _within(self, program: Program, budget: float) -> int:
-        """The same with a budget."""
+        """Keep at most ``budget`` bytes; gives the number of bytes that are no longer kept."""
         plan = _Plan(program, self.collectives)
         before = held = sum(map(plan.bytes_of, plan.groups))
         waiting = [(-inf, i, group) for i, group in enumerate(plan.groups) if not plan.is_number(group)]
@@ -86,7 +84,7 @@ class Recompute:
             if cost is None:
                 continue
             rank = -(plan.bytes_of(group) / cost if cost else inf)
-            if waiting and (rank, i) > waiting[0][:2]:  # others may be better; what this one costs only grows
+            if waiting and (rank, i) > waiting[0][:2]:  # others may be better: costs only grow
                 heapq.heappush(waiting, (rank, i, group))
                 continue
             plan.drop(group)
@@ -96,16 +94,16 @@ class Recompute:
 
 
 class _Plan:
-    """What is kept, by the memory that it lies in, and what is computed again."""
+    """The kept values by their memory, and the steps that are computed again."""
 
     def __init__(self, program: Program, collectives: bool) -> None:
         self.graph = program.graph
         self.collectives = collectives and not leave_all(program, "recompute", "all collectives", even=True)
-        self.memory = memory = Memory(program)
+        self.memory = memory = Aliases(program)
         self.ends = {*program.results, *program.gradients}
         late = program.deferred or [node for node in program.steps if node.meta["backward"]]
         self.late = dict.fromkeys(late)
-        self.first: dict[fx.Node, fx.Node] = {}  # of each memory that is kept, who needs it first
+        self.first: dict[fx.Node, fx.Node] = {}  # the first step that needs each kept memory
         self.groups: dict[fx.Node, list[fx.Node]] = {}
         for step in late:
             for node in step.all_input_nodes:
@@ -121,21 +119,21 @@ class _Plan:
         self.again: dict[fx.Node, None] = {}
 
     def bytes_of(self, group: fx.Node) -> int:
-        """Of the tensors of one memory."""
+        """Bytes of the tensors in one memory."""
         owners = dict.fromkeys(owner(node) for node in self.groups[group])
         return sum(one.meta["value"].nbytes for one in owners if "value" in one.meta)
 
     def is_number(self, group: fx.Node) -> bool:
-        """Whether it is of a single element, such as a loss, for which all of forward would run again."""
+        """Whether a memory has single elements, such as a loss, for which all of forward would run again."""
         return all(prod(node.meta["value"].shape) <= 1 for node in self.groups[group] if "value" in node.meta)
 
     def cost(self, group: fx.Node) -> float | None:
-        """µs to compute it again from what is still kept; None where that cannot be."""
+        """µs to compute a memory again from the kept values; None where this is impossible."""
         steps = self._steps(group)
         return None if steps is None else sum(map(_cost, steps))
 
     def drop(self, group: fx.Node) -> None:
-        """Compute it again."""
+        """Compute a memory again."""
         self.again.update(self._steps(group) or {})
         self.dropped.add(group)
 
@@ -163,7 +161,9 @@ class _Plan:
             call = node.meta["call"]
             again = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or self.collectives)
         else:
-            again = node.target in (shard_of, LocalTensor, operator.getitem) or (is_aten(node) and is_pure(node.target))
+            again = node.target in (shard_of, LocalTensor, operator.getitem) or (
+                is_aten(node) and facts_of(node.target).pure
+            )
         return (
             again
             and not self.memory.is_written(node, node)
@@ -171,7 +171,7 @@ class _Plan:
         )
 
     def rewrite(self) -> None:
-        """Let the steps that need what is dropped need copies of its steps, put before the first of them."""
+        """Put copies of dropped steps before the first step that needs them, and let all use these."""
         copies: dict[fx.Node, fx.Node] = {}
         for step in self.late:
             if any(map(self._is_gone, step.all_input_nodes)):
@@ -194,9 +194,7 @@ class _Plan:
         for one in node.all_input_nodes:
             if self._is_gone(one):
                 self._copy(one, step, copies)
-        with warnings.catch_warnings():  # of sizes that differ from rank to rank, which are what they are
-            warnings.simplefilter("ignore")
-            made = copies[node] = self.graph.node_copy(node, lambda one: copies.get(one, one))
+        made = copies[node] = copy_node(self.graph, node, lambda one: copies.get(one, one))
         made.meta.update(deferred=step.meta["deferred"], backward=True, repeats=True)
         if "memory" in node.meta:
             above = owner(node)

@@ -1,20 +1,22 @@
-"""Values with the elements of another one in the same order: views with other dims, and other types."""
+"""Reshaped values: views and casts whose elements have the order of another value."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import Final
 
+import torch
 from torch import fx
 
 from fspmd.pairs import Call
-from fspmd.programs.calls import is_aten, is_collective
-from fspmd.programs.facts import aten
 from fspmd.programs.passes.aliases import is_view, written
 from fspmd.programs.passes.rewrites import NAMES
+from fspmd.programs.steps import is_aten, is_collective
+
+aten: Final = torch.ops.aten
 
 Shape = tuple[int, ...]
-#: views in which the elements keep their order
+#: views that keep the order of elements
 _RESHAPES: Final = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -26,7 +28,7 @@ _RESHAPES: Final = (
 
 
 def made_by(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
-    """The collective whose rows a matrix has, and the calls that have changed their type since."""
+    """The collective whose rows a matrix has, and the casts since."""
     names, end, turned = [], node, False
     while is_reshaped(node) and _size(node) == _size(node.all_input_nodes[0]):
         if is_collective(node):
@@ -39,9 +41,9 @@ def made_by(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
 
 
 def last_of(product: fx.Node) -> tuple[fx.Node, list[Call], fx.Node | None, list[Call]]:
-    """The last view of a product, or of its sum with another value, that nobody else uses.
+    """The last view of a product, or of its sum with another value, that no other step uses.
 
-    Also what is added, and the calls that change the type of the product before, and of the sum after.
+    Also the other summand, the casts of the product before the sum, and the casts of the sum.
     """
     made, names = _alone(product)
     added = next(iter(made.users)) if len(made.users) == 1 else product
@@ -55,7 +57,7 @@ def last_of(product: fx.Node) -> tuple[fx.Node, list[Call], fx.Node | None, list
 
 
 def _alone(node: fx.Node) -> tuple[fx.Node, list[Call]]:
-    """The last view of a value that nobody else uses, with its elements in the same order; the calls on the way."""
+    """The last view of a value that no other step uses, in the same order; the casts on the way."""
     names: list[Call] = []
     last, turned = node, False
     while len(last.users) == 1:
@@ -75,7 +77,7 @@ def _like(node: fx.Node, other: fx.Node) -> bool:
 
 
 def is_reshaped(node: fx.Node) -> bool:
-    """Whether a step gives the same elements with another shape or type."""
+    """Whether a step gives the elements of its operand with another shape or type."""
     return is_collective(node, *NAMES) or (
         is_aten(node)
         and is_view(node)
@@ -90,22 +92,23 @@ def _size(node: fx.Node) -> int:
 
 
 def _in_order(*nodes: fx.Node) -> bool:
-    """Whether values lie in memory without gaps, so that those in the same memory have their elements in one order."""
+    """Whether values are contiguous, so that values in one memory have their elements in one order."""
     return all(node.meta.get("strides") is None for node in nodes)
 
 
 def matrix_of(node: fx.Node) -> Shape:
+    """The shape of a matrix, which may be a batch of one."""
     shape: Shape = node.meta["value"].shape
     return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
 def reshaped(node: fx.Node) -> list[fx.Node]:
-    """The same elements with other shapes or types, each after what it is made of."""
+    """The reshaped values of a value, each after its operand."""
     found = [user for user in node.users if is_reshaped(user)]
     return found + [one for view in found for one in reshaped(view)]
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
-    """Who uses a result, or views of it."""
+    """The steps that use a result, or reshaped values of it."""
     views = reshaped(node)
     return [user for one in (node, *views) for user in one.users if user not in views]

@@ -1,7 +1,7 @@
-"""Two collectives in a row that are one, or none: a table of rows, each with its condition.
+"""`rewrites`: two collectives in a row become one, or none. A table has the pairs, each with its condition.
 
-What a row names are kernels; types have done their part when a program is recorded. Only the last step may use what
-the first one gives, so nothing is computed twice.
+Rows name kernels, since types have done their part when a program is recorded. Only the second collective may use the
+result of the first, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from fspmd.pairs import Call, call
-from fspmd.programs.calls import add_collective, add_step, add_view, compact, is_collective, replace
-from fspmd.programs.facts import aten
-from fspmd.programs.passes.aliases import Memory
-from fspmd.programs.passes.skipped import leave, leave_all
-from fspmd.programs.program import Program, owner
+from fspmd.programs.passes.aliases import Aliases
+from fspmd.programs.program import Program, leave, leave_all, owner
+from fspmd.programs.steps import add_collective, add_step, add_view, compact, is_collective, replace
 from fspmd.redistribution.cost import price
+
+aten: Final = torch.ops.aten
 
 SUMS: Final = ("reduce", "reduce_once")
 GATHERS: Final = ("gather", "gather_once")
@@ -27,8 +27,8 @@ NAMES: Final = ("alias", "apart", "pick")  # other types of the same value; simu
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """``second(first(x))`` is what ``result`` says, where it says something: one call, or ``x`` itself."""
+class Rewrite:
+    """A rule: ``second(first(x))`` is ``result``, where this is not None: one call, or a cast of ``x``."""
 
     picture: str
     first: tuple[str, ...]
@@ -44,7 +44,7 @@ def _scattered(first: Call, second: Call) -> Call | None:
 
 
 def _undone(first: Call, second: Call) -> Call | None:
-    """The value of each rank, as it was."""
+    """The cast for a gather or slice that undoes the first call."""
     same = first.options.dim == second.options.dim and first.options.sizes == second.options.sizes
     if first.axes != second.axes or not same:
         return None
@@ -70,7 +70,7 @@ def _over_all_axes(first: Call, second: Call) -> Call | None:
 
 
 def _gathered_over_all_axes(first: Call, second: Call) -> Call | None:
-    """The later gather is over the major axes, whose blocks are those that the first one has joined."""
+    """Gathers over minor and then over major axes."""
     if not _over_other_axes(first, second) or first.options.sizes is not None:
         return None
     return call(second.pair.name, first.mesh, second.axes + first.axes, second.options)
@@ -83,13 +83,13 @@ def _scattered_over_all_axes(first: Call, second: Call) -> Call | None:
 
 
 ROWS: Final = (
-    Row("all-reduce, slice: reduce-scatter", SUMS, ("slice",), _scattered),
-    Row("slice, gather: nothing", ("slice",), GATHERS, _undone),
-    Row("gather, slice: nothing", GATHERS, ("slice",), _undone),
-    Row("all-to-all, and back: nothing", ("exchange",), ("exchange",), _exchanged_back),
-    Row("all-reduces over x and y: one over both", SUMS, SUMS, _over_all_axes, True),
-    Row("gathers over y and x: one over both", GATHERS, GATHERS, _gathered_over_all_axes, True),
-    Row(
+    Rewrite("all-reduce, slice: reduce-scatter", SUMS, ("slice",), _scattered),
+    Rewrite("slice, gather: nothing", ("slice",), GATHERS, _undone),
+    Rewrite("gather, slice: nothing", GATHERS, ("slice",), _undone),
+    Rewrite("all-to-all, and back: nothing", ("exchange",), ("exchange",), _exchanged_back),
+    Rewrite("all-reduces over x and y: one over both", SUMS, SUMS, _over_all_axes, True),
+    Rewrite("gathers over y and x: one over both", GATHERS, GATHERS, _gathered_over_all_axes, True),
+    Rewrite(
         "reduce-scatters over x and y: one over both",
         ("reduce_scatter",),
         ("reduce_scatter",),
@@ -103,13 +103,13 @@ _SECONDS: Final = frozenset(kernel for row in ROWS for kernel in row.second)
 
 
 def rewrites(program: Program) -> int:
-    """Rewrite as long as a row applies; how many times."""
-    nodes = list(program.graph.nodes)
+    """Rewrite as long as a row applies; gives the number of rewrites."""
+    nodes = [node for node in program.graph.nodes if "call" in node.meta]
     if not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
         return 0
     if leave_all(program, "rewrites", "collectives in a row"):
         return 0
-    memory = Memory(program)
+    memory = Aliases(program)
     count = 0
     for node in nodes:
         here: fx.Node | None = node
@@ -118,8 +118,8 @@ def rewrites(program: Program) -> int:
     return count
 
 
-def _rewritten(memory: Memory, node: fx.Node) -> fx.Node | None:
-    """What now stands in the place of a step, if some row applies to it."""
+def _rewritten(memory: Aliases, node: fx.Node) -> fx.Node | None:
+    """The step that replaces a step to which a row applies; else None."""
     if not _may_be_second(node):
         return None
     first, between = _before(node)
@@ -155,13 +155,13 @@ def _may_be_second(node: fx.Node) -> bool:
     return is_collective(node, *_SECONDS) and bool(node.meta["waits"])
 
 
-def _apart(memory: Memory, first: fx.Node, between: list[fx.Node], second: fx.Node) -> str:
-    """What stands between two steps: writes, or types that the second one does not take back."""
+def _apart(memory: Aliases, first: fx.Node, between: list[fx.Node], second: fx.Node) -> str:
+    """Why two steps stay apart: writes, or casts that the second does not undo; empty for no reason."""
     one, two = first.meta["call"], second.meta["call"]
     if one.options.index_groups or two.options.index_groups:
         return "groups within an axis are taken as they are, here and in"
     if first.meta["deferred"] != second.meta["deferred"]:
-        return "what backward does is not joined with"
+        return "a step of backward is not joined with"
     if not all({*one.axes, *two.axes}.issuperset(step.meta["call"].axes) for step in between):
         return "a cast over other axes stands behind"
     (x,) = first.all_input_nodes
@@ -169,15 +169,15 @@ def _apart(memory: Memory, first: fx.Node, between: list[fx.Node], second: fx.No
     return "something is written into the operand, or the result, of" if is_written else ""
 
 
-def _in_place(row: Row, first: fx.Node, between: list[fx.Node], second: fx.Node, both: Call) -> str:
-    """Why one call may not stand in the place of two."""
+def _in_place(row: Rewrite, first: fx.Node, between: list[fx.Node], second: fx.Node, both: Call) -> str:
+    """Why one call may not replace two; empty for no reason."""
     if any(len(step.users) > 1 for step in (first, *between)):
         return "other steps use"
     return "one call would take longer than this and" if row.must_pay and not _pays(first, second, both) else ""
 
 
 def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The collective whose result another one takes, and the steps between that only change its type."""
+    """The collective whose result another one takes, and the casts between."""
     between = []
     (before,) = node.all_input_nodes
     while is_collective(before, *NAMES):
@@ -186,8 +186,8 @@ def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
     return (before if is_collective(before, *_FIRSTS) and before.meta["waits"] else None), between
 
 
-def _as_it_was(memory: Memory, node: fx.Node, x: fx.Node, names: Call) -> fx.Node | None:
-    """The operand in the place of a result that is equal to it: itself, or a copy where both may be written into."""
+def _as_it_was(memory: Aliases, node: fx.Node, x: fx.Node, names: Call) -> fx.Node | None:
+    """The operand, in place of a result that equals it; a copy where both may be written into."""
     if memory.is_written(node, node) or memory.is_written(x, node):
         return None
     graph, value = node.graph, node.meta["value"]
@@ -202,7 +202,7 @@ def _as_it_was(memory: Memory, node: fx.Node, x: fx.Node, names: Call) -> fx.Nod
 
 
 def _pays(first: fx.Node, second: fx.Node, both: Call) -> bool:
-    """Whether one call takes less time than two; all ranks that take part know the sizes."""
+    """Whether one call takes no more time than two; all ranks that take part know the sizes."""
     (x,) = first.all_input_nodes
     before, between, after = (step.meta["value"].nbytes for step in (x, first, second))
     one, two = first.meta["call"], second.meta["call"]

@@ -1,4 +1,4 @@
-"""The passes by name, in the order in which they run."""
+"""The passes by name, and how they run one after another."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
-from fspmd.programs.passes.dead_code import dead_code
-from fspmd.programs.passes.equal_steps import equal_steps
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.rewrites import rewrites
+from fspmd.programs.passes.simplify import dead_code, equal_steps
 from fspmd.programs.program import Program
 
 Pass = Callable[[Program], Any]
 Passes = Iterable[str | Pass] | None
 
-#: every pass with its options as they are by default
+#: the passes by name, with default options
 PASSES: Final[dict[str, Pass]] = {
     "equal_steps": equal_steps,
     "rewrites": rewrites,
@@ -30,12 +29,12 @@ PASSES: Final[dict[str, Pass]] = {
     "overlap": Overlap(),
     "recompute": Recompute(),
 }
-#: those that always gain, and change no numbers but by the order of sums
+#: passes that always gain, and change no numbers but by the order of sums
 DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")
 
 
 def passes_of(given: Passes) -> tuple[Pass, ...]:
-    """Names of passes, or passes with options of one's own, as functions; None: the `DEFAULT` ones."""
+    """Passes as functions, given by name or as they are; None means the `DEFAULT` passes."""
     given = DEFAULT if given is None else given
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ArgumentError(f'jit got passes={described(given)}; expected a tuple such as passes=("dead_code",)')
@@ -53,10 +52,9 @@ def passes_of(given: Passes) -> tuple[Pass, ...]:
 
 
 def transform(program: Program, passes: Iterable[Pass], tries: bool = True) -> None:
-    """Run passes, in the order given.
+    """Run passes in order.
 
-    Which matmuls are cut, and in front of overlaps which collectives are packed, is tried with the passes that follow,
-    as they are by themselves.
+    ``tries``: `Chunked`, and `Coalesce` before an `Overlap`, try their choices together with the passes that follow.
     """
     passes = tuple(passes)
     for i, one in enumerate(passes):

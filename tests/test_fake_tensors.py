@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch_calls import CALLS, UNEVEN_CALLS, Call, operands
 
-from fspmd.programs import fake_results
-from fspmd.programs.fake_results import Imagining
+from fspmd.programs import fake_tensors
+from fspmd.programs.fake_tensors import CachingFakeMode
 
 
 def _judge() -> FakeTensorMode:
@@ -60,13 +60,13 @@ def _run(mode: FakeTensorMode, call: Callable[..., Any], given: list[Tensor]) ->
 
 @pytest.mark.parametrize(("calls", "rows"), [(CALLS, 4), (UNEVEN_CALLS, 1), (UNEVEN_CALLS, 0)])
 def test_results_and_gradients_are_those_of_torch(calls: dict[str, Call], rows: int) -> None:
-    fake_results._RESULTS.clear()
+    fake_tensors._RESULTS.clear()
     for name, (call, kinds) in calls.items():
         given = [x.requires_grad_(x.is_floating_point()) for x in operands(kinds, 0, rows)]
         expected = _run(_judge(), call, given)
         for _ in range(2):
-            assert _run(Imagining(), call, given) == expected, name
-    assert sum(map(len, fake_results._RESULTS.values())) > len(calls)
+            assert _run(CachingFakeMode(), call, given) == expected, name
+    assert sum(map(len, fake_tensors._RESULTS.values())) > len(calls)
 
 
 def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +75,9 @@ def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         FakeTensorMode, "__torch_dispatch__", lambda self, f, *a, **k: asked.append(f) or below(self, f, *a, **k)
     )
-    fake_results._RESULTS.clear()
+    fake_tensors._RESULTS.clear()
     for i in range(2):
-        with Imagining():
+        with CachingFakeMode():
             x = torch.zeros(4, 6)
             y, z = (x @ x.t()).unbind(), x + i  # a number that is not the same
             assert (y[0].shape, z.shape) == ((4,), (4, 6))
@@ -89,7 +89,7 @@ def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_sparse_tensors() -> None:
     for _ in range(2):
-        with Imagining():
+        with CachingFakeMode():
             x = torch.ones(3, 2, requires_grad=True)
             sparse = x.to_sparse()
             assert (sparse.layout, sparse.shape) == (torch.sparse_coo, (3, 2))
@@ -98,8 +98,8 @@ def test_sparse_tensors() -> None:
 
 
 def test_default_dtypes_and_operands_alike_but_for_a_bit_have_results_of_their_own() -> None:
-    fake_results._RESULTS.clear()
-    with Imagining():
+    fake_tensors._RESULTS.clear()
+    with CachingFakeMode():
         ones = torch.ones(3, dtype=torch.int64)
         number = torch.ones(3, dtype=torch.complex64)
         for dtype in (torch.float32, torch.float64, torch.float32):

@@ -1,7 +1,7 @@
-"""Functions of torch that read values of tensors where others need none: a record has those others.
+"""``x[i]`` with a tensor ``i``, and ``one_hot``: torch reads values, and a record has functions that read none.
 
-``x[i]`` with a tensor ``i`` of one number is a view in torch; here it is a copy, so what either's memory is written
-into while both are there is refused.
+``x[i]`` with a tensor ``i`` of one number is a view in torch and a copy here. So writes into either, while both are
+there, are refused.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.errors import RecordError
 from fspmd.local_view.indexing import INTEGERS, as_index
-from fspmd.programs.impurities import line
 from fspmd.sharded import Sharded, is_plain
 
 _VALUES: Final[Any] = (Tensor, Sharded)
@@ -68,10 +66,10 @@ def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
 
 
 def _taken(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
-    """The index with tensors of one dim for those of none, that dim in the result, and how many follow it.
+    """The index with its numbers as tensors of one dim, the place of that dim in the result, and the dims after it.
 
-    None where nothing in the index has a value that a record cannot know, or where other things are in it than
-    numbers, slices and None.
+    None where no number in the index is a value of the record, or where the index has more than numbers, slices and
+    None.
     """
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, _VALUES) or not any(_is_number(records, one) for one in entries):
@@ -109,8 +107,8 @@ def _local(x: Any) -> Tensor:
     return x.local if type(x) is Sharded else x
 
 
-#: by torch function what is recorded in its place, of the recorder and its arguments
-INSTEAD: Final[dict[Any, Callable[..., Any]]] = {
+#: by torch function its replacement, a function of the recorder and the arguments
+REPLACEMENTS: Final[dict[Any, Callable[..., Any]]] = {
     F.one_hot: _one_hot,
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
@@ -119,12 +117,3 @@ INSTEAD: Final[dict[Any, Callable[..., Any]]] = {
     Tensor.narrow: _narrow,
     torch.narrow: _narrow,
 }
-
-
-def written_while_copied(name: str) -> RecordError:
-    """The refusal of a write that a view in torch would see, and a copy does not."""
-    return RecordError(
-        f"jit cannot record {name}(), which writes into x or x[i], where the tensor i has one number: while "
-        f"y = x[i] is there it is a view in torch, and a copy in a record; write x[i] = x[i] + 1 for x[i] += 1, and "
-        f"y = x[i].clone() to keep what was there{line()}"
-    )

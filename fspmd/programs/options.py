@@ -1,4 +1,4 @@
-"""Which arguments an option of `jit` names, by position or by name, and static arguments."""
+"""Options of `jit` and of its passes: the arguments that they name, and the values that they take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Names = str | Sequence[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Arguments: those given by position, and those given by name."""
+    """Arguments that an option names: by position, and by name."""
 
     numbers: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -31,7 +31,7 @@ class Chosen:
 
 
 def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -> Chosen:
-    """What ``option_argnums`` and ``option_argnames`` choose: a parameter however it is given.
+    """The arguments that ``option_argnums`` and ``option_argnames`` name, whichever way they are given.
 
     Raises:
         ArgumentError: they are no ints or strings, or ``f`` has no such parameters.
@@ -40,7 +40,7 @@ def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -
     by_name = _sequence(f"{option}_argnames", names, str, "a string")
     try:
         parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):  # as of some functions written in C
+    except (TypeError, ValueError):  # some functions written in C
         return Chosen(frozenset(_all_given(i, f, option) for i in by_number), frozenset(by_name))
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in parameters}
@@ -66,7 +66,7 @@ def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -
 
 
 def check_apart(f: Any, static: Chosen, donate: Chosen) -> None:
-    """Raises where an argument is to be static and donated."""
+    """Raise `ArgumentError` where an argument is to be static and donated."""
     if both := [*sorted(static.numbers & donate.numbers), *sorted(static.names & donate.names)]:
         raise ArgumentError(
             f"jit of {described(f)} got {quoted(both)} both in static_argnums or static_argnames and in "
@@ -99,7 +99,7 @@ def _listed(names: Sequence[str]) -> str:
 def mark_static(
     f: Callable[..., Any], which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with the static ones made leaves that are told apart by their values.
+    """Arguments with each static one as a `Static` leaf.
 
     Raises:
         ArgumentError: a static argument has no hash, or is a tensor.
@@ -111,7 +111,7 @@ def mark_static(
 def _static(f: Any, where: int | str, value: Any) -> Static:
     instead = "it must be hashable: a number, a string, a tuple, a frozen dataclass, a function or a module"
     if isinstance(value, Tensor):
-        instead = "only what a record holds as a constant can be static; leave it out of static_argnums"
+        instead = "a static argument is a constant of the record, and a tensor is none; leave it out of static_argnums"
     else:
         try:
             return Static(value)
@@ -122,7 +122,7 @@ def _static(f: Any, where: int | str, value: Any) -> Static:
 
 
 def with_static(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` of arguments of which some are marked as static."""
+    """``f`` of arguments with `Static` leaves."""
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -133,3 +133,23 @@ def with_static(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _opened(x: Any) -> Any:
     return x.value if type(x) is Static else x
+
+
+def check_bytes(name: str, value: Any) -> None:
+    """Raise `ArgumentError` unless the value is a number of bytes, or infinity."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ArgumentError(
+            f"{name} got {described(value)}; expected a number of bytes from 0 on, such as 1 << 20, or math.inf"
+        )
+
+
+def check_choice(name: str, value: Any) -> None:
+    """Raise `ArgumentError` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} got {described(value)}; expected True or False")
+
+
+def check_counts(name: str, values: Any) -> None:
+    """Raise `ArgumentError` unless the values are counts."""
+    if not isinstance(values, (tuple, list)) or not all(type(n) is int and n >= 1 for n in values):
+        raise ArgumentError(f"{name} got {described(values)}; expected ints from 1 on, such as (2, 4, 8)")

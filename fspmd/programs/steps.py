@@ -1,4 +1,4 @@
-"""Collectives as steps of a program: what runs them, and how one is added to a graph."""
+"""Steps of a program: functions that run collectives, and how to add steps to a graph or replace them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from fspmd.programs.program import Value, owner
 from fspmd.torch_internals import OpOverload
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.transport.rows import Routes
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: kernels that give what they are given, where each process has a block of its own
+#: kernels that change the type of a value; only simulations have steps for them
 NAMES_ALONE: Final = frozenset({"alias", "apart", "pick"})
-#: what a step is told by the step in whose place, or for whose sake, it is made
+#: facts that a new step has from the step that it is made for
 _INHERITED = ("cause", "backward", "deferred", "repeats")
 
 
 @functools.lru_cache(maxsize=4096)
 def runner(call: Call, waits: bool) -> Callable[[Tensor], Any]:
-    """What runs a call, so that its result lies in memory without gaps, as it is imagined."""
+    """A function that runs a call, and gives a contiguous result, as a recording takes it to be."""
     if not waits:
         return call.start
     return (lambda x: call.run(x).contiguous()) if _has_gaps(call) else call.run
@@ -40,7 +41,7 @@ def _has_gaps(call: Call) -> bool:
 
 
 class Routed:
-    """What runs a ragged call along routes that the program works out of values."""
+    """A ragged call as a function of its operand and its routes, which the program computes."""
 
     def __init__(self, call: Call, waits: bool) -> None:
         self.__name__ = self.__qualname__ = call.pair.name
@@ -62,12 +63,12 @@ def way_back(routes: Routes) -> Routes:
 
 
 def landed(pending: Pending) -> Tensor:
-    """Wait for a result, and have it without gaps in memory."""
+    """Wait for a result, and make it contiguous."""
     return pending.wait().contiguous()
 
 
 def waiter(call: Call) -> Callable[[Pending], Tensor]:
-    """What waits for a call that was begun."""
+    """The function that waits for a call that was begun."""
     return landed if _has_gaps(call) else Pending.wait
 
 
@@ -77,18 +78,18 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def compact(x: Tensor) -> Tensor:
-    """The same value, copied where it lies in memory with gaps."""
+    """The same value, copied where it is not contiguous."""
     return x.contiguous()
 
 
 def is_collective(node: fx.Node, *kernels: str) -> bool:
-    """Whether a step runs a call of the pair table for its result alone; of one of these kernels, if some are named."""
+    """Whether a step runs a call of the pair table for its result alone; with names, of one of these kernels."""
     call = node.meta.get("call")
     return call is not None and not node.meta.get("effect") and (not kernels or call.pair.kernel in kernels)
 
 
 def add_collective(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node) -> fx.Node:
-    """A step that begins a call and waits for it, where the graph is being added to, in the name of ``like``."""
+    """A step that begins a call and waits for it, at the graph's insertion point, with the cause of ``like``."""
     node = graph.create_node("call_function", runner(call, True), (operand,), {}, call.pair.name)
     _inherit(node, like)
     node.meta.update(call=call, waits=True, value=_value_after(call, operand), memory=node)
@@ -109,7 +110,7 @@ def add_begun(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node) -> f
 
 
 def add_wait(graph: fx.Graph, begun: fx.Node, like: fx.Node) -> fx.Node:
-    """A step that waits for what was begun."""
+    """A step that waits for a call that was begun."""
     call = begun.meta["call"]
     return add_step(graph, waiter(call), (begun,), like, _value_after(call, begun.all_input_nodes[0]))
 
@@ -122,7 +123,7 @@ def add_step(
     value: Value | None = None,
     **kwargs: Any,
 ) -> fx.Node:
-    """A step of another kind; ``value``: of its result, which has a memory of its own."""
+    """A step of any function; ``value``: its result, in memory of its own."""
     node = graph.create_node("call_function", target, args, kwargs)
     _inherit(node, like)
     if value is not None:
@@ -143,13 +144,13 @@ def _inherit(node: fx.Node, like: fx.Node) -> None:
 
 
 def reading_what_it_gives(function: F) -> F:
-    """A step that gives a part of a value, and reads no more of it."""
+    """Mark a function that gives a part of a value, and reads no more of it."""
     setattr(function, "reads_what_it_gives", True)  # noqa: B010 (not known to type checkers)
     return function
 
 
 def replace(node: fx.Node, other: fx.Node) -> None:
-    """Whoever used a step uses another one; the step goes, and its views are views of the other."""
+    """Put another step in the place of a step, which is erased; its views become views of the other."""
     before, now = owner(node), owner(other)
     for view in _views(node, before) if before is not now else ():
         view.meta["memory"] = now
@@ -159,7 +160,7 @@ def replace(node: fx.Node, other: fx.Node) -> None:
 
 
 def _views(node: fx.Node, memory: fx.Node) -> Iterator[fx.Node]:
-    """The steps that give parts of a value, which lies in a memory."""
+    """The views of a value that lie in a memory."""
     for user in node.users:
         if "memory" not in user.meta or (owner(user) is memory and user is not memory):
             yield from _views(user, memory)
@@ -168,5 +169,10 @@ def _views(node: fx.Node, memory: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_aten(node: fx.Node) -> bool:
-    """Whether a step is a function of torch whose schema says what it does."""
+    """Whether a step is a function of torch with a schema."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+
+
+def shard_of(x: LocalTensor, i: int) -> Tensor:
+    """The block of one simulated rank."""
+    return x.shards[i]

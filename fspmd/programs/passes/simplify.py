@@ -1,4 +1,4 @@
-"""One step for several that give the same: collectives of equal inputs, and functions of torch."""
+"""Passes that leave steps out: those equal to others, and those that nothing needs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fspmd.programs.calls import is_aten, is_collective, replace
-from fspmd.programs.facts import is_pure, shard_of
-from fspmd.programs.passes.aliases import Memory, is_view
-from fspmd.programs.passes.skipped import UNLIKE, leave
-from fspmd.programs.program import Program
+from fspmd.programs.passes.aliases import Aliases, has_effect, is_view, written
+from fspmd.programs.program import UNLIKE, Program, leave
+from fspmd.programs.steps import is_aten, is_collective, is_wait, replace, shard_of
 from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.op_facts import facts_of
 
-_PARTS: Final = (shard_of, operator.getitem, LocalTensor)  # steps that name parts, or put them together
+_PARTS: Final = (shard_of, operator.getitem, LocalTensor)  # steps that take values apart, or put them together
 _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
 
 
 def equal_steps(program: Program) -> int:
-    """Let the first of equal steps stand for the others; how many go.
+    """Let the first of equal steps replace the others; gives the number of steps that go.
 
-    Steps of forward and of backward stay apart: what `checkpoint` computes again is computed again. Collectives go on
-    all ranks or on none: those of steps that are equal because of a number, where it may be the size of a block that is
-    another one on other ranks, stay, and all where ranks may have other steps. Where a number may be a place that each
-    rank has for itself, steps with numbers stay apart, so that all ranks have the same steps.
+    Steps of forward and of backward stay apart, so `checkpoint` still computes again. Collectives must go on all ranks
+    or on none. So collectives stay whose operands are equal because of a number that may be the size of an uneven
+    block, and all stay where ranks may have other steps. Where a number may be a place that differs from rank to rank,
+    steps with numbers stay apart, so that all ranks have the same steps.
     """
-    memory: Memory | None = None
+    memory: Aliases | None = None
     known: dict[Hashable, fx.Node] = {}
     ends = {*program.results, *program.gradients}
     gone = 0
@@ -39,7 +38,7 @@ def equal_steps(program: Program) -> int:
         first = known.setdefault(key, node)
         if first is node:
             continue
-        memory = memory or Memory(program)
+        memory = memory or Aliases(program)
         by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
         if why := _apart(program, node, by_size) or _in_memory(memory, ends, first, node):
             known[key] = node
@@ -55,7 +54,7 @@ def equal_steps(program: Program) -> int:
 
 
 def _apart(program: Program, node: fx.Node, by_size: bool) -> str:
-    """Why a collective may not go, for other ranks might keep theirs."""
+    """Why a collective may not go, since other ranks might keep theirs; empty for no reason."""
     if not is_collective(node):
         return ""
     if not program.alike:
@@ -63,8 +62,8 @@ def _apart(program: Program, node: fx.Node, by_size: bool) -> str:
     return "its operand may differ on other ranks, by the size of a block; here it is equal to" if by_size else ""
 
 
-def _in_memory(memory: Memory, ends: Container[fx.Node | None], first: fx.Node, node: fx.Node) -> str:
-    """Why one of two equal steps may not stand for the other: who writes where."""
+def _in_memory(memory: Aliases, ends: Container[fx.Node | None], first: fx.Node, node: fx.Node) -> str:
+    """Why one of two equal steps may not replace the other, because of writes; empty for no reason."""
     if _is_changed(memory, first, node):
         return "its operand may be written into after"
     if node in ends or not memory.may_be(node, first):
@@ -77,11 +76,11 @@ def _may_stand_for_others(node: fx.Node) -> bool:
         return False
     if is_collective(node):
         return bool(node.meta["waits"])
-    return node.target in _PARTS or (is_aten(node) and is_pure(node.target))
+    return node.target in _PARTS or (is_aten(node) and facts_of(node.target).pure)
 
 
-def _is_changed(memory: Memory, first: fx.Node, node: fx.Node) -> bool:
-    """Whether what both are made of may be written into between them; a view sees that."""
+def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
+    """Whether an operand of both may be written into between them. A view would show the write."""
     if is_view(node) and is_view(first):
         return False
     return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
@@ -92,7 +91,7 @@ def _key(node: fx.Node) -> Hashable | None:
     key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], node.meta["backward"]
     try:
         hash(key)
-    except TypeError:  # an argument that is no literal
+    except TypeError:  # an argument without a hash
         return None
     return key
 
@@ -115,3 +114,39 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, slice):
         return slice, _frozen(value.start), _frozen(value.stop), _frozen(value.step)
     return (type(value), repr(value)) if isinstance(value, (float, complex)) else (type(value), value)
+
+
+def dead_code(program: Program) -> int:
+    """Leave out steps whose results nothing needs, and writes that nobody reads; gives their number.
+
+    Draws of random numbers stay, since later draws depend on them.
+    """
+    ends = [*program.results, *(g for g in program.gradients if g is not None)]
+    wanted = set(ends)
+    memory = Aliases(program) if any(map(written, program.graph.nodes)) else None
+    read = set() if memory is None else {*memory.outside, *map(memory.of, ends)}
+    gone = 0
+    for node in reversed(program.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            program.constants.pop(node, None)
+            program.graph.erase_node(node)
+        if node.op != "call_function":
+            continue
+        is_read = memory is not None and any(memory.of(x) in read for x in written(node))
+        is_needed = node in wanted or is_read or has_effect(node)
+        is_of_all = not is_needed and not program.alike and _is_of_all(node)
+        if is_of_all:
+            leave(node, "dead_code", f"{UNLIKE}, and may need it")
+        if is_needed or is_of_all:
+            wanted.update(node.all_input_nodes)
+            if memory is not None:
+                read.update(map(memory.of, node.all_input_nodes))
+        else:
+            program.graph.erase_node(node)
+            gone += 1
+    return gone
+
+
+def _is_of_all(node: fx.Node) -> bool:
+    """Whether a step takes part in a collective, which other ranks may need."""
+    return is_collective(node) or is_wait(node)

@@ -1,4 +1,4 @@
-"""Why a call was recorded anew: what of its arguments and surroundings no record has."""
+"""Cache misses: why a call is recorded anew."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any, Final
 
 import optree
 import torch
+from torch import Tensor
 
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
 from fspmd.op_kinds import autocasts
 from fspmd.programs.keys import Static, default_device, identity
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
 from fspmd.watching.causes import trace
 
-#: for each leaf of the arguments, and for the surroundings (""), its parts
+#: the parts of a key: by path of a leaf, or "" for the surroundings, values by name
 Facts = dict[str, dict[str, Any]]
 _log: Final = logging.getLogger("fspmd.jit")
 _SHOWN: Final = 80
@@ -30,7 +31,7 @@ _HELD: Final = "axes that it varies over"
 
 @dataclass(frozen=True, slots=True)
 class CacheMiss:
-    """A call that was recorded: of which function, at which line of the user, and why."""
+    """A call that was recorded: the function, the user's line, and why."""
 
     function: str
     where: str
@@ -52,12 +53,12 @@ _listening: list[list[CacheMiss]] = []
 
 @contextmanager
 def explain_cache_misses() -> Iterator[list[CacheMiss]]:
-    """Within, each call of a jitted function that has to be recorded says why: what differs from the nearest record.
+    """Within, each call that is recorded says why: it names the differences from the nearest record.
 
-    That is a warning of the logger ``fspmd.jit``, and an entry of the list that it gives. Replays cost nothing more.
+    It says so in a warning of the logger ``fspmd.jit`` and in an entry of the list. Replays cost no more than before.
 
     >>> from fspmd import jit
-    >>> logging.getLogger("fspmd.jit").setLevel(logging.ERROR)  # here the list will do
+    >>> logging.getLogger("fspmd.jit").setLevel(logging.ERROR)  # the list will do here
     >>> double = jit(lambda batch: batch["x"] * 2)
     >>> with explain_cache_misses() as misses:
     ...     for rows in 4, 4, 5:
@@ -74,7 +75,7 @@ def explain_cache_misses() -> Iterator[list[CacheMiss]]:
 
 
 def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tuple[str, ...]) -> None:
-    """Tell those who listen why a call is recorded; ``stale``: why its record was of no use."""
+    """Tell listeners why a call is recorded. ``stale``: why a record with its key does not hold any more."""
     if not _listening:
         return
     before = list(known)
@@ -88,8 +89,8 @@ def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tup
     _log.warning("%s", miss)
 
 
-def facts_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
-    """What a key is made of, by the names of the parameters."""
+def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
+    """The parts of the key of a call, by the names of the parameters."""
     names = parameter_names(f, len(args))
     found: Facts = {
         "": {
@@ -112,9 +113,9 @@ def facts_of(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _parts(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, Sharded):
-        known = {"type": "Sharded", "shape": tuple(leaf.shape), "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
-        return {part: what for part, what in _parts(leaf.local).items() if part != _HELD} | known
-    if is_plain(leaf):
+        known = {"type": "Sharded", "shape": leaf.spec.shape, "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
+        return {part: value for part, value in _parts(leaf.block).items() if part != _HELD} | known
+    if isinstance(leaf, Tensor):
         parts = {
             "type": "Tensor" if isinstance(leaf, (torch.nn.Parameter, FakeTensor)) else type(leaf).__name__,
             "shape": tuple(leaf.shape),
@@ -132,15 +133,15 @@ def _parts(leaf: Any) -> dict[str, Any]:
 
 
 def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
-    """What differs from the record that differs least."""
+    """The differences from the nearest record."""
     found = [differences(now, before) for before in known]
     return min(reversed(found), key=len) or (
-        "an argument is a torch.nn.Parameter and was none, or was one, or its blocks lie over its ranks in another way",
+        "an argument became a torch.nn.Parameter, or is one no more, or other axes hold its blocks apart",
     )
 
 
 def differences(now: Facts, before: Facts) -> tuple[str, ...]:
-    """What of a call is not as it was in another."""
+    """The differences between two calls."""
     missing = [f"{path}: the record had it" for path in before if path not in now]
     more = [f"{path}: the record had none" for path in now if path not in before]
     changed = [
@@ -154,7 +155,7 @@ def differences(now: Facts, before: Facts) -> tuple[str, ...]:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """As keys are compared: what has another hash is another."""
+    """Whether two values are equal in keys, where values of different hashes are different."""
     a, b = identity(x), identity(y)
     return hash(a) == hash(b) and bool(a == b)
 

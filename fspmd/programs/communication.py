@@ -1,0 +1,85 @@
+"""Collectives of a program: their prices, and what `communication_log` is told of them.
+
+Where the bytes of a collective depend on values, the collectives of a program report themselves as they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, fx
+
+from fspmd.pairs import Call, is_watched
+from fspmd.programs.program import Program, Value
+from fspmd.programs.steps import Routed
+from fspmd.redistribution.cost import Price, Topology
+from fspmd.transport.local_tensor import blocks_of
+from fspmd.transport.rows import Routes
+from fspmd.watching.causes import Cause
+from fspmd.watching.watch import Communication, communicates, hears_of_records, price_of, tell
+
+
+def report_when_run(program: Program) -> None:
+    """Let all collectives of a program report themselves, in order, if the bytes of one depend on values."""
+    steps = [*program.steps, *program.deferred]
+    if not any(isinstance(node.target, Routed) for node in steps):
+        return
+    for node in steps:
+        target: Any = node.target
+        if isinstance(target, Routed):
+            node.target = _Reporting(target, _Ragged(target.call, node.meta["backward"], node.meta["cause"]))
+        elif found := communications([node]):
+            node.target = _Reporting(target, lambda *_, one=found[0]: one)
+
+
+def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+    """The communication of steps that do not report themselves."""
+    return communications(node for node in nodes if not isinstance(node.target, _Reporting))
+
+
+class _Reporting:
+    """A step that reports its communication to those who watch records."""
+
+    def __init__(self, function: Callable[..., Any], communication: Callable[..., Communication]) -> None:
+        self.__name__ = self.__qualname__ = getattr(function, "__name__", "collective")
+        self.function, self.communication = function, communication
+
+    def __call__(self, *operands: Any) -> Any:
+        if is_watched() and hears_of_records():
+            tell([self.communication(*operands)])
+        return self.function(*operands)
+
+
+class _Ragged:
+    """The communication of a ragged call, from its operand and its routes."""
+
+    def __init__(self, call: Call, backward: bool, cause: Cause) -> None:
+        self.call, self.backward, self.cause = call, backward, cause
+
+    def __call__(self, x: Tensor, routes: Routes) -> Communication:
+        shape = tuple(blocks_of(x)[0].shape)
+        call = Routed(self.call, True).along(routes)
+        of = (call.pair.name, call.mesh, call.axes, shape, x.dtype)
+        return Communication(*of, price_of(call, shape, x.dtype), self.backward, self.cause)
+
+
+def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
+    """The price of a collective that moves bytes between ranks; None for other steps."""
+    call = node.meta.get("call")
+    if call is None or not communicates(call):
+        return None
+    operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
+    return price_of(call, operand.shape, operand.dtype, links)
+
+
+def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+    """The communication of steps, as `communication_log` has it."""
+    found = []
+    for node in nodes:
+        price = price_of_step(node)
+        if price is not None:
+            call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
+            of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
+            found.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
+    return tuple(found)
