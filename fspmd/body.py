@@ -33,6 +33,7 @@ class Body:
         "transport",
         "typed",
         "uneven",
+        "unlike",
     )
     mesh: Mesh
     axes: frozenset[str]  # bound axes, those of enclosing bodies too
@@ -42,6 +43,7 @@ class Body:
     empty: bool  # some rank is known to have a block without elements
     linear: bool  # whatever it does with pending sums is linear in them
     mapped: frozenset[str]  # axes along which each rank has elements of its own of a dim that is mapped
+    unlike: frozenset[str]  # of these, where each element draws random numbers of its own
     asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
@@ -53,7 +55,7 @@ class Body:
         above = (outer.axes, outer.typed) if outer is not None else (frozenset[str](), frozenset[str]())
         self.typed = above[1] | (axes - above[0]) if checked else above[1]
         self.foreign = axes - self.typed if checked else self.typed
-        self.mapped = frozenset() if outer is None else outer.mapped
+        self.mapped, self.unlike = (frozenset(), frozenset()) if outer is None else (outer.mapped, outer.unlike)
         self.transport: Transport = transport_of(mesh)
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True

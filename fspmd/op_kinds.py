@@ -212,11 +212,10 @@ _DRAWS: Final[dict[str, Predicate]] = {
 
 
 def _draws(name: str, func: Any) -> Predicate | None:
-    """Which calls of a function draw random numbers; of numbers alone they draw what is equal on all ranks."""
+    """Which calls of a function draw random numbers."""
     if name in _DRAWS:
         return _DRAWS[name]
-    is_op = isinstance(func, OpOverload)
-    tagged = _SEEDED in func.tags if is_op else name not in _OF_NUMBERS and is_tagged(name, _SEEDED)
+    tagged = _SEEDED in func.tags if isinstance(func, OpOverload) else is_tagged(name, _SEEDED)
     return _ALWAYS if tagged else None
 
 

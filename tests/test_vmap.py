@@ -240,6 +240,59 @@ def test_rows_of_uneven_blocks_are_mapped_in_a_body(checked: bool) -> None:
     close(mapped(x, y), func.vmap(func.grad(lambda x, y: (x * x @ y).sin()))(x, y))
 
 
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "dropout": lambda a: torch.nn.functional.dropout(a, 0.5),
+    "rand_like": lambda a: a + torch.rand_like(a),
+    "uniform_": lambda a: torch.empty_like(a).uniform_() * a,
+    "bernoulli_": lambda a: a.clone().bernoulli_(0.5),
+    "gumbel_softmax": torch.nn.functional.gumbel_softmax,
+    "rand": lambda a: a * torch.rand(6, dtype=F64),
+    "randperm": lambda a: a[torch.randperm(6)],
+}
+
+
+def _mapped_over_ranks(f: Any, x: Tensor, randomness: str, sharded: bool) -> Any:
+    """Over a sharded dim, or over mesh axes that are named."""
+    torch.manual_seed(0)
+    if sharded:
+        return device_get(fspmd.vmap(f, randomness=randomness)(device_put(x, P("y"), mesh=GRID)))
+    with fspmd.set_mesh(GRID):
+        return device_get(fspmd.vmap(f, randomness=randomness, spmd_axis_name="y")(x))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("name", ALIKE)
+def test_all_elements_of_all_ranks_draw_the_same_numbers(name: str, sharded: bool) -> None:
+    x = torch.linspace(-1, 2, 48, dtype=F64).view(8, 6)
+    out = _mapped_over_ranks(ALIKE[name], x, "same", sharded)
+    torch.manual_seed(0)
+    close(out, func.vmap(ALIKE[name], randomness="same")(x))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_elements_of_all_ranks_draw_different_numbers(sharded: bool) -> None:
+    """What is drawn of no mapped value would be the same on all ranks."""
+    x = torch.ones(8, 6, dtype=F64)
+    for like in (torch.rand_like, lambda a: torch.empty_like(a).uniform_()):
+        assert len(_mapped_over_ranks(like, x, "different", sharded).unique(dim=0)) == len(x)
+    w = torch.ones(6, dtype=F64)
+    for alone in (lambda a: a + torch.rand(6), lambda a: a * torch.nn.functional.dropout(w)):
+        with pytest.raises(fspmd.ArgumentError, match=r"draws in a function mapped over 'y' .* draw like a mapped"):
+            _mapped_over_ranks(alone, x, "different", sharded)
+    dropped = _mapped_over_ranks(lambda a: torch.nn.functional.dropout(w + 0 * a), x, "different", sharded)
+    assert len(dropped.unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("draw", [torch.bernoulli, lambda p: torch.multinomial(p, 3), lambda p: torch.normal(p, 1)])
+def test_what_torch_does_not_draw_alike_is_refused_in_our_words(draw: Any) -> None:
+    p = torch.full((8, 6), 0.5, dtype=F64)
+    for sharded in (True, False):
+        with pytest.raises(fspmd.ArgumentError, match=r"by the values of each element, .*rand_like\(p\) < p"):
+            _mapped_over_ranks(draw, p, "same", sharded)
+    out = _mapped_over_ranks(lambda p: torch.rand_like(p) < p, p, "same", True)
+    assert len(out.unique(dim=0)) == 1
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_functions_of_no_element_are_not_asked_for(size: int) -> None:
     """Torch maps these over one element or more, and some ranks have none; what is drawn is the same for all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import optree
 import torch
@@ -48,13 +48,14 @@ def vmap(
     `Sharded` argument, of `set_mesh`, or of the first `shard_map` in ``f``, which then runs up to there once more. The
     mapped dim of a `Sharded` that is sharded already is mapped so without ``spmd_axis_name``; nothing moves. Blocks
     may be uneven; where a rank would have no element all ranks map all. A collective in ``f`` is done once, for all
-    that is mapped. ``randomness`` is that of `torch.vmap`. A gradient by a value that all elements share is each
-    element's own. A mapped dim has no name for collectives: ``axis_name`` is refused.
+    that is mapped. ``randomness`` is that of `torch.vmap`; over a sharded dim "different" takes draws of mapped values
+    alone. A gradient by a value that all elements share is each element's own. A mapped dim has no name for
+    collectives: ``axis_name`` is refused.
 
     Raises:
         ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
             axes.
-        ArgumentError: ``axis_name`` is given.
+        ArgumentError: ``axis_name`` is given, or random numbers are drawn as ``randomness`` does not allow.
         TreeError: ``in_dims`` or ``out_dims`` of another structure.
         AxisError: ``spmd_axis_name`` names no axis of the mesh, or there is no mesh.
 
@@ -174,12 +175,10 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
     try:
         mapped = iter(torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_))
     except RuntimeError as error:
-        if "in randomness error mode" not in str(error):
+        advice = next((advice for words, advice in _DRAWS.items() if words in str(error)), None)
+        if advice is None:
             raise
-        raise ArgumentError(
-            'vmap: the function draws random numbers; write vmap(f, randomness="different") for others in each '
-            'element, randomness="same" for the same in all, or draw outside of it'
-        ) from error
+        raise ArgumentError(f"vmap: the function {advice}") from error
     results: list[Any] = []
     for out, value, dim in zip(outs, values, wanted, strict=True):
         local = value if dim is None else set_variance(next(mapped), get_variance(value))
@@ -188,6 +187,18 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
         else:
             results.append(local)
     return results, tree, wanted
+
+
+#: words of torch -> what the function does, and what to write instead
+_DRAWS: Final = {
+    "in randomness error mode": 'draws random numbers; write vmap(f, randomness="different") for others in each '
+    'element, randomness="same" for the same in all, or draw outside of it',
+    "same randomness with a batched tensor": "draws by the values of each element, as bernoulli, multinomial, poisson "
+    'and normal do, which torch has not with randomness="same"; make them of numbers that are the same in all, as '
+    "torch.rand_like(p) < p, or draw outside of it",
+    "different inplace randomness on an unbatched": "writes random numbers into a tensor that all elements share, with "
+    'randomness="different"; write into one that is made of a mapped value: torch.empty_like(x).uniform_()',
+}
 
 
 def placed(x: Any, dim: int | None) -> Any:
@@ -319,6 +330,7 @@ def _over_axes(
             state.body.name = f"vmap({getattr(f, '__name__', type(f).__name__)})"  # which is what the user wrote
             if own is not None:
                 state.body.mapped |= {*axes}
+                state.body.unlike |= {*axes} if randomness == "different" else set()
         results, tree, wanted[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
         return tree.unflatten(results)
 

@@ -27,6 +27,7 @@ from fspmd.local_view.type_rules import (
     parts_by_type,
     pending_sum,
     refuse_branch,
+    refuse_shared_draw,
     show_value,
     tensors_of,
 )
@@ -121,6 +122,9 @@ class Tracker(BodyMode):
                 result = join(result, variance)
         if op.calls and kwargs.get(op.calls) is not None:
             kwargs = {**kwargs, op.calls: self._seen(kwargs[op.calls], op.calls, result)}
+        draws = op.draws is not None and op.draws(*args, **kwargs)
+        if draws and (shared := self.body.unlike - result.varying):
+            refuse_shared_draw(op, shared)
         if result is INVARIANT:
             return self._invariant(func, args, kwargs)
         if op.ragged is not None and op.ragged(*args, **kwargs):
@@ -137,8 +141,8 @@ class Tracker(BodyMode):
             kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
         if op.apart and self.simulated:
             args, kwargs = hold_alike(args, kwargs)
-        if op.draws and result.varying and op.draws(*args, **kwargs):
-            out = self._random(func, args, kwargs, result)
+        if draws and (apart := result.varying - (self.body.mapped - self.body.unlike)):
+            out = self._random(func, args, kwargs, self.body.mesh.ordered(apart))
         elif op.indexes:
             out = index_by_tensor(func, args, kwargs)
         elif UNEVEN and self.simulated:
@@ -251,11 +255,10 @@ class Tracker(BodyMode):
         """`convert`, in this body."""
         return convert(x, variance, to, self.body)
 
-    def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], variance: Variance) -> Any:
-        """Draw from one stream per coordinate over the axes the value varies over, on every transport alike."""
+    def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], axes: tuple[str, ...]) -> Any:
+        """Draw from one stream per coordinate over axes, on every transport alike."""
         body, seed = self.body, draw_seed(kwargs.get("generator"))
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        axes = body.mesh.ordered(variance.varying)
         if self.simulated:
             apart = call("apart", body.mesh, axes)
             args, kwargs = (

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fspmd.errors import VarianceError
+from fspmd.errors import ArgumentError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.linearity import ADDED, BETWEEN, plain_name, stay_sums
 from fspmd.local_view.uneven import differentiated
@@ -153,6 +153,15 @@ def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn
     with DisableTorchFunction():
         shown = describe(x.dtype, x.shape).replace(", ", ",")
     raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))
+
+
+def refuse_shared_draw(op: Op, axes: frozenset[str]) -> NoReturn:
+    """What does not vary along a mapped dim would be drawn alike on all ranks, for elements that are to differ."""
+    raise ArgumentError(
+        f'{op.shown} draws in a function mapped over {quoted(sorted(axes))} with randomness="different", of no value '
+        "that is mapped, so that ranks would draw the same; draw like a mapped value: torch.rand_like(x), or "
+        "F.dropout(w + 0 * x) of a weight"
+    )
 
 
 def show_value(x: Tensor) -> str:
