@@ -105,7 +105,8 @@ def untraceable(x: Any) -> RecordError:
     """Of a `Sharded` that torch is to write a graph for."""
     return RecordError(
         f"torch.export, make_fx or torch.jit.trace got {x!r}, whose collectives no graph of torch has; write "
-        "fspmd.jit(f).lower(*args), whose program has them"
+        "fspmd.jit(f).lower(*args), whose program has them; instead of torch.func.linearize write "
+        "fspmd.jvp(f, (x,), (tangent,)) for each tangent"
     )
 
 

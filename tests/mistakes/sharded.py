@@ -37,8 +37,9 @@ def torch_tensor_within_a_transform(m: Setting) -> None:
 
 @mistake(RecordError)
 def torch_linearize(m: Setting) -> None:
-    """torch.func.linearize, or a jvp that make_fx writes down, got Sharded f32[8@x] on mesh(x=4), whose collectives \
-    no graph of torch has; write fspmd.jvp(f, (x,), (tangent,)) for each tangent
+    """torch.export, make_fx or torch.jit.trace got Sharded f32[8] on mesh(x=4), whose collectives no graph of torch \
+    has; write fspmd.jit(f).lower(*args), whose program has them; instead of torch.func.linearize write \
+    fspmd.jvp(f, (x,), (tangent,)) for each tangent
     """
     torch.func.linearize(torch.sin, rows(m))
 
