@@ -14,6 +14,7 @@ from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fspmd import (
     FspmdError,
@@ -64,6 +65,33 @@ def test_layers(sizes: tuple[int, ...], layer: Any) -> None:
     for batch, first in ((6, True), (4, False), (2, True)):
         for spec, weights in itertools.product((P("x"), P(None, "x"), P(None, None, "x")), (P(), P("x"))):
             check(layer, mesh, batch, first, spec if mesh.shape["x"] <= batch else P(), weights)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()], ids=repr)
+def test_packed_sequences(spec: P, layer: Any) -> None:
+    """Every rank runs all of them, of batches and weights that are cut or whole."""
+    mesh = make_mesh((4,), ("x",), transport="simulation")
+    torch.manual_seed(0)
+    module = layer(3, 6, 2, bidirectional=True, dtype=F64)
+    x = torch.randn(5, 3, 3, dtype=F64)
+
+    def run(params: Any, x: Any) -> Any:
+        packed = pack_padded_sequence(x, torch.tensor([2, 5, 3]), enforce_sorted=False)
+        out, states = functional_call(module, params, packed)
+        last = states[0] if isinstance(states, tuple) else states
+        return pad_packed_sequence(out)[0].sin().sum() + last.cos().sum()
+
+    names = {name: p.detach() for name, p in module.named_parameters()}
+    whole = {"x": x, **names}
+    for weights in (P("x"), P(), None):
+        params = names if weights is None else {n: device_put(p, weights, mesh=mesh) for n, p in names.items()}
+        found, want = {"x": device_put(x, spec, mesh=mesh), **params}, whole
+        leaves = [{n: p.clone().requires_grad_() for n, p in one.items()} for one in (found, want)]
+        for one in leaves:
+            run({n: p for n, p in one.items() if n != "x"}, one["x"]).backward()
+        for name, p in leaves[1].items():
+            torch.testing.assert_close(device_get(leaves[0][name].grad), p.grad)
 
 
 def test_dropout_between_layers_has_a_way_too() -> None:

@@ -128,7 +128,7 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
             return as_whole(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
         return as_whole(functools.partial(_tried, func, composite), in_parts=True)
-    if is_ragged(func, tensors):
+    if is_ragged(func, tensors, args):
         told = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))  # of any start
         return as_whole(functools.partial(_with_numbers if told else gathered, func))
     return None

@@ -15,7 +15,7 @@ from fspmd.rules.windows import still
 def sequences(whole: Whole) -> Factors:
     """``(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)``: all but the batch is whole.
 
-    No rule for packed sequences, nor for dropout between layers, which draws numbers.
+    No rule for dropout between layers, which draws numbers.
     """
     if len(whole.args) != 9 or not isinstance(whole.args[1], (tuple, list, type(None))) or whole.ndim != 3:
         return NO_RULE
@@ -35,6 +35,11 @@ def _layer(name: str) -> Bodied:
         return getattr(torch, name)(*args)
 
     return still(body)
+
+
+def is_packed(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a layer is given packed sequences: how many run at each step is told by values."""
+    return name in LAYERS and len(args) > 3 and isinstance(args[3], (tuple, list))  # the weights, after the sizes
 
 
 LAYERS: Final = {name: _layer(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

@@ -415,7 +415,7 @@ _LEAVING_OUT: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_a
 #: functions, or names of some, that are others of some arguments alone
 _BY_ARGUMENT: Final = frozenset(
     (*_EMBEDDINGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
-    + _LEAVING_OUT
+    + (*_LEAVING_OUT, *recurrent.LAYERS)
 )
 
 
@@ -435,17 +435,17 @@ def has_composite(func: Any) -> bool:
     return func in COMPOSITES or name_of(func) in COMPOSITES
 
 
-def is_ragged(func: Any, tensors: int) -> bool:
+def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] = ()) -> bool:
     """Whether the result of a call with so many tensors, or its shape, depends on values: a number for Python."""
     name = name_of(func)
-    return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
+    return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1) or recurrent.is_packed(name, args)
 
 
 _RAGGED: Final = frozenset(
     _names(
         "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
         "is_same_size _assert_async _functional_assert_async "
-        "histogram histogramdd numpy __array__"
+        "histogram histogramdd numpy __array__ _pad_packed_sequence"
     )
 )
 #: where there is a second tensor
