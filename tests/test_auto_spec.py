@@ -225,6 +225,17 @@ def test_a_graph_that_is_too_wide_needs_the_other_solver(monkeypatch: pytest.Mon
         auto_spec(f, LINE, *args)
 
 
+@pytest.mark.usefixtures("slow", "counted")
+def test_without_scipy_only_a_limit_that_matters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, args = PROGRAMS[0]
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    found = auto_spec(f, LINE, *args)
+    assert len(found.alternatives) == 3
+    assert auto_spec(f, LINE, *args, memory_limit=found.memory, alternatives=0).time == found.time
+    with pytest.raises(ArgumentError, match=r"needs SciPy here, for a memory_limit .* pip install fspmd\[auto\]"):
+        auto_spec(f, LINE, *args, memory_limit=found.memory - 1)
+
+
 #: with the entry of a dim that all axes cut
 MESHES = [(LINE, "x"), (GRID, ("x", "y"))]
 

@@ -61,16 +61,17 @@ def auto_spec(
         memory_limit: Bytes that a rank may hold; what would not fit is sharded though that takes longer. What counts is
             the peak of the program, as ``jit(layouts.apply(f)).lower(...).memory()`` tells it. What is solved has
             another count (`Layouts.memory`), whose limit is set anew a few times until the program fits. Where ``f``
-            cannot be lowered that count alone is held to the limit.
+            cannot be lowered that count alone is held to the limit. It takes SciPy (``pip install fspmd[auto]``), whose
+            HiGHS finds what fits.
         alternatives: How many runners-up are wanted: the cheapest plans in which some argument lies otherwise than in
             any before, whatever axes that are alike are called; where layers repeat, plans in which these lie alike.
         solver: ``"elimination"``, which is built in and exact, and quick on what is nearly a chain or a tree; or
-            ``"milp"``, HiGHS through SciPy (``pip install fspmd[auto]``). By default the first, where its tables fit.
+            ``"milp"``, HiGHS alone. By default the first, where its tables fit.
 
     Raises:
         RecordError: ``f`` looks at values, or uses `shard_map`, vmap or jvp.
-        ArgumentError, SpecError: a pattern that matches nothing, a layout that does not fit, or a limit under which
-            nothing does.
+        ArgumentError, SpecError: a pattern that matches nothing, a layout that does not fit, a limit under which
+            nothing does, or no SciPy where it is needed.
 
     >>> import torch
     >>> from fspmd import make_mesh, value_and_grad

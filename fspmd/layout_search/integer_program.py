@@ -50,11 +50,17 @@ class _Columns:
 
 
 def solve(
-    model: CostModel, price: float, kept: Sequence[Tensor], limit: float | None, told: Collection[Sequence[int]]
-) -> list[int] | None:
-    """The cheapest choice among those that are kept, at a ``price`` in µs for each byte; None where there is none.
+    model: CostModel,
+    price: float,
+    kept: Sequence[Tensor],
+    limit: float | None = None,
+    told: Collection[Sequence[int]] = (),
+    nodes: int | None = None,
+) -> tuple[list[int], float] | None:
+    """The cheapest choice among those that are kept, at a ``price`` in µs for each byte, and what none costs less than.
 
-    It takes at most so many bytes, and in it some argument lies otherwise than in each choice that was ``told``.
+    It takes at most so many bytes, and in it some argument lies otherwise than in each choice that was ``told``. After
+    so many ``nodes`` of the search it is the cheapest that was found. None: there is none.
 
     Raises:
         ArgumentError: SciPy is not there.
@@ -63,11 +69,11 @@ def solve(
         from scipy import optimize, sparse
     except ImportError:
         raise ArgumentError(
-            "auto_spec: a memory_limit that matters, and the graph of a function that is too wide, need HiGHS; pip "
-            "install fspmd[auto], which brings SciPy's"
+            "auto_spec needs SciPy here, for a memory_limit or a graph that is too wide for the built-in solver; pip "
+            "install fspmd[auto]"
         ) from None
     if not model.choices:
-        return None if told else []
+        return None if told else ([], 0.0)
     columns, rows = _Columns(), _Rows()
     costs = [cost.of(own) for cost, own in zip(model.own, kept, strict=True)]
     own = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in costs]
@@ -94,12 +100,12 @@ def solve(
         integrality=[1] * binaries + [0] * (len(columns.time) - binaries),
         bounds=optimize.Bounds(0, columns.most),
         constraints=optimize.LinearConstraint(matrix, low, high),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, **({} if nodes is None else {"node_limit": nodes})},
     )
     if found.x is None:
         return None
-    rows_of = zip(own, kept, strict=True)
-    return [int(some[int(torch.tensor(found.x[taken]).argmax())]) for taken, some in rows_of]
+    taken_of = [int(torch.tensor(found.x[taken]).argmax()) for taken in own]
+    return [int(some[i]) for some, i in zip(kept, taken_of, strict=True)], float(found.mip_dual_bound)
 
 
 def _pair(columns: _Columns, rows: _Rows, one: list[int], other: list[int], cost: Cost) -> None:

@@ -19,17 +19,15 @@ from fspmd.errors import FspmdError
 from fspmd.layout_search.apply import applied
 from fspmd.layout_search.found_layouts import Layouts
 from fspmd.layout_search.op_graph import is_value
-from fspmd.layout_search.search import DoesNotFit, LayeredSearch, Plan
+from fspmd.layout_search.search import BYTES, DoesNotFit, LayeredSearch, Plan
 from fspmd.meshes.mesh import make_mesh
 from fspmd.programs.jit import jit
 from fspmd.programs.lower import Lowered
 from fspmd.spec import P, TensorSpec
 
 _ROUNDS = 5  # limits of the model that are tried
-_MORE = (1.02, 1.05, 1.1, 1.4, 1.8, 2.0)  # of the least by the model, which often is not the least when it runs
+_MORE = 1.2  # of the least by the model, which often is not the least when it runs
 _FEW, _MANY, _OPS = 12, 60, 6000  # plans that are recorded besides, and ops of them all
-_LOOKED = 36  # plans, for one that fits
-_SMALLEST = 6  # plans that are recorded where none of the quick ones fits
 _SHARE = 0.6  # of what the model counts: a program that held less would be rare
 _ENOUGH = 0.98  # of the limit: a plan that holds so much could hardly hold more
 _ROUNDING, _TIE = 1e-6, 1e-12
@@ -48,9 +46,6 @@ class _Recorded:
 
     def __contains__(self, plan: Plan) -> bool:
         return plan.chosen in self._known
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def held(self, plan: Plan) -> float:
         """Bytes that a rank holds at most."""
@@ -105,8 +100,8 @@ def fitting(
 
     A few are the best by the model under limits that are set anew. What lives only while an op runs may be far less of
     others, so the runners-up without a limit are recorded in their order, until enough fit that are as quick; then
-    those of the last price of a byte; where none has fitted, those that hold least. With each its peak; None, and the
-    bytes of the model are what counts, where the function cannot be recorded.
+    those of the last price of a byte or, where none has fitted, those that hold least. With each its peak; None, and
+    the bytes of the model are what counts, where the function cannot be recorded.
 
     Where the model has counted too much of one, others may fit though they hold too much by it; then no plan beats the
     best one without a limit, and that is all that is known.
@@ -121,18 +116,15 @@ def fitting(
     if held > limit:
         best, bound = _limited(limit, search, quickest, held, recorded)
     besides = min(max(_OPS // max(len(quickest.model.graph.ops), 1), _FEW), _MANY)
-    most = len(recorded) + besides
-    for plan in itertools.islice(search.runners_up(quickest), _LOOKED):
-        if recorded.quicker(plan.time) > count or len(recorded) >= most:
+    for plan in itertools.islice(search.runners_up(quickest), besides):
+        if recorded.quicker(plan.time) > count:
             break
         if _SHARE * plan.memory <= limit:
             recorded.held(plan)
-    most = len(recorded) + besides
-    for plan in itertools.islice(search.runners_up(best), _LOOKED) if best is not quickest else ():
-        if len(recorded.fit) > count or len(recorded) >= most:
+    priced = best if recorded.fit else replace(best, price=BYTES)
+    for plan in itertools.islice(search.runners_up(priced), besides) if priced is not quickest else ():
+        if len(recorded.fit) > count:
             break
-        recorded.held(plan)
-    for plan in [] if recorded.fit else search.smallest(_SMALLEST):
         recorded.held(plan)
     if not recorded.fit:
         raise DoesNotFit(recorded.least)
@@ -151,14 +143,13 @@ def _limited(
     """
     over, bound = quickest.memory, inf  # too many bytes by the model
     allowed = over * limit / held * (1 + _TIE)
-    more = itertools.chain(_MORE, itertools.repeat(_MORE[-1]))
     for _ in range(_ROUNDS):
         smallest = False
         try:
             plan = search.best(allowed)
         except DoesNotFit as error:
             smallest = True
-            plan = search.best(allowed := error.least * next(more))
+            plan = search.best(allowed := error.least * _MORE)
         if plan in recorded:
             break
         held, fit = recorded.held(plan), recorded.fit
@@ -169,7 +160,7 @@ def _limited(
                 break
             allowed = guess if guess < over else (plan.memory + over) / 2
         elif smallest:  # by the model; another may hold less
-            allowed = plan.memory * next(more)
+            allowed = plan.memory * _MORE
         else:
             over = min(over, plan.memory)
             allowed = max(guess, (plan.memory + fit[0][0].memory) / 2) if fit else guess

@@ -77,7 +77,7 @@ class OpGraph:
 
 
 class Recorder(DispatchMode):
-    """Puts calls on stand-ins down in a `OpGraph`; the dispatch mode sees what autodiff does below them."""
+    """Puts calls on stand-ins down in an `OpGraph`; the dispatch mode sees what autodiff does below them."""
 
     def __init__(self, mesh: Mesh, name: str, counts: bool = False) -> None:
         super().__init__()

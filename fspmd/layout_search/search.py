@@ -31,6 +31,7 @@ _SLACK = 1e-3  # of the least cost: how much more plans cost that are looked for
 _WIDER = 4.0  # times that, when these are not enough
 _NEAR = 0.1  # of the least cost: beyond it all choices are looked at
 _CELLS = 1 << 13  # of the tables of an integer program that is solved in seconds
+_NODES = 50  # of its search, where elimination knows a plan that is nearly as good
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class Search:
     def __init__(self, model: CostModel, by_integers: bool = False) -> None:
         self.model = model
         self.every = [torch.arange(len(own)) for own in model.choices]
-        self._order = None if by_integers else order(model)
+        self._integers = by_integers
+        self._order = [] if by_integers else order(model)
 
     def best(self, limit: float | None = None, most: float = inf) -> Plan:
         """The quickest plan of at most so many bytes; ``most``: what one is known to cost.
@@ -96,7 +98,7 @@ class Search:
         smallest = self.cheapest(BYTES)
         if smallest.memory > limit:
             raise DoesNotFit(smallest.memory)
-        if self._order is None:
+        if self._integers:
             return self._by_integers(TIE, self.every, limit) or smallest
         quickest = self.cheapest(TIE, most)
         return quickest if quickest.memory <= limit else self._within(limit, quickest, smallest)
@@ -106,7 +108,7 @@ class Search:
 
         Choices that no plan as cheap as a known one has are left out on the way, once that is near the least.
         """
-        if self._order is None:
+        if self._integers:
             return self._by_integers(price, self.every) or self._plan([0] * len(self.every), price)
         kept = self.every
         while True:
@@ -124,7 +126,7 @@ class Search:
         What is left of a set of plans without its best is parted in two by one layout of an argument, that of the next
         best (Yanover and Weiss, "Finding the M Most Probable Configurations", 2003).
         """
-        if self._order is None:
+        if self._integers:
             told: list[Plan] = []
             while (plan := self._by_integers(price, self.every, told=told)) is not None:
                 yield plan
@@ -172,7 +174,6 @@ class Search:
 
     def _nearby(self, best: Plan, most: float = inf) -> Iterator[tuple[float, list[Tensor]]]:
         """The choices of plans that cost little more than the best, and how much: wider each time, up to ``most``."""
-        assert self._order is not None
         solved, slack = eliminate(self.model, self._order, best.price, self.every), _SLACK
         while slack < _NEAR and (cost := best.cost + slack * abs(best.cost)) < most:
             yield cost, solved.within(cost)
@@ -194,26 +195,36 @@ class Search:
             over, fits = (found, fits) if found.memory > limit else (over, found)
         bound = fits.cost - price * limit
         for most, kept in self._nearby(fits, fits.time + price * limit):
-            if self._cells(kept) > _CELLS:
+            mixed = self._by_integers(TIE, kept, limit, nodes=_NODES) if self._cells(kept) <= _CELLS else None
+            if mixed is None or mixed.memory > limit:
                 break
-            found = self._by_integers(TIE, kept, limit) or fits
-            fits = min(fits, found, key=lambda one: one.time)
-            bound = min(fits.time, most - price * limit)
-            if bound == fits.time:
+            fits = min(fits, mixed, key=lambda one: one.time)
+            bound = max(bound, min(mixed.bound, most - price * limit))
+            if mixed.bound < mixed.time or bound >= fits.time:
                 break
-        return replace(fits, bound=bound, price=price)
+        return replace(fits, bound=bound if bound < fits.time * (1 - _ROUNDING) else fits.time, price=price)
 
     def _cells(self, kept: Sequence[Tensor]) -> int:
         return sum(len(kept[a]) * len(kept[b]) for a, b in self.model.pairs)
 
     def _by_integers(
-        self, price: float, kept: Sequence[Tensor], limit: float | None = None, told: Sequence[Plan] = ()
+        self,
+        price: float,
+        kept: Sequence[Tensor],
+        limit: float | None = None,
+        told: Sequence[Plan] = (),
+        nodes: int | None = None,
     ) -> Plan | None:
         """The cheapest plan of some choices that fits, in which some argument lies otherwise than in those told."""
         while True:
-            chosen = integer_program.solve(self.model, price, kept, limit, [plan.chosen for plan in told])
-            if chosen is None or not self.model.price(chosen):
-                return None if chosen is None else self._plan(chosen, price)
+            found = integer_program.solve(self.model, price, kept, limit, [plan.chosen for plan in told], nodes)
+            if found is None or not self.model.price(found[0]):
+                break
+        if found is None:
+            return None
+        plan, bound = self._plan(found[0], price), found[1]
+        known = bound >= plan.cost - _ROUNDING * abs(plan.cost)
+        return plan if known else replace(plan, bound=bound - price * plan.memory)
 
     def _plan(self, chosen: Sequence[int], price: float) -> Plan:
         time, memory = self.model.cost(chosen)
@@ -258,10 +269,6 @@ class LayeredSearch:
             if other.arguments not in seen:
                 yield other
                 seen |= other.names
-
-    def smallest(self, count: int) -> list[Plan]:
-        """Plans of the fewest bytes."""
-        return list(itertools.islice((self._alike or self._every).in_order(BYTES), count))
 
 
 def _search(model: CostModel, solver: str | None) -> Search:
