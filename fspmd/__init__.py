@@ -3,7 +3,6 @@
 __version__ = "0.1.0"
 
 from fspmd import random
-from fspmd.auto.auto_spec import Layouts, auto_spec
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.autodiff.module_hooks import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
@@ -47,6 +46,8 @@ from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cach
 from fspmd.global_view.methods import install as _install_methods
 from fspmd.global_view.refusals import NoRuleError
 from fspmd.global_view.rule import rule
+from fspmd.layout_search.auto_spec import auto_spec
+from fspmd.layout_search.found_layouts import Layouts
 from fspmd.local_view.hooks import install as _install_hooks
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map

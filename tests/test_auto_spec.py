@@ -43,15 +43,15 @@ from fspmd import (
     value_and_grad,
     with_spec,
 )
-from fspmd.auto import eliminate
-from fspmd.auto.apply import _moved
-from fspmd.auto.axes import alike, renamed
-from fspmd.auto.call_layouts import layouts, ways
-from fspmd.auto.fitting import peak_of
-from fspmd.auto.model import Builder
-from fspmd.auto.record import record
-from fspmd.auto.repeats import ties
-from fspmd.auto.solve import Solver
+from fspmd.layout_search import elimination
+from fspmd.layout_search.alike_axes import alike, renamed
+from fspmd.layout_search.apply import _moved
+from fspmd.layout_search.call_layouts import layouts, ways
+from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.memory_limit import peak_of
+from fspmd.layout_search.op_graph import record
+from fspmd.layout_search.repeated_layers import ties
+from fspmd.layout_search.search import Search
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.steps import back
 from fspmd.sharded import is_sharded
@@ -84,7 +84,7 @@ def slow() -> Iterator[None]:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs hold what the model counts."""
-    monkeypatch.setattr("fspmd.auto.auto_spec.peak_of", lambda f, args, mesh, plan: plan.memory)
+    monkeypatch.setattr("fspmd.layout_search.auto_spec.peak_of", lambda f, args, layouts: layouts.memory)
 
 
 def brute(f: Any, mesh: Mesh, *args: Any) -> list[tuple[float, int]]:
@@ -183,26 +183,25 @@ def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...])
     """Every move priced, every choice looked at."""
     mesh = make_mesh((2, 3), ("x", "y"))
     leaves, treedef = optree.tree_flatten(args)
-    program = record(f, mesh, leaves, treedef)
-    whole = Builder(program, topology(), {})
-    whole.price_all()
-    every = Solver(whole)
-    assert auto_spec(f, mesh, *args).time == pytest.approx(
-        eliminate.eliminate(whole.model, every.order, 0.0, every.every).cost, rel=1e-9
-    )
+    whole = CostModel(record(f, mesh, leaves, treedef), topology(), {})
+    values, most = {value for value, _ in whole.pairs}, max(map(len, whole.choices))
+    for i, k in itertools.product(range(most), repeat=2):
+        whole.price([(i if v in values else k) % len(own) for v, own in enumerate(whole.choices)])
+    every = [torch.arange(len(own)) for own in whole.choices]
+    least = elimination.eliminate(whole, elimination.order(whole), 0.0, every).cost
+    assert auto_spec(f, mesh, *args).time == pytest.approx(least, rel=1e-9)
 
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(("f", "args"), PROGRAMS)
-def test_choices_within_a_cost_are_those_of_whole_tables(f: Any, args: tuple[Any, ...]) -> None:
+def test_what_a_choice_costs_at_least_is_what_is_found_with_it_alone(f: Any, args: tuple[Any, ...]) -> None:
     leaves, treedef = optree.tree_flatten(args)
-    solver = Solver(Builder(record(f, GRID, leaves, treedef), topology(), {}))
-    solved = eliminate.eliminate(solver.model, solver.order, 0.0, solver.every)
-    whole = solved.marginals()
-    for share in (1.0, 1.1, 1.5, 4.0):
-        most = share * solved.cost
-        for some, least in zip(solved.within(most), whole, strict=True):
-            assert some.tolist() == (least <= most * (1 + 1e-11)).nonzero().flatten().tolist()
+    model = CostModel(record(f, LINE, leaves, treedef), topology(), {})
+    sequence, every = elimination.order(model), [torch.arange(len(own)) for own in model.choices]
+    for v, marginals in enumerate(elimination.eliminate(model, sequence, 0.0, every).marginals):
+        for i, least in enumerate(marginals.tolist()):
+            kept = [*every[:v], torch.tensor([i]), *every[v + 1 :]]
+            assert least == pytest.approx(elimination.eliminate(model, sequence, 0.0, kept).cost, rel=1e-9)
 
 
 def test_axes_that_are_alike_stand_for_each_other() -> None:
@@ -217,13 +216,24 @@ def test_axes_that_are_alike_stand_for_each_other() -> None:
 def test_a_graph_that_is_too_wide_needs_the_other_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     f, args = PROGRAMS[0]
     expected = auto_spec(f, LINE, *args).time
-    monkeypatch.setattr(eliminate, "WIDEST", 1)
+    monkeypatch.setattr(elimination, "WIDEST", 1)
     assert auto_spec(f, LINE, *args).time == pytest.approx(expected)
     with pytest.raises(ArgumentError, match="too wide for solver='elimination'"):
         auto_spec(f, LINE, *args, solver="elimination")
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ArgumentError, match=r"pip install fspmd\[auto\]"):
         auto_spec(f, LINE, *args)
+
+
+@pytest.mark.usefixtures("slow", "counted")
+def test_without_scipy_only_a_limit_that_matters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, args = PROGRAMS[0]
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    found = auto_spec(f, LINE, *args)
+    assert len(found.alternatives) == 3
+    assert auto_spec(f, LINE, *args, memory_limit=found.memory, alternatives=0).time == found.time
+    with pytest.raises(ArgumentError, match=r"needs SciPy here, for a memory_limit .* pip install fspmd\[auto\]"):
+        auto_spec(f, LINE, *args, memory_limit=found.memory - 1)
 
 
 #: with the entry of a dim that all axes cut
@@ -658,9 +668,9 @@ def test_a_layout_that_fits_is_no_quicker_than_what_is_found(f: Any, args: Any, 
     """By the bytes that programs hold, of which the model knows a part."""
     mesh = make_mesh(sizes, ("x", "y"))
     hand = auto_spec(f, mesh, *args, fixed=fixed, alternatives=0)
-    held, free = peak_of(f, args, mesh, hand), auto_spec(f, mesh, *args, alternatives=0)
+    held, free = peak_of(f, args, hand), auto_spec(f, mesh, *args, alternatives=0)
     assert held is not None
-    assert held < (peak_of(f, args, mesh, free) or 0)
+    assert held < (peak_of(f, args, free) or 0)
     found = auto_spec(f, mesh, *args, memory_limit=held, alternatives=0)
     assert found.time <= hand.time * (1 + 1e-9)
     assert found.peak is not None
@@ -832,7 +842,7 @@ def test_layers_that_repeat_lie_alike_and_lose_nothing_by_it() -> None:
     assert len(same.ops) == 4 * (len(program.ops) // 6)  # the first begins with an argument
     found = auto_spec(f, LINE, *args, alternatives=2)
     assert all(layer == found.specs[0][0] for layer in found.specs[0])
-    apart = Solver(Builder(program, topology(), {})).best(None)
+    apart = Search(CostModel(program, topology(), {})).best(None)
     assert found.time == pytest.approx(apart.time)
     assert len(found.alternatives) == 2
     assert all(other.time >= found.time and other.specs != found.specs for other in found.alternatives)
@@ -864,9 +874,8 @@ def test_some_layers_are_sharded_where_not_all_need_to_be(mesh: Mesh) -> None:
     program = record(value_and_grad(_layers), mesh, leaves, treedef)
 
     def best(limit: float | None, fixed: dict[int, P]) -> tuple[Any, dict[int, P]]:
-        solver = Solver(Builder(program, topology(), fixed))
-        found = solver.best(limit)
-        laid = {number: solver.builder.chosen_value(number, found.chosen) for number in program.leaves}
+        found = Search(CostModel(program, topology(), fixed)).best(limit)
+        laid = {number: found.layout(number) for number in program.leaves}
         return found, {number: P(*spec.partition) for number, spec in laid.items()}
 
     free, free_specs = best(None, {})

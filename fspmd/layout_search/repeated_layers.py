@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fspmd.auto.record import Program
+from fspmd.layout_search.op_graph import OpGraph
 from fspmd.spec import P
 
 
@@ -18,34 +18,34 @@ class Ties:
     values: dict[int, int] = field(default_factory=dict)
 
 
-def ties(program: Program, fixed: Mapping[int, P]) -> Ties:
+def ties(graph: OpGraph, fixed: Mapping[int, P]) -> Ties:
     """Of the longest run of periods; none where nothing repeats."""
-    signs = _signs(program, fixed)
+    signs = _signs(graph, fixed)
     start, period, length = _longest(signs)
     found = Ties()
     for i in range(start + period, start + length):
         first = start + (i - start) % period
         found.ops[i] = first
-        now, then = program.ops[i], program.ops[first]
+        now, then = graph.ops[i], graph.ops[first]
         found.values.update(zip(now.results, then.results, strict=True))
         pairs = zip(now.operands, then.operands, strict=True)
-        found.values.update((n, m) for n, m in pairs if n != m and n in program.leaves and m in program.leaves)
+        found.values.update((n, m) for n, m in pairs if n != m and n in graph.leaves and m in graph.leaves)
     return found
 
 
-def _signs(program: Program, fixed: Mapping[int, P]) -> list[Any]:
+def _signs(graph: OpGraph, fixed: Mapping[int, P]) -> list[Any]:
     """What each op is, and where its operands were last seen, told from it."""
     seen: dict[int, tuple[int, int]] = {}
-    leaves = set(program.leaves)
+    leaves = set(graph.leaves)
     found = []
-    for i, op in enumerate(program.ops):
+    for i, op in enumerate(graph.ops):
         rows: list[Any] = []
         for k, n in enumerate(op.operands):
             if n in seen:
                 at, place = seen[n]
                 rows.append((i - at, place, fixed.get(n)))
             else:
-                rows.append((program.values[n], n in leaves, n in program.followed, fixed.get(n)))
+                rows.append((graph.values[n], n in leaves, n in graph.followed, fixed.get(n)))
             seen[n] = i, k
         seen |= {n: (i, -1 - k) for k, n in enumerate(op.results)}
         found.append((op.name, id(op.question), op.followed, op.trips, op.pinned, tuple(rows)))

@@ -16,7 +16,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.auto.move_counts import Counting, Trips
 from fspmd.autodiff.leaves import DEPTH
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
@@ -28,6 +27,7 @@ from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.unruled import gathered
+from fspmd.layout_search.move_counts import Counting, Trips
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placing.reshard import telling
@@ -60,7 +60,7 @@ class Op:
 
 
 @dataclass(slots=True)
-class Program:
+class OpGraph:
     """Values by number, as specs of whole tensors; the ops in order; which values are what."""
 
     mesh: Mesh
@@ -77,14 +77,14 @@ class Program:
 
 
 class Recorder(DispatchMode):
-    """Puts calls on stand-ins down in a `Program`; the dispatch mode sees what autodiff does below them."""
+    """Puts calls on stand-ins down in an `OpGraph`; the dispatch mode sees what autodiff does below them."""
 
     def __init__(self, mesh: Mesh, name: str, counts: bool = False) -> None:
         super().__init__()
         self.nested = False  # some gradients have gradients
         self._counting = Counting(mesh, self._arrived) if counts else None
         self._gradients: dict[int, int] = {}  # that nobody has read, by memory, and of what
-        self.program = Program(mesh)
+        self.graph = OpGraph(mesh)
         self.name = name
         self._numbers: dict[int, int] = {}  # by memory
         self._moved: dict[tuple[int, P], int] = {}
@@ -97,12 +97,12 @@ class Recorder(DispatchMode):
         self, shape: Sequence[int], dtype: torch.dtype, followed: bool = False, local: Tensor | None = None
     ) -> Sharded:
         """A new value, whole as far as the function can see."""
-        spec = TensorSpec(self.program.mesh, P(), shape, dtype)
+        spec = TensorSpec(self.graph.mesh, P(), shape, dtype)
         if local is None:
             local = torch.empty(spec.shape, dtype=dtype, device="meta").requires_grad_(followed)
-        self._numbers[_memory(local)] = len(self.program.values)
+        self._numbers[_memory(local)] = len(self.graph.values)
         self._kept.append(local)
-        self.program.values.append(spec)
+        self.graph.values.append(spec)
         return Sharded(local, spec)
 
     def number(self, x: Sharded | Tensor) -> int:
@@ -112,11 +112,11 @@ class Recorder(DispatchMode):
         if self._gradients and (of := self._gradients.pop(_memory(local), None)) is not None:
             self._lies_as(local, of)
         found = self._numbers.get(_memory(local)) if type(local) is Tensor else None
-        if found is not None and self.program.values[found].shape != tuple(x.shape):
+        if found is not None and self.graph.values[found].shape != tuple(x.shape):
             raise self._in_body("a function")
         if found is None:
             found = self.number(self.value(x.shape, x.dtype))
-            self.program.constants.add(found)
+            self.graph.constants.add(found)
             if not laid:
                 self._numbers[_memory(local)] = found
                 self._kept.append(local)
@@ -127,7 +127,7 @@ class Recorder(DispatchMode):
         if (number, partition) not in self._moved:
             followed = frozenset((0,) if x.requires_grad and torch.is_grad_enabled() else ())
             moved = self.number(self.value(x.shape, x.dtype))
-            self.program.ops.append(Op("with_spec", None, (number,), (moved,), followed, partition))
+            self.graph.ops.append(Op("with_spec", None, (number,), (moved,), followed, partition))
             self._moved[number, partition] = moved
         return self._moved[number, partition]
 
@@ -139,15 +139,15 @@ class Recorder(DispatchMode):
 
     def told(self, x: Sharded, target: TensorSpec) -> Sharded:
         """The function itself says how a value lies."""
-        if target.mesh != self.program.mesh:
+        if target.mesh != self.graph.mesh:
             raise RecordError(f"auto_spec cannot record a move of {x!r} to {target.mesh!r}; it solves for one mesh")
         if self._counting is not None and self._counting.again:
             return x
         number, follows = self.number(x), x.requires_grad and torch.is_grad_enabled()
-        local = None if self._counting is None else self._counting.read(x, number, len(self.program.ops), 0).clone()
+        local = None if self._counting is None else self._counting.read(x, number, len(self.graph.ops), 0).clone()
         moved = self.value(x.shape, x.dtype, follows, local)
         followed = frozenset((0,) if follows else ())
-        self.program.ops.append(Op("with_spec", None, (number,), (self.number(moved),), followed, target.partition))
+        self.graph.ops.append(Op("with_spec", None, (number,), (self.number(moved),), followed, target.partition))
         return moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -167,10 +167,10 @@ class Recorder(DispatchMode):
 
     def _lies_as(self, gradient: Tensor, of: int) -> None:
         """A gradient is a value that lies as another."""
-        own = self._numbers[_memory(gradient)] = len(self.program.values)
+        own = self._numbers[_memory(gradient)] = len(self.graph.values)
         self._kept.append(gradient)
-        self.program.values.append(self.program.values[of])
-        self.program.gradients.append((own, of))
+        self.graph.values.append(self.graph.values[of])
+        self.graph.gradients.append((own, of))
 
     def _arrived(self, gradient: Tensor, of: int) -> None:
         """It is a value once somebody reads it."""
@@ -228,13 +228,13 @@ class Recorder(DispatchMode):
                 self.value(one.shape, one.dtype, bool(followed) and is_float(one.dtype)) for one in question.results
             ]
         else:
-            locals_ = self._counting.results(func, question, args, kwargs, numbers, len(self.program.ops))
+            locals_ = self._counting.results(func, question, args, kwargs, numbers, len(self.graph.ops))
             rows = zip(question.results, locals_, strict=True)
             made = [self.value(one.shape, one.dtype, local=local) for one, local in rows]
         results = tuple(map(self.number, made))
-        self.program.ops.append(Op(shown(func), question, numbers, results, followed))
+        self.graph.ops.append(Op(shown(func), question, numbers, results, followed))
         if question.fixed:
-            self.program.written.append((results[0], numbers[0]))
+            self.graph.written.append((results[0], numbers[0]))
             return args[0]
         return joined(question.kind, made)
 
@@ -242,14 +242,14 @@ class Recorder(DispatchMode):
         """A draw, or new values: elements of the place of an operand's."""
         if writes(func):
             return args[0]
-        operands = places_of(args, kwargs, self.program.mesh)
+        operands = places_of(args, kwargs, self.graph.mesh)
         outcome = on_meta(func, args, kwargs, operands)
         if outcome is None:
             raise RecordError(f"auto_spec cannot record {shown(func)}: what it gives depends on values")
         place, first = operands[0]
         if any(shape != first.shape for shape, _ in outcome.results):  # of another shape it is whole
             made = [self.value(shape, dtype) for shape, dtype in outcome.results]
-            self.program.constants.update(map(self.number, made))
+            self.graph.constants.update(map(self.number, made))
             return joined(outcome.kind, made)
         dims = tuple(range(first.ndim))
         results = [TensorSpec(first.mesh, P(), shape, dtype) for shape, dtype in outcome.results]
@@ -262,10 +262,10 @@ class Recorder(DispatchMode):
     def count(self) -> None:
         """The trips that were made."""
         if self._counting is not None:
-            for i, op in enumerate(self.program.ops):
+            for i, op in enumerate(self.graph.ops):
                 trips = tuple([self._counting.of_operand(i, k) for k in range(len(op.operands))])
-                self.program.ops[i] = replace(op, trips=trips)
-            self.program.sums = self._counting.of_values()
+                self.graph.ops[i] = replace(op, trips=trips)
+            self.graph.sums = self._counting.of_values()
 
     def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call on whole operands."""
@@ -279,31 +279,31 @@ class Recorder(DispatchMode):
             ) from error
         values = [x for x in optree.tree_leaves(out) if isinstance(x, Sharded)]
         for x in values:
-            self._numbers[_memory(x.local)] = len(self.program.values)
+            self._numbers[_memory(x.local)] = len(self.graph.values)
             self._kept.append(x.local)
-            self.program.values.append(x.spec)
+            self.graph.values.append(x.spec)
         results = tuple(map(self.number, values))
-        self.program.ops.append(Op(shown(func), None, numbers, results, frozenset()))
+        self.graph.ops.append(Op(shown(func), None, numbers, results, frozenset()))
         return out
 
 
-def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any) -> Program:
+def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any) -> OpGraph:
     """Run ``f`` once; ``leaves`` are its arguments, of which tensors, `Sharded` and `TensorSpec` become stand-ins.
 
     Raises:
         RecordError: ``f`` does what cannot be done on values without data.
     """
     by = _recorded(f, mesh, leaves, treedef, False)
-    return (_recorded(f, mesh, leaves, treedef, True) if by.nested else by).program
+    return (_recorded(f, mesh, leaves, treedef, True) if by.nested else by).graph
 
 
 def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any, counts: bool) -> Recorder:
     name = getattr(f, "__name__", type(f).__name__)
     by = Recorder(mesh, name, counts)
     given = [by.value(x.shape, x.dtype, _is_followed(x)) if is_value(x) else x for x in leaves]
-    by.program.leaves = [by.number(x) for x in given if isinstance(x, Sharded)]
-    pairs = zip(by.program.leaves, filter(is_value, leaves), strict=True)
-    by.program.followed = {number for number, x in pairs if _is_followed(x)}
+    by.graph.leaves = [by.number(x) for x in given if isinstance(x, Sharded)]
+    pairs = zip(by.graph.leaves, filter(is_value, leaves), strict=True)
+    by.graph.followed = {number for number, x in pairs if _is_followed(x)}
     if is_watched():
         raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
     watch_with(by.watched)
@@ -319,9 +319,9 @@ def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef:
     finally:
         watch_with(None)
     paths, found, _ = optree.tree_flatten_with_path(out)
-    by.program.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
+    by.graph.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
     named = zip(paths, found, strict=True)
-    by.program.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
+    by.graph.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
     by.count()
     return by
 

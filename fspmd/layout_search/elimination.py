@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.auto.model import Model
-from fspmd.auto.prices import Cost
+from fspmd.layout_search.cost_model import CostModel
 
 WIDEST = 1 << 25  # elements of a table
 _ROUNDING = 1e-11  # of the cost
@@ -42,25 +41,18 @@ class Bucket:
     tables: Sequence[Table]
     least: Tensor  # of its own choices: one dim for each of the others
 
-    @property
-    def scope(self) -> tuple[int, ...]:
-        """The dims of its costs."""
-        return (*self.others, self.variable)
+    def costs(self) -> Tensor:
+        """What its choices cost: one dim for each of the others, then its own."""
+        return _sum(self.tables, {v: i for i, v in enumerate((*self.others, self.variable))})
 
-    def costs(self, part: Mapping[int, Tensor]) -> Tensor:
-        """What its choices cost, at some places of the others."""
-        at = {v: i for i, v in enumerate(self.scope)}
-        return _sum([(own, _part(table, own, part)) for own, table in self.tables], at)
-
-    def regrets(self, places: Sequence[int]) -> Tensor:
-        """What each choice costs more than the best."""
+    def best(self, places: Sequence[int]) -> int:
+        """Its first choice that costs the least, at some places of the others."""
         mine = self.variable
         rows = [table[tuple([slice(None) if v == mine else places[v] for v in own])] for own, table in self.tables]
-        costs = functools.reduce(torch.add, rows)
-        return costs - costs.amin()
+        return int(functools.reduce(torch.add, rows).argmin())
 
 
-@dataclass(slots=True)
+@dataclass
 class Solved:
     """The least cost, and the buckets from which choices are read off, the last one first.
 
@@ -75,18 +67,12 @@ class Solved:
         """The choices that cost the least; of equal ones the first."""
         places = [0] * len(self.buckets)
         for bucket in reversed(self.buckets):
-            places[bucket.variable] = int(bucket.regrets(places).argmin())
-        return self.choices(places)
-
-    def choices(self, places: Sequence[int]) -> list[int]:
-        """Among all that a variable has."""
+            places[bucket.variable] = bucket.best(places)
         return [int(own[i]) for own, i in zip(self.kept, places, strict=True)]
 
-    def marginals(self, most: float = inf) -> list[Tensor]:
-        """For each choice of a variable the least cost of all in which it is taken: `least` goes back down.
-
-        What is more than ``most`` may be told to be infinite: the parts of tables where all is are not gone through.
-        """
+    @functools.cached_property
+    def marginals(self) -> list[Tensor]:
+        """For each choice of a variable the least cost of all in which it is taken: `least` goes back down."""
         place = {bucket.variable: i for i, bucket in enumerate(self.buckets)}
         below: list[list[Bucket]] = [[] for _ in self.buckets]
         for bucket in self.buckets:
@@ -96,21 +82,17 @@ class Solved:
         found: list[Tensor] = [Tensor()] * len(self.buckets)
         for i, bucket in reversed(list(enumerate(self.buckets))):
             rest = above.pop(bucket.variable) if bucket.others else self.cost - bucket.least
-            scope, part = bucket.scope, dict[int, Tensor]()
-            if most < inf:
-                part = dict(zip(bucket.others, _possible(bucket.least + rest <= most), strict=True))
-            whole = bucket.costs(part) + _part(rest, bucket.others, part).unsqueeze(-1)
+            scope, whole = (*bucket.others, bucket.variable), bucket.costs() + rest.unsqueeze(-1)
             found[bucket.variable] = _least_over(whole, scope, (bucket.variable,))
             for child in below[i]:
-                least = _part(child.least, child.others, part)
-                without = _least_over(whole, scope, child.others) - least
-                above[child.variable] = _whole(torch.where(least == inf, inf, without), child.others, part, child.least)
+                without = _least_over(whole, scope, child.others) - child.least
+                above[child.variable] = torch.where(child.least == inf, inf, without)
         return found
 
     def within(self, cost: float) -> list[Tensor]:
         """The choices that are taken by anything of at most this cost."""
         most = cost + _ROUNDING * max(1.0, abs(cost))
-        return [own[least <= most] for own, least in zip(self.kept, self.marginals(most), strict=True)]
+        return [own[least <= most] for own, least in zip(self.kept, self.marginals, strict=True)]
 
 
 def _least_over(table: Tensor, scope: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
@@ -121,38 +103,14 @@ def _least_over(table: Tensor, scope: tuple[int, ...], kept: tuple[int, ...]) ->
     return table.permute([left.index(v) for v in kept])
 
 
-def _possible(places: Tensor) -> list[Tensor]:
-    """The places along each dim at which anything is possible."""
-    dims = range(places.dim())
-    rows = [places.any([d for d in dims if d != dim]) if len(dims) > 1 else places for dim in dims]
-    return [row.nonzero().flatten() for row in rows]
-
-
-def _part(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor]) -> Tensor:
-    """Of a table over a scope the places of some variables."""
-    for dim, v in enumerate(scope):
-        if v in part and len(part[v]) < table.shape[dim]:
-            table = table.index_select(dim, part[v])
-    return table
-
-
-def _whole(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor], like: Tensor) -> Tensor:
-    """The table that a part was taken of, infinite elsewhere."""
-    if table.shape == like.shape:
-        return table
-    own = [part.get(v, torch.arange(n)) for v, n in zip(scope, like.shape, strict=True)]
-    found = torch.full_like(like, inf)
-    found[torch.meshgrid(own, indexing="ij")] = table
-    return found
-
-
-def order(model: Model, sizes: Sequence[int]) -> list[int]:
-    """For variables of so many choices, in which variables leave: that whose table is smallest, each time.
+def order(model: CostModel) -> list[int]:
+    """In which variables leave: that whose table is smallest, each time.
 
     Raises:
         TooWide: some table is too large all the same.
     """
-    joined: list[set[int]] = [set() for _ in model.choices]
+    sizes = [len(own) for own in model.choices]
+    joined: list[set[int]] = [set() for _ in sizes]
     for a, b in model.pairs:
         joined[a].add(b)
         joined[b].add(a)
@@ -181,62 +139,40 @@ def order(model: Model, sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def eliminate(model: Model, sequence: list[int], price: float | None, kept: Sequence[Tensor]) -> Solved:
-    """Solve, by some choices of each variable; ``price``: µs for each byte, or None: bytes alone."""
+def eliminate(model: CostModel, sequence: list[int], price: float, kept: Sequence[Tensor]) -> Solved:
+    """Solve, by some choices of each variable; ``price``: µs for each byte."""
     place = {v: i for i, v in enumerate(sequence)}
     tables: list[list[Table]] = [[] for _ in sequence]
-    known = _Known()
+    made: dict[Any, Tensor] = {}  # tables by what they are made of: where layers repeat they are the same
 
     def put(scope: tuple[int, ...], table: Tensor) -> None:
         """At the variable of the scope that leaves first."""
         tables[min(scope, key=place.__getitem__)].append((scope, table))
 
     for v, cost in enumerate(model.own):
-        put((v,), known.own(cost.of(kept[v]).weighed(price)))
+        table = cost.of(kept[v]).weighed(price)
+        put((v,), made.setdefault(tuple(table.tolist()), table))
+    names = [tuple(own.tolist()) for own in kept]
     for (a, b), cost in model.pairs.items():
-        put((a, b), known.pair(cost, kept[a], kept[b], price))
+        key = id(cost), names[a], names[b]
+        if key not in made:
+            made[key] = cost.of(kept[a], kept[b]).weighed(price)
+        put((a, b), made[key])
     total, buckets = 0.0, []
     for v in sequence:
-        found, tables[v] = tables[v], []
-        others = tuple(sorted({other for scope, _ in found for other in scope} - {v}))
+        rows, tables[v] = tables[v], []
+        others = tuple(sorted({other for scope, _ in rows for other in scope} - {v}))
         at = {u: i for i, u in enumerate((*others, v))}
-        found.sort(key=lambda row: (row[1].numel(), [at[u] for u in row[0]]))
-        buckets.append(Bucket(v, others, found, known.least(found, at)))
+        rows.sort(key=lambda row: (row[1].numel(), [at[u] for u in row[0]]))
+        parts = tuple([(tuple([at[u] for u in scope]), id(table)) for scope, table in rows])
+        if parts not in made:
+            made[parts] = _sum(rows, at).amin(-1)
+        buckets.append(Bucket(v, others, rows, made[parts]))
         if others:
-            put(others, buckets[-1].least)
+            put(others, made[parts])
         else:
-            total += float(buckets[-1].least)
+            total += float(made[parts])
     return Solved(total, buckets, kept)
-
-
-class _Known:
-    """Tables that were made, by what they are made of: where layers repeat they are the same."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, Any] = {}
-        self._held: list[Cost] = []  # so that none has the id of another
-
-    def own(self, table: Tensor) -> Tensor:
-        """Of one variable."""
-        found: Tensor = self._made.setdefault(table.numpy().tobytes(), table)
-        return found
-
-    def pair(self, cost: Cost, mine: Tensor, theirs: Tensor, price: float | None) -> Tensor:
-        """Of two variables, of some of their choices."""
-        key = id(cost.time), mine.numpy().tobytes(), theirs.numpy().tobytes()
-        if key not in self._made:
-            self._held.append(cost)
-            self._made[key] = cost.of(mine, theirs).weighed(price)
-        found: Tensor = self._made[key]
-        return found
-
-    def least(self, rows: Sequence[Table], at: Mapping[int, int]) -> Tensor:
-        """Of the sum of tables what is least over the last variable, which leaves; ``at``: the dims of variables."""
-        key = tuple([(tuple([at[v] for v in own]), id(table)) for own, table in rows])
-        if key not in self._made:
-            self._made[key] = _sum(rows, at).amin(-1)
-        found: Tensor = self._made[key]
-        return found
 
 
 def _sum(rows: Sequence[Table], at: Mapping[int, int]) -> Tensor:

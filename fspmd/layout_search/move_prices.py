@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from math import inf, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fspmd.auto.axes import over_axes
-from fspmd.auto.call_layouts import Need
+from fspmd.layout_search.call_layouts import Need
 from fspmd.redistribution.bounds import least_times
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
@@ -25,11 +23,6 @@ class Laid:
     spec: TensorSpec
     summed: frozenset[str] = frozenset()
 
-    @property
-    def over_axes(self) -> tuple[Any, ...]:
-        """What each mesh axis does."""
-        return over_axes([self.spec], [self.summed])
-
 
 @dataclass(slots=True)
 class Cost:
@@ -41,9 +34,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.time + other.time, self.memory + other.memory)
 
-    def __mul__(self, times: int) -> Cost:
-        return self if times == 1 else Cost(self.time * times, self.memory * times)
-
     def of(self, *kept: Tensor) -> Cost:
         """Of some choices of each variable."""
         time, memory = self.time, self.memory
@@ -52,15 +42,9 @@ class Cost:
                 time, memory = time.index_select(dim, own), memory.index_select(dim, own)
         return Cost(time, memory)
 
-    @property
-    def mT(self) -> Cost:
-        return Cost(self.time.mT, self.memory.mT)
-
-    def weighed(self, price: float | None) -> Tensor:
-        """Time, with µs for each byte; None: bytes alone, of what is possible."""
-        if price is None:
-            return torch.where(self.time == inf, inf, self.memory)
-        return self.time + price * self.memory if price else self.time
+    def weighed(self, price: float) -> Tensor:
+        """Time, with µs for each byte."""
+        return self.time + price * self.memory
 
 
 @dataclass(slots=True, eq=False)
@@ -72,17 +56,20 @@ class Prices:
     places: Tensor  # of the need of each way
     cost: Cost  # [layouts, needs]
     exact: Tensor
-    rows: dict[TensorSpec, list[int]]
-    columns: dict[TensorSpec, list[int]]
+    rows: dict[TensorSpec, list[int]] = field(default_factory=dict)
+    columns: dict[TensorSpec, list[int]] = field(default_factory=dict)
     learned: int = 0  # times that some have become exact
-
-    def copied(self) -> Prices:
-        """As it is, to be made exact by itself."""
-        return replace(self, cost=Cost(self.cost.time.clone(), self.cost.memory), exact=self.exact.clone())
 
     def table(self) -> Cost:
         """For each layout and way."""
         return Cost(self.cost.time[:, self.places], self.cost.memory[:, self.places])
+
+    def learn(self, spec: TensorSpec, need: int, time: float) -> None:
+        """What the move of a layout takes."""
+        for i in self.rows[spec]:
+            if not self.exact[i, need]:
+                self.cost.time[i, need], self.exact[i, need] = time, True
+                self.learned += 1
 
 
 def size(spec: TensorSpec) -> int:
@@ -113,6 +100,14 @@ def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], alone:
         for k in columns.get(one.spec, ()):
             time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], alone, topology), 0.0, True
     return Prices(laid, needs, places, Cost(time, memory), exact, rows, columns)
+
+
+def making(laid: tuple[Laid, ...], specs_of_ways: tuple[TensorSpec, ...]) -> Prices:
+    """A result may only lie as the way leaves it."""
+    rows = [[0.0 if one.spec is spec else inf for spec in specs_of_ways] for one in laid]
+    time = torch.tensor(rows, dtype=torch.float64)
+    every = torch.arange(len(specs_of_ways))
+    return Prices(laid, (), every, Cost(time, torch.zeros_like(time)), torch.ones_like(time, dtype=torch.bool))
 
 
 def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:

@@ -1,4 +1,4 @@
-"""The cheapest choice of a model as an integer program, solved by HiGHS through SciPy: where elimination is too wide.
+"""The cheapest choice of a model as an integer program, solved by HiGHS through SciPy.
 
 A binary for each choice of a variable, one of which is taken; for each pair of choices of two variables that share a
 price a number between 0 and 1, of which those of a choice add up to its binary.
@@ -6,18 +6,16 @@ price a number between 0 and 1, of which those of a choice add up to its binary.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fspmd.auto.model import Model
-from fspmd.auto.prices import Cost
 from fspmd.errors import ArgumentError
-
-
-class Infeasible(Exception):
-    """No choice fits."""
+from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.move_prices import Cost
 
 
 class _Rows:
@@ -51,44 +49,63 @@ class _Columns:
         return list(range(start, len(self.time)))
 
 
-def solve(model: Model, limit: float | None, tie: float) -> list[int]:
-    """The quickest choice of at most so many bytes; ``tie``: µs for a byte, to tell between equals.
+def solve(
+    model: CostModel,
+    price: float,
+    kept: Sequence[Tensor],
+    limit: float | None = None,
+    told: Collection[Sequence[int]] = (),
+    nodes: int | None = None,
+) -> tuple[list[int], float] | None:
+    """The cheapest choice among those that are kept, at a ``price`` in µs for each byte, and what none costs less than.
+
+    It takes at most so many bytes, and in it some argument lies otherwise than in each choice that was ``told``. After
+    so many ``nodes`` of the search it is the cheapest that was found. None: there is none.
 
     Raises:
         ArgumentError: SciPy is not there.
-        Infeasible: nothing fits.
     """
     try:
         from scipy import optimize, sparse
     except ImportError:
         raise ArgumentError(
-            "auto_spec: the graph of this function is too wide for the built-in solver; pip install fspmd[auto], which "
-            "brings SciPy's"
+            "auto_spec needs SciPy here, for a memory_limit or a graph that is too wide for the built-in solver; pip "
+            "install fspmd[auto]"
         ) from None
     if not model.choices:
-        return []
+        return None if told else ([], 0.0)
     columns, rows = _Columns(), _Rows()
-    own = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in model.own]
+    costs = [cost.of(own) for cost, own in zip(model.own, kept, strict=True)]
+    own = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in costs]
     for taken in own:
         rows.add([(taken, 1.0)], 1, 1)
     binaries = len(columns.time)
     for (a, b), cost in model.pairs.items():
-        _pair(columns, rows, own[a], own[b], cost)
+        _pair(columns, rows, own[a], own[b], cost.of(kept[a], kept[b]))
     if limit is not None:
         rows.add([([i], m) for i, m in enumerate(columns.memory) if m], -inf, limit)
+    for chosen in told:
+        same = [
+            column
+            for v in model.arguments
+            for column, i in zip(own[v], kept[v].tolist(), strict=True)
+            if model.choices[v][i].spec is model.choices[v][chosen[v]].spec
+        ]
+        rows.add([(same, 1.0)], -inf, len(model.arguments) - 1)
     at, of, factors = zip(*rows.entries, strict=True)
     matrix = sparse.csr_array((factors, (at, of)), shape=(len(rows.bounds), len(columns.time)))
     low, high = zip(*rows.bounds, strict=True)
     found = optimize.milp(
-        [t + tie * m for t, m in zip(columns.time, columns.memory, strict=True)],
+        [t + price * m for t, m in zip(columns.time, columns.memory, strict=True)],
         integrality=[1] * binaries + [0] * (len(columns.time) - binaries),
         bounds=optimize.Bounds(0, columns.most),
         constraints=optimize.LinearConstraint(matrix, low, high),
-        options={"mip_rel_gap": 0.0},
+        options={"mip_rel_gap": 0.0, **({} if nodes is None else {"node_limit": nodes})},
     )
     if found.x is None:
-        raise Infeasible
-    return [max(range(len(taken)), key=lambda i, taken=taken: found.x[taken[i]]) for taken in own]  # type: ignore[misc]
+        return None
+    taken_of = [int(torch.tensor(found.x[taken]).argmax()) for taken in own]
+    return [int(some[i]) for some, i in zip(kept, taken_of, strict=True)], float(found.mip_dual_bound)
 
 
 def _pair(columns: _Columns, rows: _Rows, one: list[int], other: list[int], cost: Cost) -> None:

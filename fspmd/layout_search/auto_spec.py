@@ -4,90 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 import optree
 
-from fspmd.auto.apply import Step, applied, short
-from fspmd.auto.eliminate import TooWide
-from fspmd.auto.fitting import fitting, peak_of
-from fspmd.auto.model import Builder
-from fspmd.auto.next_best import others, runners_up, smallest
-from fspmd.auto.record import Op, Program, is_value, record
-from fspmd.auto.repeats import Ties, ties
-from fspmd.auto.solve import DoesNotFit, Found, Solver
 from fspmd.errors import ArgumentError, MeshError, SpecError
+from fspmd.layout_search.apply import Step, short
+from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.elimination import TooWide
+from fspmd.layout_search.found_layouts import Layouts
+from fspmd.layout_search.memory_limit import fitting, peak_of
+from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
+from fspmd.layout_search.repeated_layers import Ties, ties
+from fspmd.layout_search.search import DoesNotFit, LayeredSearch, Plan
 from fspmd.meshes.mesh import Mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.modules.paths import matches, near
 from fspmd.redistribution.cost import topology
-from fspmd.spec import P, TensorSpec, complain
+from fspmd.spec import P, complain
 from fspmd.trees import parameter_names
-
-_ROUNDING = 1e-9
-_LOOKED = 36  # plans, for one that fits
-_SMALLEST = 6  # plans that are recorded where none of the quick ones fits
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """What `auto_spec` found; printing it shows a table."""
-
-    mesh: Mesh
-    """Where."""
-    specs: Any
-    """A tree like the arguments, with the `P` of each tensor, for ``device_put(args, layouts.specs, mesh=mesh)``."""
-    time: float
-    """µs of one call: computing, and collectives forward and backward."""
-    bound: float
-    """µs that no plan can beat: `time`, but where a search under a limit of memory ended before all was seen."""
-    memory: int
-    """Bytes that a rank holds: arguments, their gradients, results, and what backward keeps.
-
-    What lives only while an op runs is left out, such as a weight that is gathered for it, and what `checkpoint` does
-    not keep is counted; of ``jit(layouts.apply(f)).lower(...).memory()`` it is the other way round.
-    """
-    leaves: tuple[tuple[str, TensorSpec], ...]
-    """Key path and layout of each tensor among the arguments."""
-    steps: tuple[Step, ...]
-    """Each op: how its operands lie, and how they must."""
-    results: tuple[P | None, ...]
-    """How the tensors that are returned must lie: as the arguments of the next call, or None."""
-    alternatives: tuple[Layouts, ...] = ()
-    """The runners-up, the quickest first: plans in which some argument lies otherwise than in those before."""
-    peak: int | None = None
-    """Bytes that a rank holds at most while the recorded program runs, where `memory_limit` was given."""
-
-    @property
-    def communication(self) -> float:
-        """µs of `time` that are collectives."""
-        return self.time - sum(step.computing for step in self.steps)
-
-    def __str__(self) -> str:
-        width = max((len(name) for name, _ in self.leaves), default=0)
-        above = self.time / self.bound - 1 if self.bound else 0.0
-        gap = f"; at most {100 * above:.2g}% above what can be" if above > _ROUNDING else ""
-        time = f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives"
-        held = f"{self.memory:,} B on each rank" if self.peak is None else f"at most {self.peak:,} B on a rank"
-        lines = [f"{time}{gap}; {held}"]
-        lines += [f"  {name:{width}}  {short(spec):<32} {spec.partition}" for name, spec in self.leaves]
-        moved = [f"  {step}" for step in self.steps if str(step)]
-        return "\n".join([*lines, *(["what is moved:", *moved] if moved else ["nothing is moved"])])
-
-    __repr__ = __str__
-
-    def apply(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """``f`` with intermediate values laid out as was found: operands are moved before each call, as by `reshard`.
-
-        Of results pending sums end, or they are moved to where the next call has them. Communication is what was
-        predicted, forward and backward.
-        Without it each torch function by itself chooses what is cheapest for it alone. Apply it before `jit`.
-        """
-        return applied(f, self.mesh, self.steps, self.results)
 
 
 def auto_spec(
@@ -124,16 +61,17 @@ def auto_spec(
         memory_limit: Bytes that a rank may hold; what would not fit is sharded though that takes longer. What counts is
             the peak of the program, as ``jit(layouts.apply(f)).lower(...).memory()`` tells it. What is solved has
             another count (`Layouts.memory`), whose limit is set anew a few times until the program fits. Where ``f``
-            cannot be lowered that count alone is held to the limit.
+            cannot be lowered that count alone is held to the limit. It takes SciPy (``pip install fspmd[auto]``), whose
+            HiGHS finds what fits.
         alternatives: How many runners-up are wanted: the cheapest plans in which some argument lies otherwise than in
             any before, whatever axes that are alike are called; where layers repeat, plans in which these lie alike.
         solver: ``"elimination"``, which is built in and exact, and quick on what is nearly a chain or a tree; or
-            ``"milp"``, HiGHS through SciPy (``pip install fspmd[auto]``). By default the first, where its tables fit.
+            ``"milp"``, HiGHS alone. By default the first, where its tables fit.
 
     Raises:
         RecordError: ``f`` looks at values, or uses `shard_map`, vmap or jvp.
-        ArgumentError, SpecError: a pattern that matches nothing, a layout that does not fit, or a limit under which
-            nothing does.
+        ArgumentError, SpecError: a pattern that matches nothing, a layout that does not fit, a limit under which
+            nothing does, or no SciPy where it is needed.
 
     >>> import torch
     >>> from fspmd import make_mesh, value_and_grad
@@ -149,38 +87,27 @@ def auto_spec(
     leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
     names = _names(f, args)
     given = _given(fixed or {}, [name for name, x in zip(names, leaves, strict=True) if is_value(x)], leaves, mesh)
-    program = record(f, mesh, leaves, treedef)
+    graph = record(f, mesh, leaves, treedef)
     of_leaves = [name for name, x in zip(names, leaves, strict=True) if is_value(x)]
-    numbers = dict(zip(of_leaves, program.leaves, strict=True))
+    numbers = dict(zip(of_leaves, graph.leaves, strict=True))
     own = {numbers[name]: spec for name, spec in given.items()}
-    _carry(program, carried or {}, numbers, own)
-    known: dict[Any, Any] = {}
+    _carry(graph, carried or {}, numbers, own)
+    tables: dict[Any, Any] = {}
 
-    def solving(tied: Ties) -> Solver:
-        return Solver(Builder(program, topology(), own, tied, known), "elimination" if tied.ops else solver)
+    def model(tied: Ties) -> CostModel:
+        return CostModel(graph, topology(), own, tied, tables)
 
-    def solve(limit: float | None) -> tuple[Solver, Found]:
-        return _solve(solving, ties(program, own) if solver != "milp" else Ties(), limit)
-
-    def laid(solved: Solver, found: Found) -> Layouts:
-        return _layouts(solved.builder, found, leaves, treedef, of_leaves)
-
-    def peak(solved: Solver, found: Found) -> int | None:
-        return peak_of(f, args, mesh, laid(solved, found))
-
-    def in_order(solved: Solver, found: Found) -> Iterator[tuple[Solver, Found]]:
-        return itertools.islice(others(solved, found), _LOOKED)
-
-    def holding_least(solved: Solver) -> list[tuple[Solver, Found]]:
-        return smallest(solved, _SMALLEST)
+    def laid(plan: Plan, peak: int | None = None) -> Layouts:
+        return replace(_layouts(plan, leaves, treedef, of_leaves), peak=peak)
 
     try:
-        if memory_limit is not None:
-            fit = fitting(memory_limit, solve, peak, in_order, holding_least, alternatives, len(program.ops))
-            if fit is not None:
-                best, *after = [replace(laid(one.solver, one.found), peak=one.peak) for one in fit]
-                return replace(best, alternatives=tuple(after))
-        solved, found = solve(memory_limit)
+        search = LayeredSearch(model, ties(graph, own), solver)
+        if memory_limit is None:
+            best = search.best()
+            plans = [laid(plan) for plan in (best, *itertools.islice(search.runners_up(best), alternatives))]
+        else:
+            fit = fitting(memory_limit, search, lambda plan: peak_of(f, args, laid(plan)), alternatives)
+            plans = [laid(*one) for one in fit]
     except DoesNotFit as error:
         raise ArgumentError(
             f"auto_spec: nothing fits in memory_limit={memory_limit:,.0f} bytes; the least that was found is "
@@ -191,49 +118,24 @@ def auto_spec(
             "auto_spec: the graph of this function is too wide for solver='elimination'; write solver='milp', or leave "
             "it out"
         ) from None
-
-    after = [laid(*one) for one in runners_up(solved, found, alternatives, memory_limit)]
-    return replace(laid(solved, found), alternatives=tuple(after))
+    return replace(plans[0], alternatives=tuple(plans[1:]))
 
 
-def _solve(solving: Callable[[Ties], Solver], tied: Ties, limit: float | None) -> tuple[Solver, Found]:
-    """The best plan; where layers repeat and that loses nothing, one in which they lie alike.
-
-    What they cost alike is quickly solved, and leaves few moves to be priced for the rest.
-    """
-    alike = found = None
-    if tied.ops:
-        with suppress(DoesNotFit, TooWide):
-            alike = solving(tied)
-            found = alike.best(limit)
-    apart = solving(Ties())  # after the moves of the others are priced
-    other = apart.best(limit, inf if found is None else found.time + 1e-12 * found.memory)
-    if alike is None or found is None:
-        return apart, other
-    apart.alike = alike, found
-    if other.time < found.time * (1 - _ROUNDING):
-        return apart, other
-    return alike, replace(found, bound=other.bound)
-
-
-def _layouts(builder: Builder, found: Found, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:
-    program = builder.program
-    specs = [builder.chosen_value(number, found.chosen) for number in program.leaves]
-    own = iter(specs)
+def _layouts(plan: Plan, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:
+    graph = plan.model.graph
+    own = iter(plan.arguments)
     tree = treedef.unflatten([next(own).partition if is_value(x) else None for x in leaves])
-    steps = tuple(_steps(builder, found))
-    named = tuple(zip(names, specs, strict=True))
-    ends = {op.operands[0]: builder.chosen_value(op.results[0], found.chosen) for op in program.ops if op.carried}
-    results = tuple(ends[n].partition if n in ends else None for n in program.outputs)
-    return Layouts(program.mesh, tree, found.time, found.bound, round(found.memory), named, steps, results)
+    named = tuple(zip(names, plan.arguments, strict=True))
+    ends = {op.operands[0]: plan.layout(op.results[0]) for op in graph.ops if op.carried}
+    results = tuple(ends[n].partition if n in ends else None for n in graph.outputs)
+    return Layouts(graph.mesh, tree, plan.time, plan.bound, round(plan.memory), named, tuple(_steps(plan)), results)
 
 
-def _steps(builder: Builder, found: Found) -> Iterator[Step]:
+def _steps(plan: Plan) -> Iterator[Step]:
     """The ops; where the function says how a value lies is none."""
-    for i, op in enumerate(builder.program.ops):
+    for i, op in enumerate(plan.model.graph.ops):
         if op.pinned is None and not op.carried:
-            way = builder.chosen_way(i, found.chosen)
-            before = tuple(builder.chosen_value(number, found.chosen) for number in op.operands)
+            way, before = plan.way(i), tuple(map(plan.layout, op.operands))
             needs, casts = tuple(need.spec for need in way.needs), tuple(need.casts for need in way.needs)
             yield Step(op.name, before, needs, casts, way.results, way.computing, way.within)
 
@@ -292,9 +194,9 @@ def _given(fixed: Mapping[str, P], names: Sequence[str], leaves: Sequence[Any], 
     return found
 
 
-def _carry(program: Program, carried: Mapping[str, str], leaves: Mapping[str, int], fixed: Mapping[int, P]) -> None:
+def _carry(graph: OpGraph, carried: Mapping[str, str], leaves: Mapping[str, int], fixed: Mapping[int, P]) -> None:
     """One more op for each result that is an argument of the next call."""
-    outputs = dict(zip(program.results, program.outputs, strict=True))
+    outputs = dict(zip(graph.results, graph.outputs, strict=True))
     for result, argument in carried.items():
         matched = [name for name in outputs if name == result or name.startswith(f"{result}.") or not result]
         if not matched:
@@ -303,12 +205,12 @@ def _carry(program: Program, carried: Mapping[str, str], leaves: Mapping[str, in
             rest = name.removeprefix(result).strip(".")
             target = f"{argument}.{rest}" if rest else argument
             number = leaves.get(target)
-            if number is None or program.values[number] is not program.values[outputs[name]]:
-                given = short(program.values[outputs[name]])
+            if number is None or graph.values[number] is not graph.values[outputs[name]]:
+                given = short(graph.values[outputs[name]])
                 raise ArgumentError(
                     f"auto_spec: carried has {result!r}: {argument!r}, but the result {name!r} is {given}, and there "
                     f"is no argument {target!r} of that shape and dtype{near(target, leaves)}"
                 )
-            program.ops.append(
+            graph.ops.append(
                 Op("result", None, (outputs[name],), (number,), frozenset(), fixed.get(number), carried=True)
             )

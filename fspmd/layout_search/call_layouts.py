@@ -10,16 +10,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from fspmd.auto.axes import over_axes
-from fspmd.auto.move_counts import ONCE, Trips
-from fspmd.auto.record import Op
 from fspmd.entries import entry_of
 from fspmd.global_view.choices import passed_on
 from fspmd.global_view.flat_dims import products_of
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.propagate import Question
+from fspmd.layout_search.move_counts import ONCE, Trips
+from fspmd.layout_search.op_graph import Op
 from fspmd.redistribution.cost import Topology
 from fspmd.rules.factors import Factors
 from fspmd.rules.views import reshaped
@@ -51,12 +49,6 @@ class Way:
     def time(self) -> float:
         """µs of both."""
         return self.computing + self.within
-
-    @property
-    def over_axes(self) -> tuple[Any, ...]:
-        """What each mesh axis does."""
-        specs = [*(need.spec for need in self.needs), *self.results]
-        return over_axes(specs, [need.casts for need in self.needs])
 
 
 def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way, ...]:

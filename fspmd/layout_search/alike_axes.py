@@ -1,32 +1,16 @@
-"""What a layout or a way does over each mesh axis, and which axes may stand for each other."""
+"""Mesh axes that may stand for each other: by no size and no link they differ."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fspmd.entries import axes_within, entry_axes, entry_of
+from fspmd.entries import entry_axes, entry_of
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import P, TensorSpec
-
-
-def over_axes(specs: Sequence[TensorSpec], casts: Sequence[Collection[str]]) -> tuple[Any, ...]:
-    """For each axis where it stands in the specs, and in which casts."""
-    rows = [_places(spec) for spec in specs]
-    rows += [tuple([axis in one for axis in specs[0].mesh.axis_names]) for one in casts]
-    return tuple(zip(*rows, strict=True))
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _places(spec: TensorSpec) -> tuple[int | str | None, ...]:
-    """For each axis the dim that it shards, or whether it has pending sums."""
-    partition = spec.partition
-    found: dict[str, int | str] = {axis: d for d, entry in enumerate(partition) for axis in axes_within(entry)}
-    found |= dict.fromkeys(partition.unreduced, "U") | dict.fromkeys(partition.reduced, "R")
-    return tuple(map(found.get, spec.mesh.axis_names))
 
 
 @functools.lru_cache(maxsize=64)
