@@ -27,11 +27,10 @@ from fspmd.spec import TensorSpec
 TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 BYTES = 1e6  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
-_SLACK = 1e-3  # of the least cost: how much more plans cost that are looked for first
-_WIDER = 4.0  # times that, when these are not enough
+_SLACK = 1e-5  # of the least cost: how much more plans cost that are looked for first
+_WIDER = 10.0  # times that, when these are not enough
 _NEAR = 0.1  # of the least cost: beyond it all choices are looked at
-_CELLS = 1 << 13  # of the tables of an integer program that is solved in seconds
-_NODES = 50  # of its search, where elimination knows a plan that is nearly as good
+_CELLS = 1 << 14  # of the tables of an integer program, for each node of its search: some seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,8 @@ class Search:
             over, fits = (found, fits) if found.memory > limit else (over, found)
         bound = fits.cost - price * limit
         for most, kept in self._nearby(fits, fits.time + price * limit):
-            mixed = self._by_integers(TIE, kept, limit, nodes=_NODES) if self._cells(kept) <= _CELLS else None
+            nodes = _CELLS // max(sum(len(kept[a]) * len(kept[b]) for a, b in self.model.pairs), 1)
+            mixed = self._by_integers(TIE, kept, limit, nodes=nodes) if nodes else None
             if mixed is None or mixed.memory > limit:
                 break
             fits = min(fits, mixed, key=lambda one: one.time)
@@ -203,9 +203,6 @@ class Search:
             if mixed.bound < mixed.time or bound >= fits.time:
                 break
         return replace(fits, bound=bound if bound < fits.time * (1 - _ROUNDING) else fits.time, price=price)
-
-    def _cells(self, kept: Sequence[Tensor]) -> int:
-        return sum(len(kept[a]) * len(kept[b]) for a, b in self.model.pairs)
 
     def _by_integers(
         self,
