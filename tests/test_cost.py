@@ -65,7 +65,7 @@ def _common(a: Window, b: Window) -> int:
 
 @pytest.mark.parametrize("sizes", [(9, 4), (2, 3)])
 def test_traffic_is_that_of_the_busiest_of_all_ranks(sizes: tuple[int, ...]) -> None:
-    """Beyond some ranks they are counted in another way; even blocks, uneven ones, and more ranks than rows."""
+    """Of even blocks, uneven ones, and more ranks than rows."""
     mesh, chosen = make_mesh(sizes, ("x", "y"), transport="abstract"), random.Random(0)
     placed = [P(a, b) for a in ENTRIES for b in ENTRIES if not {*(a or ())} & {*(b or ())}]
     for _ in range(60):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -213,51 +212,54 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
     return tuple(found)
 
 
-_MANY = 32  # ranks, beyond which they are counted by one tensor
-
-
 @functools.lru_cache(maxsize=8192)
 def traffic(move: Reblock) -> Traffic:
     """What the busiest rank receives, counted without listing who sends what."""
-    mesh, axes = move.target.mesh, _named(move)
-    if axes is not None and prod([mesh.shape[axis] for axis in axes]) > _MANY:
-        return _traffic_of_many(move, axes)
-    grid = [functools.cache(functools.partial(_touched, starts)) for starts in _starts(move.source)]
-    messages = elements = 0
-    for at in coordinates(mesh, axes):
-        mine, own, lacks = _received(move, at)
-        if lacks:
-            pieces = prod([touched(*span) for touched, span in zip(grid, mine, strict=True)])
-            messages, elements = max(messages, pieces - (own is not None)), max(elements, lacks)
-    return Traffic(messages, elements)
-
-
-def _traffic_of_many(move: Reblock, axes: frozenset[str]) -> Traffic:
-    """The same within a mesh, of all ranks at a time; each dim is counted along its own axes alone."""
-    whole, kept, pieces = [], [], []
+    if move.across:
+        return _traffic_across(move)
+    source, target = move.source, move.target
+    # where blocks are even ranks that differ along other axes have the same to do
+    even = source.even and target.even
+    axes = frozenset(move.axes) if even else source.partition.axes | target.partition.axes
+    dims = zip(target.shape, source.partition, target.partition, strict=True)
     with DisableTorchDispatch(), DisableTorchFunction():
-        for (before, origins, ends), (after, starts, stops) in zip(
-            _ranges(move.source, axes), _ranges(move.target, axes), strict=True
-        ):
-            begins = origins[origins < ends].unique()
-            touched = torch.searchsorted(begins, stops) - torch.searchsorted(begins, starts, right=True) + 1
-            common = torch.minimum(ends[before], stops[after]) - torch.maximum(origins[before], starts[after])
-            kept.append(common.clamp(min=0))
-            whole.append((stops - starts)[after])
-            pieces.append(touched[after])
-        size, own, count = (functools.reduce(operator.mul, found) for found in (whole, kept, pieces))
+        size = own = count = torch.ones((), dtype=torch.int64, device="cpu")
+        for whole, kept, pieces in (_rows(target.mesh, axes, n, *map(entry_axes, cuts)) for n, *cuts in dims):
+            size, own, count = size * whole, own * kept, count * pieces
         received = torch.where(size > own, count - (own > 0).long(), 0)
         return Traffic(int(received.max()), int((size - own).max()))
 
 
-def _ranges(spec: TensorSpec, axes: frozenset[str]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Of each dim the places of the ranks among its pieces, and where those start and end."""
-    sizes, names = spec.mesh.shape, spec.mesh.axis_names
+@functools.lru_cache(maxsize=4096)
+def _rows(
+    mesh: Mesh, axes: frozenset[str], size: int, before: tuple[str, ...], after: tuple[str, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ranks along ``axes`` the rows of a dim that each needs; those that it has; the pieces that they lie in."""
+    sizes, names = mesh.shape, mesh.axis_names
     some = tuple([slice(None if axis in axes else 1) for axis in names])
-    for size, entry in zip(spec.shape, spec.partition, strict=True):
-        cut = entry_axes(entry)
-        places = _places(tuple(sizes.values()), tuple([names.index(axis) for axis in cut]))
-        yield places[some], *_pieces(size, tuple([sizes[axis] for axis in cut]))
+    (have, origins, ends), (need, starts, stops) = (
+        (
+            _places(tuple(sizes.values()), tuple([names.index(axis) for axis in cut]))[some],
+            *_pieces(size, tuple([sizes[axis] for axis in cut])),
+        )
+        for cut in (before, after)
+    )
+    begins = origins[origins < ends].unique()
+    touched = torch.searchsorted(begins, stops) - torch.searchsorted(begins, starts, right=True) + 1
+    common = torch.minimum(ends[have], stops[need]) - torch.maximum(origins[have], starts[need])
+    return (stops - starts)[need], common.clamp(min=0), touched[need]
+
+
+def _traffic_across(move: Reblock) -> Traffic:
+    """The same from one mesh to another, rank by rank."""
+    starts = _starts(move.source)
+    messages = elements = 0
+    for at in coordinates(move.target.mesh):
+        mine, own, lacks = _received(move, at)
+        if lacks:
+            pieces = prod([_touched(begins, *span) for begins, span in zip(starts, mine, strict=True)])
+            messages, elements = max(messages, pieces - (own is not None)), max(elements, lacks)
+    return Traffic(messages, elements)
 
 
 @functools.lru_cache(maxsize=256)
@@ -283,15 +285,6 @@ def is_idle(move: Reblock) -> bool:
     return not traffic(move).elements
 
 
-def _named(move: Reblock) -> frozenset[str] | None:
-    """The axes along which ranks differ in what they receive; None: all."""
-    if move.across:
-        return None
-    if move.source.even and move.target.even:  # ranks that differ along others have the same to do
-        return frozenset(move.axes)
-    return move.source.partition.axes | move.target.partition.axes
-
-
 def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int]:
     """The new block of the rank at a coordinate, what it has of it, and how many elements it lacks."""
     source, target = move.source, move.target
@@ -299,9 +292,9 @@ def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int
     size = prod([length for _, length in mine])
     if not size:
         return mine, None, 0
-    before = source.mesh.coordinate(target.mesh.rank_at(at)) if move.across else at
+    before = source.mesh.coordinate(target.mesh.rank_at(at))
     own = None
-    if before is not None and (not move.across or _group(move, source, before) == _group(move, target, at)):
+    if before is not None and _group(move, source, before) == _group(move, target, at):
         own = _meet(window(source, before), mine)
     return mine, own, size - (prod([length for _, length in own]) if own is not None else 0)
 
