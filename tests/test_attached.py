@@ -484,3 +484,14 @@ def test_threads_of_autograd_have_the_turn_of_the_one_that_waits_for_them() -> N
     with attached(module, {"weight": torch.ones(3, 2)}):
         assert _engine_run_backward()
         assert module.weight.sum() == 6
+
+
+def test_pruning_while_attached_for_a_block_is_told() -> None:
+    """The module has other parameters then than the leaves that are to leave it."""
+    module = nn.Linear(2, 4, bias=False)
+    weight = device_put(torch.ones(4, 2), P("x"), mesh=make_mesh((2,), ("x",))).requires_grad_()
+    with (
+        pytest.raises(ArgumentError, match=r"^attached: the module has given up its 'weight', as torch.nn.utils.prune"),
+        attached(module, {"weight": weight}),
+    ):
+        prune.l1_unstructured(module, "weight", 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import pickle
@@ -11,6 +12,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fspmd.errors import AxisError, FspmdError, MeshError
+from fspmd.meshes import grid, world
 from fspmd.meshes import mesh as mesh_module
-from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
 
 settings.register_profile("no deadline", deadline=None)  # machines under load are slow, not wrong
@@ -631,3 +633,45 @@ def test_a_simulated_mesh_as_a_device_mesh() -> None:
     assert dm.mesh_dim_names == ("x", "y")
     assert dm.mesh.tolist() == [[3, 1, 4], [5, 9, 2]]
     assert Mesh.from_device_mesh(dm) == mesh
+
+
+def test_equal_meshes_are_one_object() -> None:
+    """Whatever they were made by; in several threads; and what none has any more is forgotten."""
+    mesh = make_mesh((2, 3), ("a", "b"))
+    assert make_mesh((2, 3), ("a", "b"), ranks=[0, 1, 2, 3, 4, 5]) is mesh
+    assert pickle.loads(pickle.dumps(mesh)) is mesh
+    assert mesh.flatten(("a", "b"), "c").unflatten("c", {"a": 2, "b": 3}) is mesh
+    assert make_mesh((2, 3), ("a", "b"), ranks=[0, 2, 1, 3, 4, 5]) is not mesh
+    with ThreadPoolExecutor(8) as pool:
+        for n in range(20):
+            made = list(pool.map(lambda _, n=n: make_mesh((n + 1, 7), ("p", "q")), range(16)))
+            assert all(one is made[0] for one in made)
+    del made
+    gc.collect()
+    before = len(grid._GRIDS)
+    for n in range(50):
+        make_mesh((n + 1, 11), ("p", "q"))
+    gc.collect()
+    assert len(grid._GRIDS) <= before
+
+
+def test_a_mesh_may_be_made_while_garbage_is_collected() -> None:
+    class Late:
+        itself: Any
+
+        def __del__(self) -> None:
+            made.append(make_mesh((3, 5), ("p", "q")))
+
+    made: list[Mesh] = []
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for n in range(50):
+            late = Late()
+            late.itself = late
+            del late
+            make_mesh((n + 1, 13), ("p", "q"))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert len(made) == 50

@@ -122,6 +122,13 @@ def test_a_price_that_is_none_is_told(price: Any) -> None:
         rule(lambda x: x, "[d] -> [d]", body=lambda site, x: x, price=price)
 
 
+@pytest.mark.parametrize("price", [lambda layout: "cheap", lambda layout: None, lambda layout: float("nan")])
+def test_a_price_that_is_no_time_is_told(price: Any) -> None:
+    ruled = rule(lambda x: x.amax(-1), "m [d] -> m", body=lambda site, x: pmax(x.amax(-1), site.axes["d"]), price=price)
+    with pytest.raises(ArgumentError, match=r"^the price of a body gave .*; it gives µs, 0 or more"):
+        ruled(device_put(torch.ones(4, 64), P(None, "x"), mesh=LINE))
+
+
 def test_dims_that_only_some_results_have() -> None:
     """Of a sharded one a result may be a sum, a part of it, or independent of it; the rule does not tell."""
 

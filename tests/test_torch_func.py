@@ -17,7 +17,19 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import fspmd
-from fspmd import ArgumentError, Mesh, P, RecordError, Sharded, device_get, device_put, jit, make_mesh, shard_map
+from fspmd import (
+    ArgumentError,
+    Mesh,
+    P,
+    RecordError,
+    Sharded,
+    VarianceError,
+    device_get,
+    device_put,
+    jit,
+    make_mesh,
+    shard_map,
+)
 
 _GENERATOR = torch.Generator().manual_seed(0)
 X, W = (torch.randn(*shape, generator=_GENERATOR, dtype=F64) for shape in ((4, 5), (5, 6)))
@@ -165,3 +177,20 @@ def test_graphs_of_derivatives_are_refused() -> None:
     for f, primal in ((torch.sin, w), (lambda x: x * w, W)):
         with pytest.raises(RecordError, match=r"write fspmd\.jvp\(f, \(x,\), \(tangent,\)\)|write fspmd\.jit"):
             func.linearize(f, primal)
+
+
+def test_a_write_that_vmap_would_lose_is_refused() -> None:
+    """The elements of a dim that is cut are copies; where it is whole they are views, and the write is seen."""
+
+    def add(row: Any) -> Any:
+        row.add_(1)
+        return row.sum()
+
+    for spec, is_seen in ((P(), True), (P(None, "y"), True), (P("x"), False), (P(("x", "y")), False)):
+        x = device_put(torch.zeros(4, 5, dtype=F64), spec, mesh=GRID)
+        if is_seen:
+            torch.vmap(add)(x)
+            assert device_get(x).sum() == 20
+        else:
+            with pytest.raises(VarianceError, match=r"^add_\(\) writes into a copy: torch.vmap over a dim that is cut"):
+                torch.vmap(add)(x)

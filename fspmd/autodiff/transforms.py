@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fspmd.autodiff.batching import extended, placed, without_dim
 from fspmd.autodiff.cotangents import tangents_of
+from fspmd.copies import as_copies
 from fspmd.errors import RecordError
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike, pair
@@ -48,7 +49,9 @@ def _mapped(original: Any, x: Sharded, dim: int, level: int) -> Sharded:
     p = x.spec.partition
     entries = (*p.entries[:dim], None, *p.entries[dim + 1 :])
     whole = x.spec.with_partition(P(*entries, unreduced=p.unreduced, reduced=p.reduced))
-    block = x.local if whole is x.spec else redistribute(x.local, x.spec, whole)
+    block = x.local
+    if whole is not x.spec:  # a write into it would not be seen
+        block = as_copies(redistribute(block, x.spec, whole), block, "torch.vmap over a dim that is cut")
     return pair(original(block, dim, level), without_dim(whole, dim))
 
 

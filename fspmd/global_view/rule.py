@@ -106,13 +106,26 @@ def rule(
 
 def _priced(body: Callable[..., Any], price: Any) -> Bodied:
     if callable(price):
-        return Bodied(body, price, asks=True)
+        return Bodied(body, _in_numbers(price), asks=True)
     if not isinstance(price, (int, float)) or isinstance(price, bool) or not price >= 0:
         raise ArgumentError(
             f"rule got {described(price)} for price; give it a number of all-reduces, or a function of a BodyLayout "
             "that gives µs: price=lambda layout: layout.price('reduce', layout.row_bytes(), layout.row_bytes())"
         )
     return replace(reducing(price)(body), asks=True)
+
+
+def _in_numbers(price: Callable[[BodyLayout], Any]) -> Callable[[BodyLayout], float]:
+    def time(layout: BodyLayout) -> float:
+        found = price(layout)
+        if not isinstance(found, (int, float)) or not found >= 0:
+            raise ArgumentError(
+                f"the price of a body gave {described(found)}; it gives µs, 0 or more: price=lambda layout: "
+                "layout.price('reduce', layout.row_bytes(), layout.row_bytes())"
+            )
+        return found
+
+    return time
 
 
 def _tells_sizes(pattern: str) -> bool:

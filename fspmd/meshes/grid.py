@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
 from collections.abc import Container, Iterable, Mapping, Sequence
-from threading import Lock
+from threading import RLock
 from types import MappingProxyType
 from typing import Any, Final, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from fspmd.errors import AxisError, MeshError, ShapeError
 from fspmd.meshes.axes import check_different, check_names, infer_sizes, integers
@@ -25,8 +26,21 @@ __all__ = ["Grid", "lay_out"]
 
 G = TypeVar("G", bound="Grid")
 
-_GRIDS: Final[dict[Any, WeakSet[Grid]]] = {}  # by what equal grids agree on
-_LOCK: Final = Lock()
+
+class _Interning:
+    """One thread at a time makes a grid; a process that was forked meanwhile begins anew."""
+
+    def __init__(self) -> None:
+        self.unlock()
+        os.register_at_fork(after_in_child=self.unlock)
+
+    def unlock(self) -> None:
+        self.lock = RLock()
+
+
+_interning: Final = _Interning()
+#: by what equal grids agree on, those that live, each of which keeps the set of them
+_GRIDS: Final[WeakValueDictionary[Any, WeakSet[Grid]]] = WeakValueDictionary()
 _CACHED = 1 << 12  # results kept per grid, and the largest grid whose groups are kept
 
 
@@ -37,7 +51,18 @@ class Grid:
     Wherever ``axes`` is taken it is a name or a tuple of names.
     """
 
-    __slots__ = ("__weakref__", "_axes", "_cache", "_layout", "_map", "_offset", "axis_names", "shape", "size")
+    __slots__ = (
+        "__weakref__",
+        "_alike",
+        "_axes",
+        "_cache",
+        "_layout",
+        "_map",
+        "_offset",
+        "axis_names",
+        "shape",
+        "size",
+    )
 
     axis_names: tuple[str, ...]
     """The names of the axes, major first."""
@@ -70,12 +95,15 @@ class Grid:
     def _interned(self) -> Self:
         ranks = self.ranks  # of equal grids the layouts may differ, over different maps; these do not
         key = (type(self), self._kind(), self.axis_names, tuple(self.shape.values()), ranks[0], ranks[-1])
-        with _LOCK:
-            alike = _GRIDS.setdefault(key, WeakSet())
-            for known in alike:
+        with _interning.lock:
+            alike = _GRIDS.get(key) or WeakSet()
+            for known in list(alike):  # collecting garbage may make or drop others meanwhile
                 if self._has_ranks_of(known):
                     return known  # type: ignore[return-value]
+            alike = _GRIDS.get(key) or alike
             alike.add(self)
+            _GRIDS[key] = alike
+            object.__setattr__(self, "_alike", alike)
         return self
 
     def _has_ranks_of(self, other: Grid) -> bool:

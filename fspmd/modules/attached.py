@@ -229,6 +229,11 @@ class Attachment:
         for name, leaf in self.leaves.items():
             if name not in self.slots or (now := self.slots[name].value) is leaf.value:
                 continue
+            if not self.slots[name].is_there:
+                raise ArgumentError(
+                    f"{self.what}: the module has given up its {name!r}, as torch.nn.utils.prune has it do, and cannot "
+                    "be as it was before; put params there for good instead: attach(module, params), then prune"
+                )
             if not isinstance(leaf.holder, (MutableMapping, MutableSequence)):
                 raise TreeError(
                     f"{self.what}: forward put another tensor in the place of {name!r}, but params holds that in "

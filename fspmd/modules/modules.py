@@ -64,8 +64,8 @@ def attached(module: M, params: Any, /, *, styles: ParallelPlan | None = None) -
     """``with attached(module, params):``, in which the module has ``params`` in the place of its own tensors.
 
     What takes a module takes them from it there: ``module(x)``, ``module.generate(...)``, ``module.parameters()``, and
-    so optimizers. Leaves in the places of parameters become parameters, as ``nn.Parameter(x)`` is: they can be tied, or
-    pruned. Arguments, errors and what is written are those of `functional_call`; other threads' calls of the
+    so optimizers. Leaves in the places of parameters become parameters, as ``nn.Parameter(x)`` is: they can be
+    tied. Arguments, errors and what is written are those of `functional_call`; other threads' calls of the
     module wait until the block ends. Backward may follow later, whatever a checkpoint computes again in it.
 
     >>> from fspmd import P, device_put, make_mesh
