@@ -34,7 +34,7 @@ class BodyLayout(NamedTuple):
     >>> layout = BodyLayout((spec,), (spec,), ("x",), topology(), frozenset({1}))
     >>> layout.row_bytes()  # one number for each of 64 rows
     256
-    >>> layout.price("reduce", 256, 256) < layout.price("gather", 2**18, 2**20)
+    >>> layout.price("reduce", 256, 256) < layout.price("gather", 2**24, 2**26)
     True
     """
 
