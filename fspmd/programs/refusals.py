@@ -218,8 +218,8 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
 def shape_of_values(func: Any) -> RecordError:
     """The refusal of a call whose result has a shape that depends on values."""
     name = _name_of(func)
-    by_rank = f"{_BY_RANK}: {style_by_rows(trace().cause.module or '...')}"
-    advice = f"; {_INSTEAD.get(name, by_rank)}"
+    sized = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    advice = f"{sized}; {_BY_RANK}: {style_by_rows(trace().cause.module or '...')}"
     return constant_of(f"{name}, which gives a result whose shape depends on values", advice)
 
 
