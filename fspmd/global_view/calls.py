@@ -21,6 +21,7 @@ from fspmd.rules.like_functions import LIKES
 from fspmd.sharded import Sharded, call_torch
 from fspmd.signatures import Place
 from fspmd.spec import P
+from fspmd.tracing import hidden
 
 #: functions that draw or make values of the shape of an operand, as which they lie
 _LIKE: Final = frozenset((*LIKES, *DRAWS, *DROPOUTS))
@@ -52,6 +53,7 @@ class Calls:
             self._known[key] = self._ask(func, *plain)
         return self._known[key]
 
+    @hidden
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
         if func is Tensor.__radd__ and type(args[1]) is int and not args[1] and args[0].dtype is not torch.bool:
             return Asked(run=_copied, in_parts=True)  # Python's sum starts so, for which no pending sum ends
