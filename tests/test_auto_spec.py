@@ -198,7 +198,12 @@ def test_what_a_choice_costs_at_least_is_what_is_found_with_it_alone(f: Any, arg
     leaves, treedef = optree.tree_flatten(args)
     model = CostModel(record(f, LINE, leaves, treedef), topology(), {})
     sequence, every = elimination.order(model), [torch.arange(len(own)) for own in model.choices]
-    for v, marginals in enumerate(elimination.eliminate(model, sequence, 0.0, every).marginals):
+    solved = elimination.eliminate(model, sequence, 0.0, every)
+    for share in (1.0, 1.1, 1.5, 4.0):
+        most = share * solved.cost
+        for some, marginals in zip(solved.within(most), solved.marginals(), strict=True):
+            assert some.tolist() == (marginals <= most * (1 + 1e-11)).nonzero().flatten().tolist()
+    for v, marginals in enumerate(solved.marginals()):
         for i, least in enumerate(marginals.tolist()):
             kept = [*every[:v], torch.tensor([i]), *every[v + 1 :]]
             assert least == pytest.approx(elimination.eliminate(model, sequence, 0.0, kept).cost, rel=1e-9)

@@ -28,9 +28,11 @@ TIE = 1e-12  # µs for each byte: of equally quick plans that which holds less
 BYTES = 1e6  # µs for each byte: of all plans that which holds least
 _ROUNDING = 1e-9
 _SLACK = 1e-5  # of the least cost: how much more plans cost that are looked for first
-_WIDER = 10.0  # times that, when these are not enough
+_WIDER = 4.0  # times that, when these are not enough
+_CLOSE = 0.01  # of the least cost: a known plan that costs no more rules out most choices
 _NEAR = 0.1  # of the least cost: beyond it all choices are looked at
-_CELLS = 1 << 14  # of the tables of an integer program, for each node of its search: some seconds
+_CELLS = 1 << 14  # of the tables of an integer program that is solved in seconds
+_WORK = 1 << 13  # nodes of its search times cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Search:
             if plan.cost > most + _ROUNDING * abs(most) or not self.model.price(plan.chosen):
                 return plan
             most = min(most, self._plan(plan.chosen, price).cost)
-            if most <= solved.cost + _NEAR * abs(solved.cost):  # else few are left out
+            if most <= solved.cost + _CLOSE * abs(solved.cost):  # else few are left out
                 kept = solved.within(most)
 
     def in_order(self, price: float) -> Iterator[Plan]:
@@ -160,7 +162,7 @@ class Search:
 
     def _second(self, solved: Solved, best: Plan) -> tuple[float, int, Tensor] | None:
         """What the next best costs at least, an argument that lies otherwise in it, and which choices lie as there."""
-        rows, marginals = [], solved.marginals
+        rows, marginals = [], solved.marginals()
         for v in self.model.arguments:
             laid, own = self.model.choices[v], solved.kept[v].tolist()
             costs = zip(marginals[v].tolist(), own, strict=True)
@@ -194,8 +196,9 @@ class Search:
             over, fits = (found, fits) if found.memory > limit else (over, found)
         bound = fits.cost - price * limit
         for most, kept in self._nearby(fits, fits.time + price * limit):
-            nodes = _CELLS // max(sum(len(kept[a]) * len(kept[b]) for a, b in self.model.pairs), 1)
-            mixed = self._by_integers(TIE, kept, limit, nodes=nodes) if nodes else None
+            cells = sum(len(kept[a]) * len(kept[b]) for a, b in self.model.pairs)
+            nodes = max(_WORK // max(cells, 1), 1)
+            mixed = self._by_integers(TIE, kept, limit, nodes=nodes) if cells <= _CELLS else None
             if mixed is None or mixed.memory > limit:
                 break
             fits = min(fits, mixed, key=lambda one: one.time)
