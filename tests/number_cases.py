@@ -15,7 +15,7 @@ from opinfo.sweep import dtype_of, function_of, gradients, is_tensor, samples
 from torch import Tensor
 
 from fspmd import Sharded
-from fspmd.op_kinds import name_of
+from fspmd.ops.traits import name_of
 
 #: the second value of which op_db's op may, or must, be planned or traced anew, and why
 ANEW = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
 from fspmd import P, VarianceError, device_get, device_put, make_mesh, pcast, psum, shard_map
-from fspmd.linearity import ADDED, AVERAGES, BETWEEN, LINEAR, WHEN
+from fspmd.ops.linearity import ADDED, AVERAGES, BETWEEN, LINEAR, WHEN
 
 F64, aten = torch.float64, torch.ops.aten
 Sample = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

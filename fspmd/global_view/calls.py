@@ -14,12 +14,12 @@ from fspmd.global_view.planning import places_of, plan_call
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
-from fspmd.op_kinds import name_of
+from fspmd.ops.signatures import Place
+from fspmd.ops.traits import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.like_functions import LIKES
 from fspmd.sharded import Sharded, call_torch
-from fspmd.signatures import Place
 from fspmd.spec import P
 from fspmd.tracing import hidden
 

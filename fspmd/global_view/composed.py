@@ -25,7 +25,7 @@ from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.global_view.unruled import Run
 from fspmd.meshes.mesh import Mesh
-from fspmd.op_kinds import name_of
+from fspmd.ops.traits import name_of
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute

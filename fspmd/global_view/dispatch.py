@@ -26,13 +26,13 @@ from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_strides import with_strides
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
-from fspmd.op_kinds import INSTEAD_OF_COMPILED
+from fspmd.ops.signatures import at
+from fspmd.ops.traits import INSTEAD_OF_COMPILED
 from fspmd.redistribution.cost import replan_with
 from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import META, STRIDED, Sharded, held_as, is_sharded, laid, pair, shell
-from fspmd.signatures import at
 from fspmd.spec import TensorSpec, is_float
 from fspmd.tracing import hidden
 

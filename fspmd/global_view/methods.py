@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.operators import BINARY, REFLECTED, UNARY
+from fspmd.ops.operators import BINARY, REFLECTED, UNARY
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import TensorBase
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fspmd.global_view.propagate import OpPlan
+from fspmd.ops.signatures import Place, at
 from fspmd.redistribution.shared_moves import along, cast_once
 from fspmd.remembered import holds_casts
-from fspmd.signatures import Place, at
 from fspmd.torch_internals import transforms_active
 
 _grad_enabled = torch.is_grad_enabled

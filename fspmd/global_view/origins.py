@@ -20,12 +20,12 @@ from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.operands import cast_operands, move_operands
 from fspmd.global_view.propagate import OpPlan, Question, plan_of
 from fspmd.global_view.strategies import PASSES, Strategy
+from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
-from fspmd.signatures import at
 from fspmd.spec import TensorSpec, is_float
 
 

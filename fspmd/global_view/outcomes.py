@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fspmd.fake_mode import FakeMode
 from fspmd.forms import Laid, Strided, packed
-from fspmd.op_kinds import name_of
+from fspmd.ops.signatures import Place, at
+from fspmd.ops.traits import name_of
 from fspmd.rules import Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
-from fspmd.signatures import Place, at
 from fspmd.spec import TensorSpec, is_float
 from fspmd.torch_internals import (
     DataDependentOutputException,

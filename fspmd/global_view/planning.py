@@ -27,12 +27,12 @@ from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.op_kinds import name_of
-from fspmd.operators import BINARY, REFLECTED
+from fspmd.ops.operators import BINARY, REFLECTED
+from fspmd.ops.signatures import Place, by_own_names, parameters
+from fspmd.ops.traits import name_of
 from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, call_torch, is_sharded
-from fspmd.signatures import Place, by_own_names, parameters
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import LocalTensor

@@ -44,9 +44,10 @@ from fspmd.global_view.outcomes import (
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.sharded_bodies import as_local_call
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
-from fspmd.linearity import stay_sums
 from fspmd.local_view.empty_blocks import connected
 from fspmd.local_view.hooks import completing
+from fspmd.ops.linearity import stay_sums
+from fspmd.ops.signatures import Place, argument_of, at, by_signature, in_order, may_view, stand_in_order
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg
@@ -56,7 +57,6 @@ from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, withou
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.views import groups, reshaped
 from fspmd.sharded import Sharded
-from fspmd.signatures import Place, argument_of, at, by_signature, in_order, may_view, stand_in_order
 from fspmd.spec import P, TensorSpec, is_float
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import torch
 
 from fspmd.errors import ArgumentError, FspmdError, VarianceError
 from fspmd.messages import quoted
-from fspmd.op_kinds import INSTEAD_OF_COMPILED, name_of
-from fspmd.operators import OPERATORS
+from fspmd.ops.operators import OPERATORS
+from fspmd.ops.traits import INSTEAD_OF_COMPILED, name_of
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import StopRecomputation, is_any_autocast_enabled
 

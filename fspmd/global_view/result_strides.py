@@ -11,9 +11,9 @@ from fspmd.global_view.outcomes import Outcome, begun, on_meta
 from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import shown
+from fspmd.ops.signatures import at
 from fspmd.rules import ENGINE, writes
 from fspmd.sharded import Sharded, laid, lies, relay
-from fspmd.signatures import at
 
 
 def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:

@@ -24,7 +24,7 @@ from fspmd.global_view.decompose import (
 )
 from fspmd.global_view.refusals import TOLD, NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.global_view.result_gradients import Followed
-from fspmd.op_kinds import autocasts, name_of
+from fspmd.ops.traits import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
 from fspmd.sharded import Sharded, call_torch, is_plain, laid, lies

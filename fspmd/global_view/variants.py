@@ -15,12 +15,12 @@ from fspmd.global_view.origins import noting
 from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, plan_of
 from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
+from fspmd.ops.signatures import Place, at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.redistribution.shared_moves import ended
 from fspmd.remembered import has_moves
 from fspmd.sharded import Sharded, call_torch
-from fspmd.signatures import Place, at
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import transforms_active
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.local_view.modes import BodyMode
-from fspmd.op_kinds import OPS, learn
+from fspmd.ops.traits import OPS, learn
 from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 

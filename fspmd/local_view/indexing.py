@@ -21,7 +21,7 @@ from fspmd.local_view.uneven import (
     numbers_to_tensors,
     rank_number,
 )
-from fspmd.op_kinds import OPS, learn
+from fspmd.ops.traits import OPS, learn
 from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import recorder

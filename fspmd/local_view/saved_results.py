@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
-from fspmd.op_kinds import tensors_in
+from fspmd.ops.traits import tensors_in
 from fspmd.remembered import ASKING
 from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.tracing import hidden

@@ -40,7 +40,7 @@ from fspmd.local_view.uneven import (
     numbers_frame,
     numbers_to_tensors,
 )
-from fspmd.op_kinds import OPS, Op, learn
+from fspmd.ops.traits import OPS, Op, learn
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import is_dead_wrapper, transforms_active

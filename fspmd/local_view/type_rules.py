@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.linearity import ADDED, BETWEEN, plain_name, stay_sums
 from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
-from fspmd.op_kinds import Op, written_operands
+from fspmd.ops.linearity import ADDED, BETWEEN, plain_name, stay_sums
+from fspmd.ops.signatures import in_order
+from fspmd.ops.traits import Op, written_operands
 from fspmd.remembered import wrote
-from fspmd.signatures import in_order
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame

@@ -17,7 +17,7 @@ from fspmd.errors import ShapeError, VarianceError
 from fspmd.local_view.parts import PARTS, parted
 from fspmd.local_view.saved_results import Way, unasked, way_of
 from fspmd.local_view.unbind import bind, unbind
-from fspmd.op_kinds import tensors_in
+from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, apply, call, is_transformed
 from fspmd.torch_internals import DisableTorchFunction, forward_ad, is_gradtracking, is_wrapped, wrapped_by
 from fspmd.tracing import outside_transforms

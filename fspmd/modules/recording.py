@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from fspmd.errors import ArgumentError
-from fspmd.op_kinds import learn, name_of
+from fspmd.ops.traits import learn, name_of
 from fspmd.torch_internals import fan_of
 
 

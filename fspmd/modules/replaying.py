@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.modules.recording import INITS, InitRecorder, RecordedCall, Ref
-from fspmd.op_kinds import name_of
+from fspmd.ops.traits import name_of
 from fspmd.placing import creation
 from fspmd.placing.placement import device_put
 from fspmd.sharded import Sharded, call_torch

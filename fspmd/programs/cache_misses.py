@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
-from fspmd.op_kinds import autocasts
+from fspmd.ops.traits import autocasts
 from fspmd.programs.keys import Static, default_device, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor

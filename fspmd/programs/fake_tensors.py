@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fspmd.fake_mode import FakeMode
 from fspmd.local_view.type_rules import tensors_of
+from fspmd.ops.schemas import facts_of
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
@@ -29,7 +30,6 @@ from fspmd.torch_internals import (
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
-from fspmd.transport.op_facts import facts_of
 
 _LITERALS: Final = frozenset(
     {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}

@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
-from fspmd.op_kinds import autocasts
+from fspmd.ops.traits import autocasts
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.torch_internals import (
     DeviceContext,

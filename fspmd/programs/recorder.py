@@ -19,6 +19,7 @@ from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.interceptors import Dispatch, instead_of_dispatch
 from fspmd.local_view.type_rules import tensors_of
+from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.generators import Generators
 from fspmd.programs.reachable import check_reached, given_alone
@@ -36,7 +37,6 @@ from fspmd.torch_internals import (
 )
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
-from fspmd.transport.op_facts import facts_of
 from fspmd.watching.causes import trace
 
 aten: Final = torch.ops.aten

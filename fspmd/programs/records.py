@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.op_kinds import autocasts
+from fspmd.ops.traits import autocasts
 from fspmd.programs.backward import Halves, halves_of, replay
 from fspmd.programs.cache_misses import Facts
 from fspmd.programs.capture import Capture

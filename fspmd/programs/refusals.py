@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from fspmd.errors import RecordError
 from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import style_by_rows
+from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import FakeTensor, pad_packed_sequence, torch_c
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.op_facts import OpFacts, facts_of
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 

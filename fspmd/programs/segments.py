@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fspmd.ops.schemas import facts_of
 from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import Maker, ProgramPart, compiled
 from fspmd.programs.steps import shard_of
 from fspmd.torch_internals import OpOverload
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.op_facts import facts_of
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _FEWEST: Final = 2  # steps of the shortest segment

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fspmd.collectives import pmax, ppermute, psum
 from fspmd.entries import entry_axes
-from fspmd.op_kinds import autocasts
+from fspmd.ops.traits import autocasts
 from fspmd.redistribution.cost import work
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, match, parse

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from fspmd.errors import ArgumentError
-from fspmd.op_kinds import name_of
+from fspmd.ops.traits import name_of
 from fspmd.remembered import forget_graph
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS

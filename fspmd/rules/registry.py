@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from fspmd.op_kinds import name_of
+from fspmd.ops.traits import name_of
 from fspmd.rules.composites import sums_of_groups
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.global_call import notation

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.linearity import LINEAR, WHEN, plain_name
-from fspmd.op_kinds import is_tagged, name_of
-from fspmd.operators import OPERATORS
+from fspmd.ops.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.operators import OPERATORS
+from fspmd.ops.traits import is_tagged, name_of
 from fspmd.rules import (
     attention,
     diagonals,

@@ -15,6 +15,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
+from fspmd.ops.schemas import FACTS, OpFacts, learn
 from fspmd.spec import describe
 from fspmd.torch_internals import (
     aten_same_storage_size,
@@ -26,7 +27,6 @@ from fspmd.torch_internals import (
 )
 from fspmd.transport.frame import Frame, frame, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
-from fspmd.transport.op_facts import FACTS, OpFacts, learn
 from fspmd.transport.randomness import per_rank_generators
 
 _inference = torch.is_inference_mode_enabled

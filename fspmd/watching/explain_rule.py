@@ -20,9 +20,9 @@ from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, make_mesh
+from fspmd.ops.signatures import required
 from fspmd.rules import composite_of, handler_of, is_registered
 from fspmd.sharded import Sharded
-from fspmd.signatures import required
 from fspmd.spec import P, TensorSpec
 from fspmd.watching.trials import takes_tensors_alone, trials
 

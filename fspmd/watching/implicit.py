@@ -20,8 +20,9 @@ from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
-from fspmd.op_kinds import name_of
-from fspmd.operators import REFLECTED
+from fspmd.ops.operators import REFLECTED
+from fspmd.ops.signatures import Place
+from fspmd.ops.traits import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
@@ -29,7 +30,6 @@ from fspmd.redistribution.routes import Route
 from fspmd.redistribution.steps import Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.signatures import Place
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fspmd.ops.schemas import facts_of
 from fspmd.programs.program import Program, owner
 from fspmd.programs.steps import is_aten, is_collective, is_wait, shard_of
 from fspmd.torch_internals import OpOverload
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.op_facts import facts_of
 
 
 class Aliases:

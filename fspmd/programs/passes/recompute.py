@@ -10,6 +10,7 @@ from typing import Final
 
 from torch import fx
 
+from fspmd.ops.schemas import facts_of
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.flops import flops_of
 from fspmd.programs.memory import memory_of_program
@@ -20,7 +21,6 @@ from fspmd.programs.schedule import bytes_of
 from fspmd.programs.steps import is_aten, is_collective, shard_of
 from fspmd.redistribution.cost import moves, topology, work
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.op_facts import facts_of
 
 _PARTS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # budgets to try, as parts of the bytes kept now
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fspmd.ops.schemas import facts_of
 from fspmd.programs.passes.aliases import Aliases, has_effect, is_view, written
 from fspmd.programs.program import UNLIKE, Program, leave
 from fspmd.programs.steps import is_aten, is_collective, is_wait, replace, shard_of
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.transport.op_facts import facts_of
 
 _PARTS: Final = (shard_of, operator.getitem, LocalTensor)  # steps that take values apart, or put them together
 _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})

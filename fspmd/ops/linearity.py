@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from fspmd.operators import OPERATORS
+from fspmd.ops.operators import OPERATORS
 from fspmd.spec import is_float
 
 Predicate = Callable[..., bool]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 # how a transform runs a custom Function
 from fspmd.errors import ArgumentError
-from fspmd.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN, plain_name
 from fspmd.torch_internals import (
     HigherOrderOperator,
     OpOverload,

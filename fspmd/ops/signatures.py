@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from fspmd.op_kinds import name_of
+from fspmd.ops.traits import name_of
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 T = TypeVar("T")
