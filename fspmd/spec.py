@@ -48,11 +48,12 @@ class P:
     True
     """
 
-    __slots__ = ("__weakref__", "axes", "entries", "flat", "mentioned", "reduced", "unreduced")
+    __slots__ = ("__weakref__", "axes", "dim_axes", "entries", "flat", "mentioned", "reduced", "unreduced")
     entries: tuple[Entry, ...]
     unreduced: frozenset[str]
     reduced: frozenset[str]
     axes: frozenset[str]  # the axes that shard some dim
+    dim_axes: tuple[Axes, ...]  # those of each dim, major first; unset where a dim is `Flat`: it has no such blocks
     mentioned: frozenset[str]  # every axis the spec names: sharding, unreduced or reduced
     flat: bool  # some entry is a `Flat`
 
@@ -122,14 +123,19 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
-    sharding = [name for entry in entries for name in axes_within(entry)]
+    put = object.__setattr__
+    dims = tuple(map(axes_within, entries))
+    sharding = [name for axes in dims for name in axes]
     named = [*sharding, *unreduced, *reduced]
     repeated = sorted({name for name in named if named.count(name) > 1})
-    for slot, value in (("entries", entries), ("unreduced", unreduced), ("reduced", reduced)):
-        object.__setattr__(spec, slot, value)
-    object.__setattr__(spec, "axes", frozenset(sharding))
-    object.__setattr__(spec, "mentioned", frozenset(named))
-    object.__setattr__(spec, "flat", any(isinstance(entry, Flat) for entry in entries))
+    put(spec, "entries", entries)
+    put(spec, "unreduced", unreduced)
+    put(spec, "reduced", reduced)
+    put(spec, "axes", frozenset(sharding))
+    put(spec, "mentioned", frozenset(named))
+    put(spec, "flat", Flat in map(type, entries))
+    if not spec.flat:
+        put(spec, "dim_axes", dims)
     if repeated:
         raise SpecError(
             f"{spec!r} names the axis {quoted(repeated)} more than once; an axis shards one dim, or is unreduced, "
@@ -320,11 +326,8 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
 
 def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, tuple[int, ...]]:
     """The sharded dims, whether blocks are of one shape, and the shape of the first."""
-    cuts = tuple(
-        (dim, axes, tuple(mesh.shape[axis] for axis in axes))
-        for dim, entry in enumerate(partition)
-        if (axes := entry_axes(entry))
-    )
+    sizes_of = mesh.shape
+    cuts = tuple([(d, axes, tuple([sizes_of[a] for a in axes])) for d, axes in enumerate(partition.dim_axes) if axes])
     even, first = True, list(shape)
     for dim, _, sizes in cuts:
         lengths = [length for _, length in blocks(shape[dim], sizes)]
