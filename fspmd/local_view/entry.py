@@ -13,7 +13,8 @@ from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
-from fspmd.redistribution.redistribute import redistribute, to_blocks
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.redistribute import cuts, redistribute
 from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import transforms_active
@@ -122,6 +123,7 @@ def _plain_entry(
     partition: P, label: str, body: Body, variance: Variance | None, widen: Call | None, nested: bool
 ) -> Entry:
     cut = bool(partition.mentioned)
+    cuts_of: dict[Any, tuple[Call, ...]] = {}  # by shape and dtype
 
     def enter(x: Any) -> Any:
         if x is None:
@@ -131,10 +133,14 @@ def _plain_entry(
         if cut:
             if body.outer is not None and body.outer.uneven:
                 _check_even_blocks(x, partition, label, body)
-            spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
-            if not spec.even:
-                body.mark_uneven()
-            y = to_blocks(x, spec)
+            calls = cuts_of.get((x.shape, x.dtype))
+            if calls is None:
+                spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
+                if not spec.even:
+                    body.mark_uneven()
+                calls = cuts_of[x.shape, x.dtype] = cuts(spec, topology())
+            for one in calls:
+                y = apply(y, one)
         if widen is not None and (y.requires_grad or transforms_active()):
             y = apply(y, widen)
         if variance is None:
