@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.adopted import adopt
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
-from fspmd.sharded import IN_ORDER, NODES, Sharded
+from fspmd.sharded import IN_ORDER, NODES, Sharded, is_sharded
 from fspmd.spec import P
 
 _for_good = optree.dict_insertion_ordered(True, namespace=IN_ORDER)
@@ -90,20 +90,13 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return leaves, tuple(specs)
 
 
-def leaf_paths(
-    tree: Any,
-    root: str,
-    is_leaf: Callable[[Any], bool] | None = None,
-    *,
-    none_is_leaf: bool = True,
-    in_order: bool = False,
-) -> list[str]:
-    """Each leaf as Python would reach it; ``in_order``: as `flatten_in_order` has them.
+def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True, in_order: bool = False) -> list[str]:
+    """Each leaf as Python would reach it, a `Sharded` being one; ``in_order``: as `flatten_in_order` has them.
 
     >>> leaf_paths({"w": [1, None]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    namespace = IN_ORDER if in_order else ""
+    namespace, is_leaf = (IN_ORDER, is_sharded) if in_order else ("", None)
     accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
     return [accessor.codify(root) for accessor in accessors]
 

@@ -31,17 +31,20 @@ def argument_failure(
     """What is wrong with an argument and its spec, or None."""
     if partition is None or leaf is None:
         return None
-    if isinstance(leaf, Sharded):
+    kind: Any = type(leaf)
+    if kind is Sharded:
         if outer_axes:
             advice = "pass it to the outer function, with its spec, and hand its block on"
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
-    elif not is_plain(leaf):
-        return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
-    elif name := foreign_name(leaf):
-        return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
-    elif type(leaf) is LocalTensor and not outer_axes:
-        text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
-        return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+    elif kind is LocalTensor:
+        if not outer_axes:
+            text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+            return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+    elif kind is not Tensor:
+        if not is_plain(leaf):
+            return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
+        if name := foreign_name(leaf):
+            return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
     wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)
     return Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError) if wrong else None
 

@@ -154,7 +154,9 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
-        if x is not None and not (is_plain(x) and x.dim() >= fewest and not foreign_name(x)):
+        if x is None or (type(x) is Tensor and x.dim() >= fewest):
+            continue
+        if not (is_plain(x) and x.dim() >= fewest) or foreign_name(x):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     widen = plan.widen
@@ -193,8 +195,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             plan.closes = plan.closes and found is not False
         exits = plan.exits.get(tree)
         if exits is None:
-            exits = plan.exits[tree] = plan.make_exits(out)
-        results = exits(leaves)
+            exits = plan.exits[tree] = plan.make_exits(out)  # which has checked the results
+            results = exits.leave(leaves)
+        else:
+            results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     finally:
         state.body, state.tracker = outer, outer_tracker
