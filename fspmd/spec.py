@@ -20,9 +20,8 @@ from fspmd.entries import (
     Entry,
     Factors,
     Flat,
-    axes_within,
     blocks,
-    checked_entry,
+    checked_entries,
     entry_axes,
     factors_of,
     joined,
@@ -66,13 +65,13 @@ class P:
             found = None
         if found is not None:
             return found
-        normal = tuple([checked_entry(entry, "P") for entry in entries])
+        normal, dims = checked_entries(entries)
         pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
         key = (normal, pending, dual)
         found = _PARTITIONS.get(key)
         if found is None:
             found = object.__new__(cls)
-            _fill(found, *key)
+            _fill(found, dims, *key)
             found = (_FLATTENED if found.flat else _PARTITIONS).setdefault(key, found)
         return found
 
@@ -122,9 +121,10 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(listed)
 
 
-def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
+def _fill(
+    spec: P, dims: tuple[Axes, ...], entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]
+) -> None:
     put = object.__setattr__
-    dims = tuple(map(axes_within, entries))
     sharding = [name for axes in dims for name in axes]
     named = [*sharding, *unreduced, *reduced]
     repeated = sorted({name for name in named if named.count(name) > 1})
@@ -399,13 +399,9 @@ def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
 
 
-def is_float(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype may be differentiated: floating-point ones, and complex ones.
-
-    >>> is_float(torch.bfloat16), is_float(torch.complex64), is_float(torch.int64)
-    (True, True, False)
-    """
-    return dtype.is_floating_point or dtype.is_complex
+_DTYPES: Final = [x for x in vars(torch).values() if isinstance(x, torch.dtype)]
+#: whether numbers of a dtype may be differentiated: floating-point ones, and complex ones
+is_float: Final = frozenset(x for x in _DTYPES if x.is_floating_point or x.is_complex).__contains__
 
 
 def short_dtype(dtype: torch.dtype) -> str:

@@ -75,21 +75,16 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     tensors = tensors_of(args, kwargs)
     specs = [x.spec for x in tensors if type(x) is Sharded]
     mesh = specs[0].mesh
-    for x in tensors:
-        refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
+    if len(specs) < len(tensors):
+        _check_beside(func, tensors)
     for spec in specs:
         if spec.mesh is not mesh and spec.mesh != mesh and not _takes_meshes(func):
             raise MeshError(
                 f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
-    if len(specs) < len(tensors) and any(type(one) is LocalTensor for one in tensors):
-        raise ArgumentError(
-            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
-            "computed); pass the Sharded itself, or a global tensor"
-        )
     if kwargs and kwargs.get("out") is not None and func is not F.normalize:
         return as_whole(functools.partial(written_into, func))
-    if kwargs or not _is_ruled(func):
+    if kwargs or not _is_ruled(func) or _is_not_defined(func, args):
         aside = _aside(func, args, kwargs, len(tensors))
         if aside is not None:
             return aside
@@ -101,12 +96,23 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     return as_whole(run, in_parts=in_parts)
 
 
+def _check_beside(func: Any, tensors: list[Any]) -> None:
+    """Of tensors beside a `Sharded` each must be a global value."""
+    for x in tensors:
+        refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
+    if any(type(one) is LocalTensor for one in tensors):
+        raise ArgumentError(
+            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
+            "computed); pass the Sharded itself, or a global tensor"
+        )
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_ruled(func: Any) -> bool:
     """Whether its rule decides about every call of a function without keywords."""
     name = name_of(func)
     in_parts = handler_of(func) is not None or is_ragged(func, 2) or may_be_composite(func)
-    by_argument = isinstance(func, FunctionType) or name.startswith("__") or name in ("to", "type_as", "cpu", "cuda")
+    by_argument = isinstance(func, FunctionType) or name in ("to", "type_as", "cpu", "cuda")
     return not in_parts and not by_argument
 
 
