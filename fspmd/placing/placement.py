@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.adopted import adopt
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import foreign_name, refuse_foreign
 from fspmd.local_view.exit import spec_of_blocks
@@ -24,7 +23,7 @@ from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths
+from fspmd.trees import adopt, broadcast_prefix, flatten_values, leaf_paths
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
