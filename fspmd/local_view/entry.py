@@ -80,8 +80,9 @@ def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes:
     if partition is None:
         return _static
     variance = variance_of_spec(partition)
-    absent = body.mesh.ordered(new_axes - partition.mentioned)
-    widen = None if body.checked or not absent else call("invariant_to_varying", body.mesh, absent)
+    widen = None
+    if not body.checked and (absent := body.mesh.ordered(new_axes - partition.mentioned)):
+        widen = call("invariant_to_varying", body.mesh, absent)
     if isinstance(leaf, Sharded):
         source = leaf.spec
         target = TensorSpec(body.mesh, partition, source.shape, source.dtype)

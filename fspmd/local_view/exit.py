@@ -185,11 +185,9 @@ def make_exit(
     target = variance_of_spec(partition)
     specs: dict[Any, TensorSpec] = {}
     simulated = body.mesh.transport == "simulation"
-    inner_absent = body.mesh.ordered(body.axes - outer_axes - partition.mentioned)
     share = None
-    if inner_absent and not body.checked:
-        share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
-
+    if not body.checked and (absent := body.mesh.ordered(body.axes - outer_axes - partition.mentioned)):
+        share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))
     held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
     kind: Any = LocalTensor if held is not None and held.axes else Tensor
 
@@ -281,7 +279,7 @@ def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
 
 def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
     shape = list(x.shape)
-    for dim, entry in enumerate(partition):
+    for dim, entry in enumerate(partition.entries):
         shape[dim] = entry.size if isinstance(entry, Flat) else shape[dim] * math.prod(body.sizes(entry_axes(entry)))
     return TensorSpec(body.mesh, partition, shape, x.dtype)
 
