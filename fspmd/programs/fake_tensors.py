@@ -21,7 +21,6 @@ from fspmd.torch_internals import (
     FakeTensorMode,
     OpOverload,
     default_device,
-    dispatch_keys,
     dispatch_mode_of,
     make_subclass,
     refuse_pointers,
@@ -41,7 +40,7 @@ _default_dtype = torch.get_default_dtype
 
 #: a fake tensor without its memory: dtype, shape, strides, offset, device, and dispatch keys, which tell conjugated
 #: tensors and those of inference mode apart
-Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, int]
+Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, tuple[bool, ...]]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -251,7 +250,7 @@ def _seen(value: Any) -> Any:
 def _look(x: Any) -> Look:
     if x.layout is not torch.strided:
         raise _Untold
-    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, dispatch_keys(x).raw_repr()
+    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, (x.is_conj(), x.is_neg(), x.is_inference())
 
 
 def _memory(x: Tensor) -> int:
