@@ -243,7 +243,7 @@ make_subclass: Any = torch.Tensor._make_subclass
 #: whether two tensors have the same memory; instead: `untyped_storage()` of both
 is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 #: the module of torch's C code, a function of which a recording replaces
-torch_c = torch._C
+c_module = torch._C
 #: has two tensors trade places, views and all; instead: `torch.utils.swap_tensors`, which refuses where views are
 swap_memory: Any = torch._C._swap_tensor_impl
 #: how many tensors have a storage

@@ -17,7 +17,7 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
-from fspmd.torch_internals import FakeTensor, pad_packed_sequence, torch_c
+from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
@@ -120,9 +120,9 @@ class RefusingMode(TorchFunctionMode):
         def captures(plain: Any) -> bool:
             return concerns() or plain()
 
-        dlpack, capturing = torch_c._from_dlpack, torch.cuda.is_current_stream_capturing
+        dlpack, capturing = c_module._from_dlpack, torch.cuda.is_current_stream_capturing
         with (
-            _replaced(torch_c, "_from_dlpack", partial(from_capsule, dlpack)),
+            _replaced(c_module, "_from_dlpack", partial(from_capsule, dlpack)),
             _replaced(torch.cuda, "is_current_stream_capturing", partial(captures, capturing)),
             self,
         ):
