@@ -18,7 +18,7 @@ from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import outside_transforms
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]
@@ -38,7 +38,7 @@ def argument_failure(
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
     elif name := foreign_name(leaf):
         return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
-    elif type(leaf) is LocalTensor and not outer_axes:
+    elif is_simulated(leaf) and not outer_axes:
         text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
         return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
     wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)

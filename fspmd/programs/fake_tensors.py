@@ -28,7 +28,7 @@ from fspmd.torch_internals import (
 )
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import LocalTensor, blocks_of, is_simulated, local_tensor, per_block
 
 _LITERALS: Final = frozenset(
     {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -98,17 +98,15 @@ def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
             at = spec.mesh.coordinate()
             return torch.empty((0,) if at is None else spec.local_shape(at), dtype=spec.dtype, device=device)
         held = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
-        if not held.axes:
-            return torch.empty(spec.shape, dtype=spec.dtype, device=device)
         axes = spec.mesh.axis_names
         places = [dict(zip(held.axes, at, strict=True)) for at in held.coordinates()]
         shapes = [spec.local_shape(tuple(at.get(axis, 0) for axis in axes)) for at in places]
-        return LocalTensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], held)
+        return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], held)
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    if type(x) is LocalTensor:
-        return LocalTensor([_fake(shard, mode) for shard in x.shards], x.frame)
+    if is_simulated(x):
+        return per_block(lambda block: _fake(block, mode), x)
     if isinstance(x, FakeTensor):
         return x.detach()
     if not (x.is_meta or x.is_inference()):

@@ -18,7 +18,7 @@ from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import BLOCKS
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 
@@ -269,7 +269,7 @@ def _vary(node: fx.Node) -> None:
 
 
 #: types of tensors that torch itself makes, none of which is another library's global tensor
-OWN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor, LocalTensor})
+OWN_TYPES: Final = BLOCKS | {FakeTensor}
 
 
 def is_dense(x: Tensor) -> bool:
