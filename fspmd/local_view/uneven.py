@@ -124,10 +124,8 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     copies = _held_apart(held, args, kwargs)
     try:
         return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
-    except (ShapeError, VarianceError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "symbolic" not in str(error):
-            raise
-        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented  # the call itself needs plain sizes
+    except (ShapeError, VarianceError, RuntimeError):  # the call may need plain sizes
+        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
         if out is NotImplemented:
             raise
         return out
