@@ -23,7 +23,7 @@ from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 
 
 class Sharded(Tensor):
@@ -334,11 +334,11 @@ class Sharded(Tensor):
     def __reduce__(self) -> tuple[Any, ...]:
         """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
         x = self.block
-        if type(x) is not LocalTensor:
+        if (held := held_frame(x)) is None:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             return _of_block, (x.detach().requires_grad_(x.requires_grad), self.spec, place, *lies(self))
-        blocks = [one.detach().clone() for one in x.shards]
-        return _of_blocks, (self.spec, x.frame.axes, blocks, x.requires_grad, *lies(self))
+        blocks = [one.detach().clone() for one in blocks_of(x)]
+        return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self))
 
     def __len__(self) -> int:
         if not self.spec.shape:
@@ -542,10 +542,11 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
 
     One that has a gradient of its own stays apart: its copies' cotangents are apart, too.
     """
-    if type(x) is not LocalTensor or (x.requires_grad and torch.is_grad_enabled()):
+    held = held_frame(x)
+    if held is None or (x.requires_grad and torch.is_grad_enabled()):
         return x
     partition, mesh = spec.partition, spec.mesh
-    absent = tuple(a for a in x.frame.axes if a not in partition.axes and a not in partition.unreduced)
+    absent = tuple(a for a in held.axes if a not in partition.axes and a not in partition.unreduced)
     return apply(x, call("held_once", mesh, absent)) if absent else x
 
 
@@ -600,7 +601,7 @@ def _of_blocks(
     spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool, *lies: Any
 ) -> Sharded:
     """What was saved of a simulation."""
-    local = LocalTensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad)
+    local = local_tensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad)
     return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
 

@@ -1,7 +1,8 @@
 """The private names of torch that fspmd uses: no other module of the package reads one.
 
 The line above a name says what it gives, and what could take its place. All are there in torch 2.11, the lowest version
-that fspmd takes. Names that take long to import are functions, at the end.
+that fspmd takes. Names that take long to import are functions, at the end. The first section has classes and blocks
+that torch shows without documenting them: they are found by public names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 import torch._decomp
-import torch._functorch.autograd_function
 import torch._functorch.eager_transforms
 import torch._functorch.pyfunctorch
 import torch._functorch.vmap
@@ -25,28 +25,41 @@ import torch.utils._pytree
 import torch.utils.checkpoint
 import torch.utils.hooks
 
-# Kinds of functions
+# Shown by public names
 
 #: the class of one aten function, such as `aten.add.Tensor`
-OpOverload = torch._ops.OpOverload
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
 #: the class of all aten functions of a name, such as `aten.add`
-OpOverloadPacket = torch._ops.OpOverloadPacket
+OpOverloadPacket: Any = type(torch.ops.aten.add)
+#: how a transform runs a custom `Function`
+custom_function_call: Any = torch.ops.higher_order.custom_function_call
 #: the class of `cond`, `while_loop`, `flex_attention` and their kin
-HigherOrderOperator = torch._ops.HigherOrderOperator
+HigherOrderOperator: Any = type(custom_function_call).__base__
+#: the class in C below `torch.Tensor`
+TensorBase: Any = torch.Tensor.__base__
+#: the class of methods of scripted modules
+ScriptMethod: Any = torch.ScriptMethod
+#: the names of torch's dispatch keys
+DispatchKey: Any = torch.DispatchKey
+#: a block in which no mode and no subclass sees calls
+DisableTorchFunction = torch.DisableTorchFunction
+#: a block in which no subclass sees calls
+DisableTorchFunctionSubclass = torch.DisableTorchFunctionSubclass
+#: the `__torch_function__` of a class that sees no calls
+disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
+#: the class of the node of a leaf
+AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty((), requires_grad=True)).node)
+
+# Kinds of functions
+
 #: torch's functions in C, without what Python puts around them; instead: the functions of `torch`, at a little cost
 VariableFunctions: Any = torch._C._VariableFunctions
-#: the class in C below `torch.Tensor`; instead: `torch.Tensor.__base__`
-TensorBase: Any = torch._C.TensorBase
-#: the class of methods of scripted modules
-ScriptMethod: Any = torch._C.ScriptMethod
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function in whose frame a module's `forward` runs
 module_call: Any = torch.nn.Module._call_impl
 #: what `nn.utils.rnn.pad_packed_sequence` calls
 pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
-#: the names of torch's dispatch keys
-DispatchKey: Any = torch._C.DispatchKey
 #: whether an aten function has a kernel for a key
 has_kernel_for: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 #: what aten functions are made of, as export takes it; instead: `torch.export.default_decompositions`
@@ -86,23 +99,13 @@ fan_of: Any = torch.nn.init._calculate_correct_fan
 trunc_normal_without_grad: Any = torch.nn.init._no_grad_trunc_normal_
 #: the reduction that `size_average` and `reduce` mean
 legacy_reduction: Any = torch.nn.functional._Reduction.legacy_get_string  # type: ignore[attr-defined]
-#: raises what torch raises of a batch with one value per channel
-check_batch_size: Any = torch.nn.functional._verify_batch_size  # type: ignore[attr-defined]
-#: the same of one value per instance
-check_spatial_size: Any = torch.nn.functional._verify_spatial_size  # type: ignore[attr-defined]
 #: whether strides leave no gaps
 is_non_overlapping_and_dense: Any = torch._prims_common.is_non_overlapping_and_dense_or_false
 
 # Python that sees calls: functions and modes
 
-#: a block in which no mode and no subclass sees calls
-DisableTorchFunction = torch._C.DisableTorchFunction
-#: a block in which no subclass sees calls
-DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 #: a block in which modes and subclasses see calls again
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
-#: the `__torch_function__` of a class that sees no calls
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 #: whether modes and subclasses see calls
 is_torch_function_enabled: Any = torch._C._is_torch_function_enabled
 #: how many `TorchFunctionMode`s are entered
@@ -137,8 +140,6 @@ DeviceContext = torch.utils._device.DeviceContext
 default_device: Any = torch._C._get_default_device
 #: whether autocast is on for some device; instead: `torch.is_autocast_enabled` of each device
 is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
-#: the keys of a tensor: conjugated, of inference mode
-dispatch_keys: Any = torch._C._dispatch_keys
 #: the modes of `make_fx(pre_dispatch=True)`, `make_fx` itself at place 0
 pre_dispatch_modes: Any = torch._ops.mode_stack_state_for_pre_dispatch()
 #: where `torch.jit.trace` and the ONNX exporter of old begin: the owners of functions in C, and their names
@@ -184,8 +185,6 @@ pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_st
 running_transforms: Any = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
 #: the class of a `vmap` that runs
 VmapInterpreter: Any = torch._functorch.pyfunctorch.VmapInterpreter
-#: how a transform runs a custom `Function`
-custom_function_call: Any = torch._functorch.autograd_function.custom_function_call
 #: where transforms make and unmake their levels
 transforms_module: Any = torch._functorch.eager_transforms
 #: where `vmap` takes mapped dims off its results
@@ -201,8 +200,6 @@ set_grad_enabled: Any = torch._C._set_grad_enabled
 current_autograd_node: Any = torch._C._current_autograd_node
 #: the number of the backward pass that runs now, or -1
 current_graph_task: Any = torch._C._current_graph_task_id
-#: the class of the node of a leaf; instead: `torch.autograd.graph.get_gradient_edge` of a leaf
-AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
 #: the number of the next node of a graph, in this thread
 next_sequence: Any = torch._C._autograd._get_sequence_nr
 #: the innermost `saved_tensors_hooks`
@@ -246,7 +243,7 @@ make_subclass: Any = torch.Tensor._make_subclass
 #: whether two tensors have the same memory; instead: `untyped_storage()` of both
 is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 #: the module of torch's C code, a function of which a recording replaces
-torch_c = torch._C
+c_module = torch._C
 #: has two tensors trade places, views and all; instead: `torch.utils.swap_tensors`, which refuses where views are
 swap_memory: Any = torch._C._swap_tensor_impl
 #: how many tensors have a storage

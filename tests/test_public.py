@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
@@ -34,7 +35,8 @@ import sys
 import torch.distributed.checkpoint, torch.optim, torch.utils.checkpoint, torch._functorch.apis, torch.nn.parallel
 
 def is_function(x):
-    return callable(x) and not isinstance(x, type) and not hasattr(type(x), "__getattr__")
+    method = isinstance(x, (classmethod, staticmethod))
+    return method or (callable(x) and not isinstance(x, type) and not hasattr(type(x), "__getattr__"))
 
 def names():
     modules = [x for name, x in list(sys.modules.items()) if name.split(".")[0] == "torch" and x is not None]
@@ -44,7 +46,7 @@ def names():
 
 def replaced():
     after = names()
-    return sorted({name for (one, name), x in before.items() if after.get((one, name), x) != x})
+    return sorted({after[k][0]: k[1] for k, x in before.items() if after.get(k, x) != x}.values())
 
 before = names()
 import fspmd
@@ -59,6 +61,9 @@ def test_import_replaces_nothing_in_torch() -> None:
     at_import, at_first_mesh = done.stdout.splitlines()
     assert at_import == "[]"
     assert {"apply", "get_total_norm", "l1_loss"} <= set(at_first_mesh.split())
+    told = re.search(r"wraps (\d+) functions", (Path(__file__).parents[1] / "README.md").read_text())
+    assert told is not None
+    assert len(at_first_mesh.split()) == int(told[1])
 
 
 def test_one_version() -> None:

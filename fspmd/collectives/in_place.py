@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import call, watched
 from fspmd.torch_internals import DisableTorchFunction, is_batched
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import held_frame
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
 
@@ -128,4 +128,5 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
 
 
 def _axes_of(x: Tensor) -> frozenset[str]:
-    return frozenset(x.frame.axes) if type(x) is LocalTensor else frozenset()
+    held = held_frame(x)
+    return frozenset() if held is None else frozenset(held.axes)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fspmd.rules import Free, free_numbers
 from fspmd.sharded import Sharded, is_plain
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import BLOCKS, is_simulated
 
 #: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
 CONSTANT: Final = frozenset((str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _PLAIN: Final = CONSTANT | {int}
-_NO_NUMBERS: Final = frozenset((slice, bool, Tensor, torch.nn.Parameter, LocalTensor, tuple, list, dict, torch.Size))
+_NO_NUMBERS: Final = BLOCKS | {slice, bool, tuple, list, dict, torch.Size}
 #: functions for which ints may bear on layouts
 COUNTING: Final[set[Any]] = set()
 _kinds: dict[Any, frozenset[type]] = {}  # of functions, kinds of Python numbers that do not
@@ -47,7 +47,7 @@ def hashable(arg: Any) -> Any:
     if isinstance(arg, dict):
         return dict, *((name, hashable(value)) for name, value in arg.items())
     if is_plain(arg):
-        return (kind, arg.dtype, arg.shape, *_strides_of(arg)) if kind is not LocalTensor else LocalTensor
+        return kind if is_simulated(arg) else (kind, arg.dtype, arg.shape, *_strides_of(arg))
     if isinstance(arg, (tuple, list)):
         return kind, *map(hashable, arg)
     return kind, arg

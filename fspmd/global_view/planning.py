@@ -35,7 +35,7 @@ from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_register
 from fspmd.sharded import Sharded, call_torch, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated
 
 _NUMBERS: Final = ("alpha", "beta")
 _INDEXING: Final = (Tensor.__getitem__, Tensor.__setitem__)
@@ -100,7 +100,7 @@ def _check_beside(func: Any, tensors: list[Any]) -> None:
     """Of tensors beside a `Sharded` each must be a global value."""
     for x in tensors:
         refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
-    if any(type(one) is LocalTensor for one in tensors):
+    if any(map(is_simulated, tensors)):
         raise ArgumentError(
             f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
             "computed); pass the Sharded itself, or a global tensor"

@@ -38,7 +38,7 @@ from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import DisableTorchFunction, aten_number, transforms_active
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Recorder(DispatchMode):
         if transforms_active():
             raise RecordError(f"auto_spec cannot record {shown(func)} under vmap or jvp; give it the function within")
         kwargs = kwargs or {}
-        if any(type(x) is LocalTensor for x in tensors_of(args, kwargs)):
+        if any(map(is_simulated, tensors_of(args, kwargs))):
             raise RecordError(f"{shown(func)} got the blocks of all simulated ranks; pass the Sharded itself")
         asked = self._calls.ask(func, args, kwargs)
         if asked.run is not None:
@@ -348,7 +348,7 @@ def _without_data(args: Any, kwargs: Any) -> Any:
 
 def _memory(x: Tensor) -> int:
     with DisableTorchFunction():
-        return int(x.untyped_storage()._cdata) if type(x) is not LocalTensor else id(x)
+        return id(x) if is_simulated(x) else int(x.untyped_storage()._cdata)
 
 
 class _Still(StandIn):

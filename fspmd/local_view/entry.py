@@ -19,7 +19,7 @@ from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import outside_transforms
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, variance_of_spec
 
 Entry = Callable[[Any], Any]
@@ -36,7 +36,7 @@ def argument_failure(
         if outer_axes:
             advice = "pass it to the outer function, with its spec, and hand its block on"
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
-    elif kind is LocalTensor:
+    elif is_simulated(leaf):
         if not outer_axes:
             text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
             return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")

@@ -26,7 +26,7 @@ from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import Frame, frame, groups
-from fspmd.transport.local_tensor import LocalTensor, frame_of, is_uneven
+from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_uneven
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
 
@@ -87,7 +87,7 @@ def static_failure(x: Any, path: str) -> Failure | None:
 
 def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
     """Why a result cannot leave under this spec, or None."""
-    if type(x) is not Tensor and type(x) is not LocalTensor:
+    if type(x) not in BLOCKS:
         if not is_plain(x):
             return _kind_failure(x, partition, path)
         if name := foreign_name(x):
@@ -139,7 +139,8 @@ def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> 
             text = f"{shown()} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
             axis = as_axis_name(sorted(missing))
             return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
-    if type(x) is LocalTensor and (unseen := set(x.frame.axes) & inner - variance.varying - variance.unreduced):
+    held = held_frame(x)
+    if held is not None and (unseen := set(held.axes) & inner - variance.varying - variance.unreduced):
         text = f"{shown()} has another value on each rank over {quoted(sorted(unseen))}, which its type does not say"
         return Failure(text, VarianceError, _UNSEEN)
     return None
@@ -189,12 +190,13 @@ def make_exit(
     if not body.checked and (absent := body.mesh.ordered(body.axes - outer_axes - partition.mentioned)):
         share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))
     held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
-    kind: Any = LocalTensor if held is not None and held.axes else Tensor
+    kind: Any = block_type(held)
+    apart = kind is not Tensor
 
     def known(x: Any) -> Any:
         """The common case: a block of the right type, held as its spec says, and of a shape seen before."""
         if type(x) is kind and not body.uneven and (share is None or not (simulated or _followed(x))):
-            if kind is LocalTensor and (x.frame is not held or x.uneven):
+            if apart and (x.frame is not held or x.uneven):
                 return None
             spec = specs.get((x.shape, x.dtype))
             if spec is not None and (getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked):
@@ -271,10 +273,12 @@ def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
 
 def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
     """Whether simulated blocks differ in shape along other axes only, those of an enclosing body."""
-    if type(x) is not LocalTensor:
+    held = held_frame(x)
+    if held is None:
         return False
-    _, table = groups(x.frame, tuple(axis for axis in x.frame.axes if axis in axes))
-    return all(len({x.shards[i].shape for i in group}) == 1 for group in table)
+    _, table = groups(held, tuple(axis for axis in held.axes if axis in axes))
+    shapes = [block.shape for block in blocks_of(x)]
+    return all(len({shapes[i] for i in group}) == 1 for group in table)
 
 
 def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:

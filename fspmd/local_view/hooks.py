@@ -43,7 +43,7 @@ from fspmd.torch_internals import (
     wrap_script_module,
 )
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder, untraceable
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
@@ -140,9 +140,9 @@ def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
     def make() -> torch.Tensor:
         made = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        return made[0] if held is None else LocalTensor(made, held)
+        return made[0] if held is None else local_tensor(made, held)
 
-    held = x.frame if type(x) is LocalTensor else None
+    held = held_frame(x)
     return make
 
 

@@ -26,7 +26,7 @@ from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport.frame import UNEVEN
-from fspmd.transport.local_tensor import LocalTensor, refuse_python_value
+from fspmd.transport.local_tensor import blocks_of, is_simulated, refuse_python_value
 from fspmd.variance import get_variance
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -41,7 +41,7 @@ def _is_number(entry: Any) -> bool:
 
 
 def _differs(entry: Any) -> bool:
-    return _is_number(entry) and (isinstance(entry, LocalTensor) or bool(get_variance(entry).varying))
+    return _is_number(entry) and (is_simulated(entry) or bool(get_variance(entry).varying))
 
 
 def _number(entry: Any) -> Any:
@@ -153,9 +153,7 @@ def _agreed(x: Any, asking: str) -> Any:
     """The one value that all ranks have, such as after a psum, in lists too: Python may ask for that."""
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
         return type(x)([_agreed(one, asking) for one in x])
-    if type(x) is not LocalTensor:
-        return x
-    first, *others = x.shards
+    first, *others = blocks_of(x)
     if not all(torch.equal(first, other) for other in others):
         refuse_python_value(x, asking)
     return first

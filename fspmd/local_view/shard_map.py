@@ -32,7 +32,7 @@ from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import EnableTorchFunction, is_torch_function_enabled, transforms_active
 from fspmd.tracing import refuse_traced
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import BLOCKS
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
 
@@ -215,14 +215,11 @@ def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) 
 def _flatten_result(out: Any) -> tuple[list[Any], Any]:
     """Leaves and a hashable structure: the treedef, or Tensor for a single one, or the length of a tuple of them."""
     kind = type(out)
-    if kind in _TENSORS:
+    if kind in BLOCKS:
         return [out], Tensor
-    if kind is tuple and out and _TENSORS.issuperset(map(type, out)):
+    if kind is tuple and out and BLOCKS.issuperset(map(type, out)):
         return out, len(out)
     return flatten(out)
-
-
-_TENSORS = frozenset((Tensor, LocalTensor))
 
 
 def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.errors import ShapeError
 from fspmd.tracing import take_apart
 from fspmd.transport.frame import Frame, frame, groups, union
-from fspmd.transport.local_tensor import LocalTensor, common_frame, frame_of, resolved, shards_of
+from fspmd.transport.local_tensor import common_frame, frame_of, local_tensor, resolved, shards_of
 
 _alias = torch.ops.aten.alias.default
 
@@ -44,7 +44,7 @@ class _Unbind(torch.autograd.Function):
         if whole is held:
             return tuple(shards)
         rest = frame(whole.mesh, frozenset(whole.axes) - frozenset(held.axes))
-        return tuple(LocalTensor([shards[i] for i in members], rest) for members in groups(whole, rest.axes)[1])
+        return tuple(local_tensor([shards[i] for i in members], rest) for members in groups(whole, rest.axes)[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Frame], output: Any) -> None:
@@ -68,12 +68,12 @@ class _Bind(torch.autograd.Function):
     def forward(held: Frame, *shards: Tensor) -> Tensor:
         rest = common_frame(shards, None)
         if rest is None:
-            return LocalTensor([resolved(shard.detach()) for shard in shards], held)
+            return local_tensor([resolved(shard.detach()) for shard in shards], held)
         whole = union(held, rest)
         blocks: dict[int, Tensor] = {}
         for shard, members in zip(shards, groups(whole, rest.axes)[1], strict=True):
             blocks.update(zip(members, shards_of(shard.detach(), rest), strict=True))
-        return LocalTensor([blocks[i] for i in range(whole.volume)], whole)
+        return local_tensor([blocks[i] for i in range(whole.volume)], whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -23,7 +23,15 @@ from fspmd.torch_internals import DisableTorchFunction, forward_ad, is_gradtrack
 from fspmd.tracing import outside_transforms
 from fspmd.transport.frame import Frame, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
-from fspmd.transport.local_tensor import LocalTensor, call_per_rank, common_frame, shards_of
+from fspmd.transport.local_tensor import (
+    blocks_of,
+    call_per_rank,
+    common_frame,
+    held_frame,
+    is_simulated,
+    is_uneven,
+    local_tensor,
+)
 from fspmd.transport.randomness import per_rank_generators
 from fspmd.variance import storage_of, unwrapped
 
@@ -69,7 +77,7 @@ def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
             return value
         kind = dtype if type(value) is torch.SymFloat else None
         with outside_transforms():
-            return LocalTensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
+            return local_tensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
 
     return (
         tuple(converted(place, value) for place, value in enumerate(args)),
@@ -116,10 +124,8 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     copies = _held_apart(held, args, kwargs)
     try:
         return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
-    except (ShapeError, VarianceError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "symbolic" not in str(error):
-            raise
-        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented  # the call itself needs plain sizes
+    except (ShapeError, VarianceError, RuntimeError):  # the call may need plain sizes
+        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
         if out is NotImplemented:
             raise
         return out
@@ -144,11 +150,11 @@ def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def apart_as(x: Tensor, like: Tensor) -> Tensor:
     """A cotangent with a copy for each rank that has its output apart: of its ranks' sizes torch makes gradients."""
-    inner = unwrapped(like)
-    if type(inner) is not LocalTensor:
+    held = held_frame(unwrapped(like))
+    if held is None:
         return x
-    (held,), _ = _held_apart(inner.frame, (x,), {})
-    return held  # type: ignore[no-any-return]
+    (apart,), _ = _held_apart(held, (x,), {})
+    return apart  # type: ignore[no-any-return]
 
 
 def _held_apart(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -203,7 +209,7 @@ def _of_first(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arg
 
 def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
     if isinstance(value, Tensor):
-        if type(unwrapped(value)) is not LocalTensor:
+        if not is_simulated(unwrapped(value)):
             if not differentiated(value, forward=True):
                 return (value,) * held.volume
             value = apply(value, call("apart", held.mesh, held.axes))  # each rank's gradient is its own
@@ -240,9 +246,8 @@ def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
     """Every tensor among the values, in lists and tuples too, with a copy for each rank of the axes of ``apart``."""
     for value in values:
         if isinstance(value, Tensor):
-            inner = unwrapped(value)
-            have = inner.frame.axes if type(inner) is LocalTensor else ()
-            yield value if set(apart.axes).issubset(have) else apply(value, apart)
+            have = held_frame(unwrapped(value))
+            yield value if have is not None and set(apart.axes).issubset(have.axes) else apply(value, apart)
         elif type(value) is list or type(value) is tuple:
             yield type(value)(hold_each(value, apart))
         else:
@@ -254,8 +259,8 @@ def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | No
     for value in values:
         if isinstance(value, Tensor):
             inner = unwrapped(value)
-            if type(inner) is LocalTensor and inner.uneven:
-                held = inner.frame if held is None else union(held, inner.frame)
+            if is_uneven(inner) and (own := held_frame(inner)) is not None:
+                held = own if held is None else union(held, own)
         elif type(value) is list or type(value) is tuple:
             held = uneven_frame(value, held)
     return held
@@ -264,6 +269,5 @@ def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | No
 def rank_number(x: Tensor) -> Any:
     """A 0-d integer tensor as a Python int: one per rank in a simulation."""
     with DisableTorchFunction():
-        if type(x) is LocalTensor:
-            return local_int(x.frame, [int(shard) for shard in shards_of(x, x.frame)])
-        return int(x)
+        held = held_frame(x)
+        return int(x) if held is None else local_int(held, [int(block) for block in blocks_of(x)])

@@ -329,7 +329,7 @@ def learn(func: Any) -> Op:
 def name_of(func: Any) -> str:
     """The name of a torch function, method, property or op; of a property that tells of its operand ``get name``."""
     if isinstance(func, OpOverload):
-        return func._schema.name.split("::")[-1]
+        return str(func._schema.name.split("::")[-1])
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")

@@ -21,7 +21,7 @@ from fspmd.placing.sources import source_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, complain, describe
 from fspmd.transport import Options
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import leaf_paths, tree_text
 
 T = TypeVar("T", Tensor, Sharded)
@@ -69,7 +69,7 @@ def _metadata(label: str, leaf: Any) -> str:
 def _follows(label: str, leaf: Any) -> bool:
     """Whether gradients come back to a leaf."""
     refuse_foreign(leaf, f"broadcast: {label} is")
-    if not is_plain(leaf) or type(leaf) is LocalTensor:
+    if not is_plain(leaf) or is_simulated(leaf):
         raise ArgumentError(
             f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "
             "reshard moves a Sharded"

@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, SpecError
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import placed_blocks
 
 Offsets = tuple[int, ...]
 
@@ -33,16 +33,8 @@ def chunks_of(x: Sharded) -> Iterator[tuple[Offsets, Tensor]]:
             f"torch.distributed.checkpoint got {x!r}, of which no block can be saved or loaded: {why}; move it first: "
             f"reshard(x, {kept!r})"
         )
-    local = x.local
-    if type(local) is LocalTensor:
-        held = zip(local.frame.coordinates(), local.shards, strict=True)
-        places = [
-            ({**dict.fromkeys(mesh.axis_names, 0), **dict(zip(local.frame.axes, at, strict=True))}, b) for at, b in held
-        ]
-    else:
-        places = [(dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=True)), local)]
     seen = set()
-    for at, block in places:
+    for at, block in placed_blocks(x.local, mesh):
         coordinate = tuple(at.values())
         offsets = spec.offset(coordinate)
         if (block.numel() or _stands_for_nothing(spec, coordinate)) and offsets not in seen:

@@ -18,7 +18,7 @@ from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import is_recording
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, expand
+from fspmd.transport.local_tensor import BLOCKS, expand, placed_blocks
 
 _MOST: Final = 16  # rows and columns of a picture; of more the first and the last are shown
 _COLOURS: Final = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
@@ -196,7 +196,7 @@ def _values(x: Sharded) -> str:
 def _has_values(x: Sharded) -> bool:
     if is_recording() or transforms_active() or state.body is not None:
         return False
-    return type(x.local) in (Tensor, LocalTensor, torch.nn.Parameter) and not x.local.is_meta
+    return type(x.local) in BLOCKS and not x.local.is_meta
 
 
 def is_number(x: Sharded) -> bool:
@@ -210,10 +210,8 @@ def _whole(x: Tensor, spec: TensorSpec) -> Tensor:
         return x
     view, mesh = spec.unflattened, spec.mesh
     held = frame(mesh, view.partition.axes | view.partition.unreduced)
-    apart = expand(x, held)
     whole = torch.zeros(view.shape, dtype=spec.dtype, device=x.device)
-    for place, block in zip(apart.frame.coordinates(), apart.shards, strict=True):
-        at = dict.fromkeys(mesh.axis_names, 0) | dict(zip(apart.frame.axes, place, strict=True))
+    for at, block in placed_blocks(expand(x, held), mesh):
         if any(i for axis, i in at.items() if axis not in held.axes):
             continue  # of axes over which it is equal the first rank's
         sizes = view.local_shape(tuple(at.values()))

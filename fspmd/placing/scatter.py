@@ -19,7 +19,7 @@ from fspmd.placing.sources import Source
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_of
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 from fspmd.watching.watch import announce
 
@@ -90,7 +90,7 @@ def check_leaves(
             failures.append(Failure(f"{label} is a {name}, which {IS}", ArgumentError, ADVICE))
         elif lacks_values(leaf, mesh):
             failures.append(Failure(f"{label} is on the meta device, which has no values", ArgumentError, PLANNED))
-        elif type(leaf) is LocalTensor:
+        elif is_simulated(leaf):
             text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
             failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))
         elif mesh is not None and (wrong := complain(partition, mesh, leaf.ndim)):

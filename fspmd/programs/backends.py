@@ -18,7 +18,7 @@ from fspmd.programs.replay import Maker, ProgramPart, compiled, taken
 from fspmd.programs.segments import is_plain, local_steps, segmented
 from fspmd.torch_internals import OpOverload, inductor
 from fspmd.transport.frame import Frame, spread
-from fspmd.transport.local_tensor import LocalTensor, common_frame, shards_of
+from fspmd.transport.local_tensor import common_frame, local_tensor, shards_of
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Backend = str | Compiler
@@ -166,7 +166,7 @@ class Segment:
                 found.append(column[0])
                 continue
             shards = list(column) if own is held else [column[i] for i in _firsts(own, held)]
-            found.append(LocalTensor(shards, own, any(getattr(values[i], "borrowed", False) for i in reach)))
+            found.append(local_tensor(shards, own, any(getattr(values[i], "borrowed", False) for i in reach)))
         return found
 
     def run(self, values: Sequence[Tensor]) -> Sequence[Tensor]:

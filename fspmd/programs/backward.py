@@ -19,7 +19,7 @@ from fspmd.programs.replay import Maker, ProgramPart, compiled, has_randomness
 from fspmd.remembered import ask_gradient, forgetting
 from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame
-from fspmd.transport.local_tensor import LocalTensor, expand
+from fspmd.transport.local_tensor import expand, held_frame, per_block
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.watching.watch import Communication, hears_of_records, tell
 
@@ -160,15 +160,14 @@ def _cotangent(x: Tensor, apart: Frame | None) -> Tensor:
 
 def _zeros_like(x: Tensor) -> Tensor:
     """Zeros that take no memory."""
-    if type(x) is LocalTensor:
-        return LocalTensor([_zeros_like(shard) for shard in x.shards], x.frame)
-    return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
+    return per_block(lambda block: torch.zeros((), dtype=x.dtype, device=x.device).expand(block.shape), x)
 
 
 def _like(x: Tensor, g: Tensor) -> Tensor:
     """A cotangent, contiguous, and held by simulated ranks as the recorded one ``x`` was."""
-    if type(x) is LocalTensor and (type(g) is not LocalTensor or set(g.frame.axes) < set(x.frame.axes)):
-        g = apply(g, call("apart", x.frame.mesh, x.frame.axes))
+    held, have = held_frame(x), held_frame(g)
+    if held is not None and (have is None or set(have.axes) < set(held.axes)):
+        g = apply(g, call("apart", held.mesh, held.axes))
     return g.contiguous()
 
 

@@ -18,7 +18,7 @@ from fspmd.ops.traits import autocasts
 from fspmd.programs.keys import Static, default_device, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import blocks_of, held_frame
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
 from fspmd.watching.causes import trace
 
@@ -124,8 +124,8 @@ def _parts(leaf: Any) -> dict[str, Any]:
             "device": leaf.device,
             "layout": (leaf.layout, leaf.is_conj(), leaf.is_neg()),
         }
-        if type(leaf) is LocalTensor:
-            parts |= {_HELD: leaf.frame.axes, "shape": tuple(tuple(x.shape) for x in leaf.shards)}
+        if (held := held_frame(leaf)) is not None:
+            parts |= {_HELD: held.axes, "shape": tuple(tuple(x.shape) for x in blocks_of(leaf))}
         return parts
     if type(leaf) is Static:
         return {"static type": type(leaf.value).__name__, "static value": leaf}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.capture import copies_of
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import blocks_of, is_simulated
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.trees import flatten, flatten_in_order, leaf_paths
 from fspmd.watching.communication_log import CommunicationLog, communication_log
@@ -77,7 +77,7 @@ def _compare(name: str, what: str, found: Any, expected: Any) -> None:
 
 def _pairs(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The blocks of two values, which may be held apart over more axes in one than in the other."""
-    if type(x) is LocalTensor and type(y) is LocalTensor:
+    if is_simulated(x) and is_simulated(y):
         return list(zip(blocks_of(x), blocks_of(y), strict=True))
     return [(one, other) for one in blocks_of(x) for other in blocks_of(y)]
 

@@ -16,7 +16,7 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.options import Chosen
 from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
-from fspmd.programs.steps import shard_of
+from fspmd.programs.steps import OF_RANKS
 from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
@@ -204,7 +204,7 @@ class _Readers:
 
 
 def _is_odd(user: fx.Node) -> bool:
-    return is_unknown(user) or user.target in (LocalTensor, shard_of) or user.op == "output"
+    return is_unknown(user) or user.target in OF_RANKS or user.op == "output"
 
 
 def _fits(step: fx.Node, here: fx.Node) -> bool:

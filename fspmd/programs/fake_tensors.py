@@ -21,7 +21,6 @@ from fspmd.torch_internals import (
     FakeTensorMode,
     OpOverload,
     default_device,
-    dispatch_keys,
     dispatch_mode_of,
     make_subclass,
     refuse_pointers,
@@ -29,7 +28,7 @@ from fspmd.torch_internals import (
 )
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import LocalTensor, blocks_of, is_simulated, local_tensor, per_block
 
 _LITERALS: Final = frozenset(
     {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -41,7 +40,7 @@ _default_dtype = torch.get_default_dtype
 
 #: a fake tensor without its memory: dtype, shape, strides, offset, device, and dispatch keys, which tell conjugated
 #: tensors and those of inference mode apart
-Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, int]
+Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, tuple[bool, ...]]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -99,17 +98,15 @@ def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
             at = spec.mesh.coordinate()
             return torch.empty((0,) if at is None else spec.local_shape(at), dtype=spec.dtype, device=device)
         held = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
-        if not held.axes:
-            return torch.empty(spec.shape, dtype=spec.dtype, device=device)
         axes = spec.mesh.axis_names
         places = [dict(zip(held.axes, at, strict=True)) for at in held.coordinates()]
         shapes = [spec.local_shape(tuple(at.get(axis, 0) for axis in axes)) for at in places]
-        return LocalTensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], held)
+        return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], held)
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    if type(x) is LocalTensor:
-        return LocalTensor([_fake(shard, mode) for shard in x.shards], x.frame)
+    if is_simulated(x):
+        return per_block(lambda block: _fake(block, mode), x)
     if isinstance(x, FakeTensor):
         return x.detach()
     if not (x.is_meta or x.is_inference()):
@@ -251,7 +248,7 @@ def _seen(value: Any) -> Any:
 def _look(x: Any) -> Look:
     if x.layout is not torch.strided:
         raise _Untold
-    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, dispatch_keys(x).raw_repr()
+    return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, (x.is_conj(), x.is_neg(), x.is_inference())
 
 
 def _memory(x: Tensor) -> int:

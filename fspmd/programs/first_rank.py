@@ -12,9 +12,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from fspmd.programs.program import Program, rebuilt, remember
-from fspmd.programs.steps import NAMES_ALONE, shard_of
+from fspmd.programs.steps import JOINED, NAMES_ALONE, shard_of
 from fspmd.transport.local_int import SYMBOLS, LocalInt
-from fspmd.transport.local_tensor import LocalTensor
 
 
 def of_first_rank(program: Program) -> Program:
@@ -46,7 +45,7 @@ def _is_simulated(node: fx.Node) -> bool:
 
 def _block(node: fx.Node) -> Any:
     """What the first rank has in the place of a step that takes blocks apart, puts them together, or names them."""
-    if node.target is LocalTensor:
+    if node.target is JOINED:
         return node.args[0][0]  # type: ignore[index]
     call = node.meta.get("call")
     names = call and call.pair.kernel in NAMES_ALONE and node.meta["waits"]  # others have a step that waits for them
@@ -69,10 +68,10 @@ def _of_others(program: Program) -> set[fx.Node]:
     found: set[fx.Node] = set()
     apart: set[fx.Node] = set()  # put down for each rank
     for node in steps:
-        used = [_block(node)] if node.target is LocalTensor else node.all_input_nodes
+        used = [_block(node)] if node.target is JOINED else node.all_input_nodes
         if not found.isdisjoint(used) or (node.target is shard_of and node.args[1] != 0):
             found.add(node)
-        if node.target is shard_of or (node.target is not LocalTensor and not apart.isdisjoint(used)):
+        if node.target is shard_of or (node.target is not JOINED and not apart.isdisjoint(used)):
             apart.add(node)
     for node in reversed(steps):
         if node.users and all(user in found or _block(user) not in (None, node) for user in node.users):

@@ -23,7 +23,7 @@ from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, taken
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.trees import filling, flatten
 from fspmd.watching.watch import Communication
 
@@ -148,10 +148,8 @@ def in_place_of(results: Sequence[Any], same: dict[int, int], values: Sequence[T
 
 
 def _lying(x: Tensor, strides: Any) -> Tensor:
-    if type(x) is LocalTensor:
-        empty: Tensor = LocalTensor(list(map(_empty, x.shards, strides)), x.frame)
-    else:
-        empty = _empty(x, strides)
+    held = held_frame(x)
+    empty = _empty(x, strides) if held is None else local_tensor(list(map(_empty, blocks_of(x), strides)), held)
     return empty.copy_(x)
 
 

@@ -17,8 +17,8 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
-from fspmd.torch_internals import FakeTensor, pad_packed_sequence, torch_c
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
+from fspmd.transport.local_tensor import BLOCKS
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import trace
 
@@ -120,9 +120,9 @@ class RefusingMode(TorchFunctionMode):
         def captures(plain: Any) -> bool:
             return concerns() or plain()
 
-        dlpack, capturing = torch_c._from_dlpack, torch.cuda.is_current_stream_capturing
+        dlpack, capturing = c_module._from_dlpack, torch.cuda.is_current_stream_capturing
         with (
-            _replaced(torch_c, "_from_dlpack", partial(from_capsule, dlpack)),
+            _replaced(c_module, "_from_dlpack", partial(from_capsule, dlpack)),
             _replaced(torch.cuda, "is_current_stream_capturing", partial(captures, capturing)),
             self,
         ):
@@ -269,7 +269,7 @@ def _vary(node: fx.Node) -> None:
 
 
 #: types of tensors that torch itself makes, none of which is another library's global tensor
-OWN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor, LocalTensor})
+OWN_TYPES: Final = BLOCKS | {FakeTensor}
 
 
 def is_dense(x: Tensor) -> bool:

@@ -17,9 +17,8 @@ from fspmd.ops.schemas import facts_of
 from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import Maker, ProgramPart, compiled
-from fspmd.programs.steps import shard_of
+from fspmd.programs.steps import OF_RANKS
 from fspmd.torch_internals import OpOverload
-from fspmd.transport.local_tensor import LocalTensor
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _FEWEST: Final = 2  # steps of the shortest segment
@@ -96,7 +95,7 @@ def _is_view(node: fx.Node) -> bool:
 def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
     """The steps that may be part of a segment: local ones that suit the backend."""
     written = {owner(x) for node in steps for x in written_by(node)}
-    written |= {owner(x) for node in steps if node.target in (LocalTensor, shard_of) for x in node.all_input_nodes}
+    written |= {owner(x) for node in steps if node.target in OF_RANKS for x in node.all_input_nodes}
 
     def is_left(x: fx.Node) -> bool:
         return "value" in x.meta and owner(x) not in written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
@@ -176,3 +177,11 @@ def is_aten(node: fx.Node) -> bool:
 def shard_of(x: LocalTensor, i: int) -> Tensor:
     """The block of one simulated rank."""
     return x.shards[i]
+
+
+#: the step that puts the blocks of simulated ranks together
+JOINED: Final[Any] = LocalTensor
+#: steps between a value and the blocks of simulated ranks
+OF_RANKS: Final = frozenset((shard_of, JOINED))
+#: steps that take values apart, or put them together
+PARTS: Final = OF_RANKS | {operator.getitem}

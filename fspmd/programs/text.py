@@ -132,5 +132,5 @@ def does(node: fx.Node) -> str:
     if target is operator.getitem:
         return "part"
     if isinstance(target, OpOverload):
-        return target._schema.name.removeprefix("aten::")
+        return str(target._schema.name).removeprefix("aten::")
     return str(getattr(target, "__name__", target)).strip("_")

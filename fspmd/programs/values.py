@@ -18,7 +18,7 @@ from fspmd.errors import RecordError
 from fspmd.programs.fake_tensors import active_mode, stand_in
 from fspmd.programs.program import Value, memory_of, value_of
 from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
-from fspmd.programs.steps import shard_of
+from fspmd.programs.steps import JOINED, shard_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec, describe
 from fspmd.torch_internals import (
@@ -31,7 +31,7 @@ from fspmd.torch_internals import (
 )
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import LocalTensor, blocks_of, held_frame, is_simulated, is_uneven
 from fspmd.variance import unwrapped
 from fspmd.watching.causes import Cause, trace
 
@@ -93,7 +93,7 @@ class Values(RecordingMode):
             return known[1]  # type: ignore[no-any-return]
         if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # fspmd has put it together
             args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
-            node = self._put(LocalTensor, args, {}, constant=all(map(self.is_constant, x.shards)))
+            node = self._put(JOINED, args, {}, constant=all(map(self.is_constant, x.shards)))
         elif (shard := _entry(self._shards, x)) is not None:
             node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
         else:
@@ -161,8 +161,8 @@ class Values(RecordingMode):
             self.blocks(out.spec)
             block = out.block
             known = _entry(self._nodes, block)
-            if known is None and type(block) is LocalTensor:  # put together by fspmd, and not used yet
-                known = _entry(self._nodes, block.shards[0])
+            if known is None:  # put together by fspmd, and not used yet
+                known = _entry(self._nodes, blocks_of(block)[0])
             if known is not None:
                 known[1].meta.setdefault("spec", out.spec)
         elif isinstance(out, (tuple, list)):
@@ -226,8 +226,8 @@ class Values(RecordingMode):
         self._nodes[id(x)] = ref(x), node
         if "value" not in node.meta:
             _describe(node, x, self._memory(x))
-        shards = x.shards if type(x) is LocalTensor else ()
-        if shards and x.uneven:  # type: ignore[attr-defined]
+        shards = blocks_of(x) if is_simulated(x) else ()
+        if shards and is_uneven(x):
             self.is_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(one)) for one in shards))}")
         for i in reversed(range(len(shards))):  # a tensor of several ranks counts as the first rank's
             self._shards[id(shards[i])] = ref(shards[i]), node, i
@@ -387,7 +387,7 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
             break
     node.meta.update(
         value=Value(tuple(block.shape), block.dtype),
-        held=(x.frame, x.uneven) if type(x) is LocalTensor else None,
+        held=(held, is_uneven(x)) if (held := held_frame(x)) is not None else None,
         device=x.device,
         strides=_strides(block),
         storage=storage,
@@ -396,7 +396,7 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
 
 
 def _first_block(x: Tensor) -> Tensor:
-    return x.shards[0] if type(x) is LocalTensor else x
+    return blocks_of(x)[0]
 
 
 def _strides(block: Tensor) -> tuple[int, ...] | None:

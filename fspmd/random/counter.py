@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fspmd.torch_internals import FakeTensor, count_dispatch_modes, transforms_active
 from fspmd.tracing import outside_transforms, step
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import per_block
 
 Shape = tuple[int, ...]
 _MASK: Final = (1 << 64) - 1
@@ -191,11 +191,9 @@ def draw(block: Block, law: Distribution, seed: int | Tensor, device: torch.devi
     if type(seed) is int and not transforms_active():
         return _drawn(block, law, seed, device, stream)
     with outside_transforms():  # or the result of the step would be wrapped, whose value no record knows
-        if isinstance(seed, LocalTensor):
-            return LocalTensor([_drawn(block, law, int(one), device, stream) for one in seed.shards], seed.frame)
         if isinstance(seed, FakeTensor):
             return torch.empty(block.shape, dtype=law.dtype, device=device)
-        return _drawn(block, law, int(seed), device, stream)
+        return per_block(lambda one: _drawn(block, law, int(one), device, stream), seed)
 
 
 def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, stream: int) -> Tensor:

@@ -23,7 +23,6 @@ from fspmd.rules.values import check_values
 from fspmd.rules.views import vanishing
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import check_batch_size, check_spatial_size
 
 
 def _take(x: Any, index: Any) -> Any:
@@ -147,7 +146,7 @@ def _normed(
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean, var = running_mean, running_var
     if training:
-        check_batch_size(x.size())
+        _check_batch(x.shape)
         dims = [dim for dim in range(x.dim()) if dim != 1]
         var, mean = torch.var_mean(wide, dims, correction=0)
         count = x.numel() // x.size(1)
@@ -181,13 +180,19 @@ def _torch_batch_norm(
     return _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
+def _check_batch(shape: tuple[int, ...]) -> None:
+    """Raises what torch does of one value per channel, which has no variance."""
+    if math.prod(shape) == shape[1]:
+        F.batch_norm(torch.empty(shape, device="meta"), None, None, training=True)
+
+
 def _group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
     """A layer norm of each group; of groups that block boundaries cut by two all-reduces of a number per group."""
     if x.dim() < 2 or x.size(1) % num_groups:
         raise RuntimeError(f"Expected channels that divide into {num_groups} groups, but got {tuple(x.shape)}")
-    check_batch_size([x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]])
+    _check_batch((x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]))
     if _cuts_groups(x, num_groups):
         out = _normed_groups(x, num_groups, eps)
     else:
@@ -243,7 +248,8 @@ def _instance_norm(
     """A layer norm of each channel of each sample; the running moments, of the batch's mean, are written."""
     if not use_input_stats:
         return _batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    check_spatial_size(x.size())
+    if math.prod(x.shape[2:]) == 1:
+        F.instance_norm(torch.empty(x.shape, device="meta"))  # raises what torch does
     if running_mean is not None or running_var is not None:
         with torch.no_grad():
             var, mean = torch.var_mean(x.detach(), tuple(range(2, x.dim())))

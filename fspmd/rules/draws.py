@@ -27,7 +27,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import step
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, shards_of
+from fspmd.transport.local_tensor import per_block, shards_of
 from fspmd.variance import unwrapped
 
 Then = Callable[[Tensor], Tensor]
@@ -144,10 +144,7 @@ def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
 @step
 def _hits(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     """Where each is below its probability, block by block."""
-    if type(fractions) is not LocalTensor:
-        return _hits_of_block(fractions, p, dtype)
-    pairs = zip(fractions.shards, shards_of(p, fractions.frame), strict=True)
-    return LocalTensor([_hits_of_block(one, q, dtype) for one, q in pairs], fractions.frame)
+    return per_block(lambda one, q: _hits_of_block(one, q, dtype), fractions, p)
 
 
 def _hits_of_block(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from fspmd.redistribution.redistribute import from_blocks
 from fspmd.remembered import wrote_all
 from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.spec import TensorSpec
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import is_simulated, per_block
 
 _VALUE: Final = frozenset(("addcdiv", "addcmul"))  # what these take fourth here is elsewhere their ``value``
 _OF_NUMBERS: Final = {"maximum": "clamp_min", "minimum": "clamp_max"}  # of a tensor and a number
@@ -90,7 +90,7 @@ def _blocks_of(value: Any, specs: Specs) -> Any:
 
 def _held_as(number: Tensor, x: Tensor) -> Tensor:
     """A number that simulated ranks hold apart, as they do x."""
-    return LocalTensor([number.clone() for _ in x.shards], x.frame) if type(x) is LocalTensor else number
+    return per_block(lambda _: number.clone(), x) if is_simulated(x) else number
 
 
 def _number_of(x: Any) -> Any:

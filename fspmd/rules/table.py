@@ -355,7 +355,7 @@ def _row_by_name(name: str) -> Row | None:
 
 def _is_torch(func: Any) -> bool:
     if isinstance(func, (OpOverload, OpOverloadPacket)):
-        name = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+        name: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
         return name.startswith(("aten::", "prims::"))
     return not isinstance(func, FunctionType) or (func.__module__ or "").startswith("torch")
 

@@ -6,8 +6,8 @@ tensor subclass. A value that is equal on all ranks is a plain ``torch.Tensor`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -193,6 +193,33 @@ def blocks_of(x: Tensor) -> Sequence[Tensor]:
     return x.shards if type(x) is LocalTensor else [x]
 
 
+def is_simulated(x: Any) -> bool:
+    """Whether a value has a block for each of several simulated ranks."""
+    return type(x) is LocalTensor
+
+
+def held_frame(x: Any) -> Frame | None:
+    """The frame in whose order a value has a block for each simulated rank; None of any other value."""
+    return x.frame if type(x) is LocalTensor else None
+
+
+def per_block(function: Callable[..., Tensor], x: Any, *others: Tensor) -> Tensor:
+    """A function of tensors, applied to the blocks of each simulated rank that ``x`` has, or to ``x`` itself."""
+    if type(x) is not LocalTensor:
+        return function(x, *others)
+    rows = zip(x.shards, *(shards_of(other, x.frame) for other in others), strict=True)
+    return LocalTensor([function(*row) for row in rows], x.frame)
+
+
+def placed_blocks(x: Tensor, mesh: Mesh) -> Iterator[tuple[dict[str, int], Tensor]]:
+    """The blocks of a value, each with the coordinate of the first rank that has it, by axis."""
+    if type(x) is not LocalTensor:
+        yield dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=True)), x
+        return
+    for place, block in zip(x.frame.coordinates(), x.shards, strict=True):
+        yield dict.fromkeys(mesh.axis_names, 0) | dict(zip(x.frame.axes, place, strict=True)), block
+
+
 def resolved(x: Tensor) -> Tensor:
     """``x`` in memory: torch resolves lazy conjugates, negatives and zeros above the dispatch to a `LocalTensor`."""
     if x._is_zerotensor():
@@ -200,9 +227,18 @@ def resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def local_tensor(shards: Sequence[Tensor], held: Frame) -> Tensor:
+def local_tensor(shards: Sequence[Tensor], held: Frame, borrowed: bool = False) -> Tensor:
     """A LocalTensor, or the plain tensor itself where the frame has no axes."""
-    return LocalTensor(list(shards), held) if held.axes else shards[0]
+    return LocalTensor(list(shards), held, borrowed) if held.axes else shards[0]
+
+
+def block_type(held: Frame | None) -> type[Tensor]:
+    """The type of a block: of simulated ranks that hold values apart over axes, or of a process."""
+    return LocalTensor if held is not None and held.axes else Tensor
+
+
+#: the types of blocks
+BLOCKS: Final = frozenset((Tensor, torch.nn.Parameter, LocalTensor))
 
 
 def frame_of(x: Tensor, mesh: Mesh) -> Frame:

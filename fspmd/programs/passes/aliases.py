@@ -16,9 +16,8 @@ from torch import fx
 
 from fspmd.ops.schemas import facts_of
 from fspmd.programs.program import Program, owner
-from fspmd.programs.steps import is_aten, is_collective, is_wait, shard_of
+from fspmd.programs.steps import PARTS, is_aten, is_collective, is_wait, shard_of
 from fspmd.torch_internals import OpOverload
-from fspmd.transport.local_tensor import LocalTensor
 
 
 class Aliases:
@@ -123,7 +122,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 def _shares(node: fx.Node) -> Iterable[fx.Node]:
     """Other values in whose memory the result of a step may lie."""
     found = [owner(node)]
-    if is_unknown(node) or node.target in (LocalTensor, shard_of, operator.getitem):  # steps of several tensors
+    if is_unknown(node) or node.target in PARTS:  # steps of several tensors
         found += node.all_input_nodes
     return found
 

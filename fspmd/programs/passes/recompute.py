@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import operator
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Final
@@ -18,9 +17,8 @@ from fspmd.programs.options import check_bytes, check_choice
 from fspmd.programs.passes.aliases import Aliases
 from fspmd.programs.program import Program, copied, copy_node, leave_all, owner
 from fspmd.programs.schedule import bytes_of
-from fspmd.programs.steps import is_aten, is_collective, shard_of
+from fspmd.programs.steps import PARTS, is_aten, is_collective
 from fspmd.redistribution.cost import moves, topology, work
-from fspmd.transport.local_tensor import LocalTensor
 
 _PARTS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # budgets to try, as parts of the bytes kept now
 
@@ -161,9 +159,7 @@ class _Plan:
             call = node.meta["call"]
             again = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or self.collectives)
         else:
-            again = node.target in (shard_of, LocalTensor, operator.getitem) or (
-                is_aten(node) and facts_of(node.target).pure
-            )
+            again = node.target in PARTS or (is_aten(node) and facts_of(node.target).pure)
         return (
             again
             and not self.memory.is_written(node, node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Hashable
 from typing import Any, Final
 
@@ -12,10 +11,8 @@ from torch import fx
 from fspmd.ops.schemas import facts_of
 from fspmd.programs.passes.aliases import Aliases, has_effect, is_view, written
 from fspmd.programs.program import UNLIKE, Program, leave
-from fspmd.programs.steps import is_aten, is_collective, is_wait, replace, shard_of
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.programs.steps import PARTS, is_aten, is_collective, is_wait, replace
 
-_PARTS: Final = (shard_of, operator.getitem, LocalTensor)  # steps that take values apart, or put them together
 _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
 
 
@@ -76,7 +73,7 @@ def _may_stand_for_others(node: fx.Node) -> bool:
         return False
     if is_collective(node):
         return bool(node.meta["waits"])
-    return node.target in _PARTS or (is_aten(node) and facts_of(node.target).pure)
+    return node.target in PARTS or (is_aten(node) and facts_of(node.target).pure)
 
 
 def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
@@ -100,7 +97,7 @@ def _has_numbers(node: fx.Node) -> bool:
     """Whether an argument of a step may be the size of a block."""
     literals: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), literals.append)
-    return node.target not in _PARTS and any(type(one) in (int, float) for one in literals)
+    return node.target not in PARTS and any(type(one) in (int, float) for one in literals)
 
 
 def _frozen(value: Any) -> Any:
