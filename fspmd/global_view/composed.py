@@ -18,8 +18,8 @@ from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.layouts import working
+from fspmd.global_view.operands import places_of
 from fspmd.global_view.outcomes import joined, on_meta
-from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import OpPlan, Question, as_whole
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import PASSES, Strategy

@@ -17,8 +17,7 @@ from fspmd.errors import ArgumentError
 from fspmd.forms import Strided
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
-from fspmd.global_view.decompose import sharded_values
-from fspmd.global_view.operands import cast_operands, move_operands
+from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
 from fspmd.global_view.outcomes import begun
 from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan

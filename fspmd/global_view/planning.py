@@ -19,21 +19,19 @@ from torch.nn import functional as F
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.global_view.decompose import sharded_values, tensors_of
+from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import TOLD, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
-from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.ops.operators import BINARY, REFLECTED
-from fspmd.ops.signatures import Place, by_own_names, parameters
+from fspmd.ops.signatures import by_own_names, parameters
 from fspmd.ops.traits import name_of
 from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, call_torch, is_sharded
-from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import is_simulated
 
@@ -186,21 +184,6 @@ def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
     name = name_of(func)
     operator = name.startswith("__") and name.strip("_") in (*BINARY, *REFLECTED)
     return operator and getattr(torch.empty((), device="meta"), name)(args[1]) is NotImplemented
-
-
-def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
-    """The tensors among the arguments and in lists there."""
-    found: list[tuple[Place, TensorSpec]] = []
-    for i, arg in enumerate((*args, *kwargs.values())):
-        if isinstance(arg, Tensor):
-            found.append((i, _spec_of(arg, mesh)))
-        elif isinstance(arg, (list, tuple)):
-            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, Tensor)]
-    return found
-
-
-def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
-    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 
 def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
