@@ -15,7 +15,7 @@ from fspmd.global_view.planning import plan_call
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
-from fspmd.ops.signatures import Place
+from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.rules.draws import DRAWS
 from fspmd.rules.dropouts import DROPOUTS
@@ -79,7 +79,7 @@ def whole_of(x: Sharded) -> Sharded:
 def operands_of(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors of a call in the order of its rule."""
     given = (*args, *kwargs.values())
-    return [given[at] if isinstance(at, int) else given[at[0]][at[1]] for at, _ in question.operands]
+    return [at(given, place) for place, _ in question.operands]
 
 
 def replaced(
@@ -91,7 +91,7 @@ def replaced(
         if isinstance(place, int):
             values[place] = x
         else:
-            at, k = place
-            held = values[at]
-            values[at] = type(held)([*held[:k], x, *held[k + 1 :]])
+            i, k = place
+            held = values[i]
+            values[i] = type(held)([*held[:k], x, *held[k + 1 :]])
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
