@@ -83,6 +83,12 @@ def checked_entry(entry: object, what: str) -> Entry:
     )
 
 
+def checked_entries(entries: Iterable[object]) -> tuple[tuple[Entry, ...], tuple[Axes, ...]]:
+    """Those of a ``P`` in their normal form, and the axes that each names."""
+    normal = tuple([checked_entry(entry, "P") for entry in entries])
+    return normal, tuple(map(axes_within, normal))
+
+
 def entry_axes(entry: Entry) -> Axes:
     """The axes of one entry, major first; of a `Flat`, which cuts a dim into no consecutive blocks, a `SpecError`."""
     if entry is None:

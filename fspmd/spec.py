@@ -20,9 +20,8 @@ from fspmd.entries import (
     Entry,
     Factors,
     Flat,
-    axes_within,
     blocks,
-    checked_entry,
+    checked_entries,
     entry_axes,
     factors_of,
     joined,
@@ -48,11 +47,12 @@ class P:
     True
     """
 
-    __slots__ = ("__weakref__", "axes", "entries", "flat", "mentioned", "reduced", "unreduced")
+    __slots__ = ("__weakref__", "axes", "dim_axes", "entries", "flat", "mentioned", "reduced", "unreduced")
     entries: tuple[Entry, ...]
     unreduced: frozenset[str]
     reduced: frozenset[str]
     axes: frozenset[str]  # the axes that shard some dim
+    dim_axes: tuple[Axes, ...]  # those of each dim, major first; unset where a dim is `Flat`: it has no such blocks
     mentioned: frozenset[str]  # every axis the spec names: sharding, unreduced or reduced
     flat: bool  # some entry is a `Flat`
 
@@ -65,13 +65,13 @@ class P:
             found = None
         if found is not None:
             return found
-        normal = tuple([checked_entry(entry, "P") for entry in entries])
+        normal, dims = checked_entries(entries)
         pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
         key = (normal, pending, dual)
         found = _PARTITIONS.get(key)
         if found is None:
             found = object.__new__(cls)
-            _fill(found, *key)
+            _fill(found, dims, *key)
             found = (_FLATTENED if found.flat else _PARTITIONS).setdefault(key, found)
         return found
 
@@ -121,15 +121,21 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(listed)
 
 
-def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
-    sharding = [name for entry in entries for name in axes_within(entry)]
+def _fill(
+    spec: P, dims: tuple[Axes, ...], entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]
+) -> None:
+    put = object.__setattr__
+    sharding = [name for axes in dims for name in axes]
     named = [*sharding, *unreduced, *reduced]
     repeated = sorted({name for name in named if named.count(name) > 1})
-    for slot, value in (("entries", entries), ("unreduced", unreduced), ("reduced", reduced)):
-        object.__setattr__(spec, slot, value)
-    object.__setattr__(spec, "axes", frozenset(sharding))
-    object.__setattr__(spec, "mentioned", frozenset(named))
-    object.__setattr__(spec, "flat", any(isinstance(entry, Flat) for entry in entries))
+    put(spec, "entries", entries)
+    put(spec, "unreduced", unreduced)
+    put(spec, "reduced", reduced)
+    put(spec, "axes", frozenset(sharding))
+    put(spec, "mentioned", frozenset(named))
+    put(spec, "flat", Flat in map(type, entries))
+    if not spec.flat:
+        put(spec, "dim_axes", dims)
     if repeated:
         raise SpecError(
             f"{spec!r} names the axis {quoted(repeated)} more than once; an axis shards one dim, or is unreduced, "
@@ -320,11 +326,8 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
 
 def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, tuple[int, ...]]:
     """The sharded dims, whether blocks are of one shape, and the shape of the first."""
-    cuts = tuple(
-        (dim, axes, tuple(mesh.shape[axis] for axis in axes))
-        for dim, entry in enumerate(partition)
-        if (axes := entry_axes(entry))
-    )
+    sizes_of = mesh.shape
+    cuts = tuple([(d, axes, tuple([sizes_of[a] for a in axes])) for d, axes in enumerate(partition.dim_axes) if axes])
     even, first = True, list(shape)
     for dim, _, sizes in cuts:
         lengths = [length for _, length in blocks(shape[dim], sizes)]
@@ -396,13 +399,9 @@ def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
 
 
-def is_float(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype may be differentiated: floating-point ones, and complex ones.
-
-    >>> is_float(torch.bfloat16), is_float(torch.complex64), is_float(torch.int64)
-    (True, True, False)
-    """
-    return dtype.is_floating_point or dtype.is_complex
+_DTYPES: Final = [x for x in vars(torch).values() if isinstance(x, torch.dtype)]
+#: whether numbers of a dtype may be differentiated: floating-point ones, and complex ones
+is_float: Final = frozenset(x for x in _DTYPES if x.is_floating_point or x.is_complex).__contains__
 
 
 def short_dtype(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Pytrees of arguments: flattening, prefixes of specs, and key paths for messages."""
+"""Pytrees of arguments: flattening, prefixes of specs, key paths for messages, and nodes of other libraries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Final
 import optree
 from torch import Tensor
 
-from fspmd.adopted import adopt
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
-from fspmd.sharded import IN_ORDER, NODES, Sharded
+from fspmd.sharded import IN_ORDER, NODES, Sharded, is_sharded
 from fspmd.spec import P
+from fspmd.torch_internals import torch_trees
 
 _for_good = optree.dict_insertion_ordered(True, namespace=IN_ORDER)
 _for_good.__enter__()
@@ -90,20 +90,13 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return leaves, tuple(specs)
 
 
-def leaf_paths(
-    tree: Any,
-    root: str,
-    is_leaf: Callable[[Any], bool] | None = None,
-    *,
-    none_is_leaf: bool = True,
-    in_order: bool = False,
-) -> list[str]:
-    """Each leaf as Python would reach it; ``in_order``: as `flatten_in_order` has them.
+def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True, in_order: bool = False) -> list[str]:
+    """Each leaf as Python would reach it, a `Sharded` being one; ``in_order``: as `flatten_in_order` has them.
 
     >>> leaf_paths({"w": [1, None]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    namespace = IN_ORDER if in_order else ""
+    namespace, is_leaf = (IN_ORDER, is_sharded) if in_order else ("", None)
     accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
     return [accessor.codify(root) for accessor in accessors]
 
@@ -232,3 +225,71 @@ def _children(node: Any) -> dict[Any, tuple[str, Any]]:
     accessors = optree.tree_accessors(node, is_leaf=lambda x: x is not node, none_is_leaf=True)
     steps = [accessor.codify("") for accessor in accessors]
     return {key: (step, child) for key, step, child in zip(keys, steps, children, strict=True)}
+
+
+# --- nodes of other libraries -----------------------------------------------------------------------------------------
+
+#: what torch's own pytrees know: a class that its library registered there is a node here, too. TensorDict is; optree,
+#: which walks our trees, does not know of torch's registry
+_TORCH_NODES: Final[dict[type, Any]] = torch_trees.SUPPORTED_NODES
+_CONTAINERS: Final = (dict, list, tuple)  # of Python; whether a class made of one is a leaf optree has its own say
+_seen = 0
+
+
+def adopt() -> None:
+    """Register with optree what has been registered with torch since the last time. Asked of every tree, so quick."""
+    if len(_TORCH_NODES) != _seen:
+        _adopt()
+
+
+def _adopt() -> None:
+    global _seen
+    for kind, node in list(_TORCH_NODES.items()):
+        own = kind.__module__.split(".")[0]
+        if own in ("torch", "builtins", "collections", "types") or issubclass(kind, _CONTAINERS):
+            continue
+        if optree.register_pytree_node.get(kind) is None:
+            _register(kind, node)
+    _seen = len(_TORCH_NODES)
+
+
+def _register(kind: Any, node: Any) -> None:
+    keyed = torch_trees.SUPPORTED_NODES[kind].flatten_with_keys_fn
+
+    def flatten(x: Any) -> tuple[Any, ...]:
+        children, context = node.flatten_fn(x)
+        entries = None if keyed is None else tuple(map(_key, keyed(x)[0]))
+        return tuple(children), _Context(kind, context), entries
+
+    def unflatten(context: _Context, children: Any) -> Any:
+        value = context.value
+        given = dict(value) if type(value) is dict else value  # the function may write into it
+        return node.unflatten_fn(list(children), given)
+
+    optree.register_pytree_node(
+        kind, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
+    )
+
+
+def _key(entry: Any) -> Any:
+    """What stands in the brackets, or how torch would number it."""
+    key, _ = entry
+    return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
+
+
+class _Context:
+    """What torch keeps of a node besides its children, which need have no hash."""
+
+    __slots__ = ("kind", "value")
+
+    def __init__(self, kind: type, value: Any) -> None:
+        self.kind, self.value = kind, value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and self.kind is other.kind and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __repr__(self) -> str:
+        return repr(self.value)

@@ -14,6 +14,7 @@ The type of a tensor is kept on the tensor itself; a tensor that carries none is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -80,6 +81,7 @@ _INTERNED: Final[dict[Any, Variance]] = {}
 INVARIANT: Final = Variance()
 
 
+@functools.lru_cache(maxsize=4096)
 def variance_of_spec(partition: P) -> Variance:
     """The type, inside a body, of a value that enters or leaves with this partition."""
     return Variance(partition.axes, partition.unreduced, partition.reduced)

@@ -217,7 +217,7 @@ def inner(x: dict[Where, Tensor], y: dict[Where, Tensor], kinds: tuple[str, str]
 
 def as_value(mesh: Mesh, x: dict[Where, Tensor], kind: str, axes: tuple[str, ...]) -> Tensor:
     """A simulated value of the blocks: held apart over all axes, or all but ``axes`` where it is equal there."""
-    held = frame(mesh, mesh.axis_names if kind in "VU" else [a for a in mesh.axis_names if a not in axes])
+    held = frame(mesh, mesh.axis_names if kind in "VU" else tuple(a for a in mesh.axis_names if a not in axes))
     zero = {mesh.axis_names.index(a) for a in mesh.axis_names if a not in held.axes}
     places = [at for at in coordinates(mesh) if not any(at[i] for i in zero)]
     shards = [x[at].clone() for at in places]

@@ -30,18 +30,18 @@ from fspmd.transport.local_tensor import frame_of
 
 
 def test_a_frame_holds_its_axes_in_mesh_order() -> None:
-    held = frame(CUBE, ["z", "x"])
+    held = frame(CUBE, ("z", "x"))
     assert held.axes == ("x", "z")
     assert held.sizes == (2, 2)
     assert held.volume == 4
-    assert frame(CUBE, {"x", "z"}) is held
+    assert frame(CUBE, frozenset(("x", "z"))) is held
     assert repr(held) == "Frame(x=2, z=2)"
     assert list(held.coordinates()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_frames_of_three_axes_join_spread_and_group() -> None:
-    x, zx = frame(CUBE, ["x"]), frame(CUBE, ["x", "z"])
-    whole = union(union(x, frame(CUBE, ["y"])), zx)
+    x, zx = frame(CUBE, ("x",)), frame(CUBE, ("x", "z"))
+    whole = union(union(x, frame(CUBE, ("y",))), zx)
     assert whole.axes == ("x", "y", "z")
     places = list(whole.coordinates())
     assert spread(x, whole) == tuple(at[0] for at in places)

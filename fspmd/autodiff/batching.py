@@ -18,7 +18,7 @@ from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import current_level, is_batched, level_of
 from fspmd.transport.randomness import kept
@@ -120,7 +120,7 @@ def _dims_of(in_dims: Dims, args: tuple[Any, ...], leaves: list[Any], names: lis
         dims = prefix_over(in_dims, args, "in_dims", "the arguments", failures, DIMS)
     if failures:
         refuse("vmap: in_dims does not match the arguments", failures)
-    labels = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name, is_sharded)]
+    labels = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name)]
     result = [_dim_of(*row, failures) for row in zip(leaves, dims, labels, strict=True)]
     if failures:
         refuse("vmap: in_dims does not fit the arguments", failures)
@@ -167,7 +167,7 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
         ]
         out = f(*treedef.unflatten(args))
         outs[:], tree = optree.tree_flatten(out)
-        labels = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
+        labels = leaf_paths(out, "result", none_is_leaf=False)
         values[:] = [_result(*row) for row in zip(outs, labels, strict=True)]
         wanted[:] = _out_dims(out_dims, tree, values, labels)
         return tuple(value for value, dim in zip(values, wanted, strict=True) if dim is not None)

@@ -15,7 +15,7 @@ from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import redistribute, to_blocks
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec, describe
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import Variance, get_variance
@@ -33,8 +33,7 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
         )
     if any(_cotangent_failure(c, o, "", "") is not None for c, o in zip(given, outputs, strict=True)):
         paths = [
-            leaf_paths(tree, root, is_sharded, none_is_leaf=False)
-            for tree, root in ((cotangent, "cotangent"), (out, "result"))
+            leaf_paths(tree, root, none_is_leaf=False) for tree, root in ((cotangent, "cotangent"), (out, "result"))
         ]
         rows = zip(given, outputs, *paths, strict=True)
         found = (_cotangent_failure(*row) for row in rows)

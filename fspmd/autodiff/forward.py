@@ -23,7 +23,6 @@ from fspmd.autodiff.leaves import (
 )
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import described
-from fspmd.sharded import is_sharded
 from fspmd.trees import leaf_paths, tree_text
 
 
@@ -57,7 +56,7 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
             f"jvp got tangents with the tree {tree_text(tree)}, but the primals have the tree {tree_text(treedef)}; "
             "give one tangent per leaf of the primals"
         )
-    labels = leaf_paths(primals, "primals", is_sharded, none_is_leaf=False)
+    labels = leaf_paths(primals, "primals", none_is_leaf=False)
     check_leaves(leaves, lambda: list(zip(leaves, labels, strict=True)), "jvp")
     locals_ = tangents_of(given, leaves, labels, "jvp")
     outs: list[Any] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.errors import ArgumentError
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.sharded import Sharded, alike, is_plain, is_sharded, pair
+from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.trees import flatten_values, leaf_paths
 from fspmd.variance import get_variance, set_variance, show
 
@@ -91,7 +91,7 @@ def differentiable(leaf: Any) -> bool:
 
 def labelled(tree: Any, root: str) -> list[tuple[Any, str]]:
     """The leaves, each with its path."""
-    return list(zip(flatten(tree)[0], leaf_paths(tree, root, is_sharded, none_is_leaf=False), strict=True))
+    return list(zip(flatten(tree)[0], leaf_paths(tree, root, none_is_leaf=False), strict=True))
 
 
 def check_leaves(leaves: list[Any], labels: Callable[[], list[tuple[Any, str]]], what: str) -> None:
@@ -112,7 +112,7 @@ def check_results(out: Any, what: str) -> None:
     """Every leaf of a result is a tensor."""
     if all(isinstance(local_of(leaf), Tensor) for leaf in flatten(out)[0]):
         return
-    paths = leaf_paths(out, "result", is_sharded, none_is_leaf=False)
+    paths = leaf_paths(out, "result", none_is_leaf=False)
     aux = ", or return them beside the result with has_aux=True" if what == "vjp" else ""
     advice = f"a differentiated function returns tensors: leave other values out{aux}"
     failures = [

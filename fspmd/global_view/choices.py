@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final
 
-from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, Layouts, state_of
 from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
 from fspmd.redistribution.straight import are_many
@@ -194,7 +193,7 @@ def _option(
 
 
 def _dim_of(axis: str, lies: P) -> int:
-    return next(d for d, entry in enumerate(lies) if axis in entry_axes(entry))
+    return next(d for d, axes in enumerate(lies.dim_axes) if axis in axes)
 
 
 class _Native:
@@ -264,15 +263,15 @@ def _choices(
     for dims, spec in zip(factors.operands, operands, strict=True):
         if axis not in spec.partition.axes:
             continue
-        for factor, entry in zip(dims, spec.partition, strict=True):
-            if axis not in entry_axes(entry):
+        for factor, axes in zip(dims, spec.partition.dim_axes, strict=True):
+            if axis not in axes:
                 continue
             if factor is None or (factor in factors.whole and not bodied):
                 found += [free for free in _free(axis, factors, operands) if free not in found]
             elif factor not in found:
                 found.append(factor)
     for dims, spec in stay:
-        if any(axis in entry_axes(entry) for f, entry in zip(dims, spec.partition, strict=True) if f is not None):
+        if any(axis in axes for f, axes in zip(dims, spec.partition.dim_axes, strict=True) if f is not None):
             return found
     whole = "I" * len(operands)
     return [whole, *found] if True in [0 in spec.shape for spec in operands] else [*found, whole]

@@ -18,8 +18,8 @@ from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import instead_of_dispatch
 from fspmd.global_view.layouts import working
+from fspmd.global_view.operands import places_of
 from fspmd.global_view.outcomes import joined, on_meta
-from fspmd.global_view.planning import places_of, plan_call
 from fspmd.global_view.propagate import OpPlan, Question, as_whole
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import PASSES, Strategy
@@ -38,14 +38,13 @@ from fspmd.tracing import hidden
 from fspmd.transport.randomness import kept
 
 
-def plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """Decide how a call with `Sharded` values runs, as `plan_call` does."""
-    found = plan_call(func, args, kwargs)
-    if found.in_parts and found.whole is not None:
+def cheaper(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """The plan of a call; where it is in parts, and ranks have no rows, one that is that or on whole operands."""
+    if plan.in_parts and plan.whole is not None:
         tree: Any = (args, kwargs)
         if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree) if isinstance(x, Sharded)):
-            return as_whole(_Either(func, found.whole))
-    return found
+            return as_whole(_Either(func, plan.whole))
+    return plan
 
 
 def _leaves_idle(spec: TensorSpec) -> bool:

@@ -175,25 +175,6 @@ def _plain(tree: Any) -> Any:
     return tuple(_plain(x) for x in tree) if type(tree) is tuple else tree
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors and `Sharded` values of a call."""
-    leaves: list[Any] = []
-    for arg in (*args, *kwargs.values()):
-        if type(arg) is list or type(arg) is tuple:
-            leaves += arg
-        else:
-            leaves.append(arg)
-    if not _LEAVES.issuperset(map(type, leaves)):
-        leaves = optree.tree_leaves((args, kwargs), none_is_leaf=True)
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
-    """All `Sharded` values of a call, however deep."""
-    tree: Any = (args, kwargs)
-    return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
-
-
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What a graph is run on: the tensors and `Sharded` values of a call, and its floats."""
     return [x for x in _leaves(args, kwargs)[0] if _is_operand(x)]
@@ -213,10 +194,6 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], o
 
 def _is_operand(x: Any) -> bool:
     return isinstance(x, Tensor) or (type(x) is float and isfinite(x))
-
-
-#: types of most arguments, in which nothing is nested
-_LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
 
 
 def written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

@@ -16,11 +16,10 @@ from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.forms import Strided
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
-from fspmd.global_view.composed import plan
-from fspmd.global_view.decompose import sharded_values
-from fspmd.global_view.operands import cast_operands, move_operands
+from fspmd.global_view.composed import cheaper
+from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
 from fspmd.global_view.outcomes import begun
-from fspmd.global_view.planning import tell_call
+from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_strides import with_strides
@@ -39,7 +38,10 @@ from fspmd.tracing import hidden
 
 @hidden
 def _plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    return with_strides(plan(func, args, kwargs), func, args, kwargs)
+    plan = plan_call(func, args, kwargs)
+    if plan.whole is None:
+        return plan
+    return with_strides(cheaper(plan, func, args, kwargs), func, args, kwargs)
 
 
 class CacheInfo(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from math import inf, lcm, prod
 from typing import Final, NamedTuple
 
-from fspmd.entries import Entry, blocks, entry_axes, entry_of
+from fspmd.entries import Entry, blocks, entry_of
 from fspmd.redistribution.cost import Topology, work
 from fspmd.rules.bodies import Bodied, BodyLayout
 from fspmd.rules.factors import Dims, Factors
@@ -158,8 +158,8 @@ def _ordered(factor: int, axes: tuple[str, ...], factors: Factors, operands: Seq
     """The axes of a factor, in the order that the operand with most of them has."""
     best: tuple[str, ...] = ()
     for dims, spec in zip(factors.operands, operands, strict=True):
-        for own, entry in zip(dims, spec.partition, strict=True):
-            kept = tuple(axis for axis in entry_axes(entry) if axis in axes)
+        for own, cut in zip(dims, spec.partition.dim_axes, strict=True):
+            kept = tuple([axis for axis in cut if axis in axes])
             if own == factor and len(kept) > len(best):
                 best = kept
     return (*best, *(axis for axis in axes if axis not in best))

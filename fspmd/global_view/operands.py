@@ -1,19 +1,59 @@
-"""Operands of a torch function, moved and cast to lie as its plan has them."""
+"""Operands of a torch function: found among its arguments, moved and cast to lie as its plan has them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import optree
 import torch
 from torch import Tensor
 
 from fspmd.global_view.propagate import OpPlan
+from fspmd.meshes.mesh import Mesh
 from fspmd.ops.signatures import Place, at
 from fspmd.redistribution.shared_moves import along, cast_once
 from fspmd.remembered import holds_casts
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import transforms_active
 
 _grad_enabled = torch.is_grad_enabled
+#: types of most arguments, in which nothing is nested
+_LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors and `Sharded` values of a call."""
+    leaves: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is list or type(arg) is tuple:
+            leaves += arg
+        else:
+            leaves.append(arg)
+    if not _LEAVES.issuperset(map(type, leaves)):
+        leaves = optree.tree_leaves((args, kwargs), none_is_leaf=True)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """All `Sharded` values of a call, however deep."""
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
+
+
+def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
+    """The tensors among the arguments and in lists there."""
+    found: list[tuple[Place, TensorSpec]] = []
+    for i, arg in enumerate((*args, *kwargs.values())):
+        if isinstance(arg, Tensor):
+            found.append((i, _spec_of(arg, mesh)))
+        elif isinstance(arg, (list, tuple)):
+            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, Tensor)]
+    return found
+
+
+def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 
 def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:

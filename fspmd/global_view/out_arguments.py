@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.global_view.decompose import sharded_values, tensors_of
+from fspmd.global_view.operands import sharded_values, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, call_torch

@@ -14,7 +14,7 @@ from fspmd.fake_mode import FakeMode
 from fspmd.forms import Laid, Strided, packed
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
-from fspmd.rules import Rule, Whole
+from fspmd.rules import Factors, Rule, Whole
 from fspmd.rules.elementwise import elementwise
 from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
@@ -48,11 +48,6 @@ class Outcome(NamedTuple):
     bases: Sequence[Place | None] = (None,)
     same: bool = False
     lying: Sequence[Lying] | None = None
-
-    @property
-    def views(self) -> bool:
-        """Whether the first result is an operand, or a view of one."""
-        return self.bases[0] is not None
 
 
 def joined(kind: Kind | None, results: list[Any]) -> Any:
@@ -115,10 +110,10 @@ def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Te
     return Outcome([(specs[0].shape, specs[0].dtype)])
 
 
-def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> Outcome | None:
-    """The result of a function of two operands, or of one and a number, which keeps their dtype.
+def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[Outcome, Factors] | None:
+    """The result of a function of two operands, or of one and a number, which keeps their dtype; and its factors.
 
-    Its shape is told by the sizes of its factors; None where these do not agree, or the arguments say otherwise.
+    Its shape is told by their sizes; None where these do not agree, or the arguments say otherwise.
     """
     others = [arg for arg in whole.args if arg is not None]
     if len(whole.args) != 2 or whole.kwargs or not _of_one_float(specs) or len(specs) + len(others) != 2:
@@ -132,7 +127,7 @@ def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> Outcome
     for dims, shape in zip(factors.operands, whole.shapes, strict=True):
         if [*map(sizes.setdefault, dims, shape)] != [*shape]:
             return None
-    return Outcome([(tuple([sizes[factor] for factor in factors.results[0]]), specs[0].dtype)])
+    return Outcome([(tuple([sizes[factor] for factor in factors.results[0]]), specs[0].dtype)]), factors
 
 
 def _of_one_float(specs: Sequence[TensorSpec]) -> bool:

@@ -19,21 +19,19 @@ from torch.nn import functional as F
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.global_view.decompose import sharded_values, tensors_of
+from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import TOLD, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
-from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.ops.operators import BINARY, REFLECTED
-from fspmd.ops.signatures import Place, by_own_names, parameters
+from fspmd.ops.signatures import by_own_names, parameters
 from fspmd.ops.traits import name_of
 from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, call_torch, is_sharded
-from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import is_simulated
 
@@ -75,21 +73,16 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     tensors = tensors_of(args, kwargs)
     specs = [x.spec for x in tensors if type(x) is Sharded]
     mesh = specs[0].mesh
-    for x in tensors:
-        refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
+    if len(specs) < len(tensors):
+        _check_beside(func, tensors)
     for spec in specs:
         if spec.mesh is not mesh and spec.mesh != mesh and not _takes_meshes(func):
             raise MeshError(
                 f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
-    if len(specs) < len(tensors) and any(map(is_simulated, tensors)):
-        raise ArgumentError(
-            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
-            "computed); pass the Sharded itself, or a global tensor"
-        )
     if kwargs and kwargs.get("out") is not None and func is not F.normalize:
         return as_whole(functools.partial(written_into, func))
-    if kwargs or not _is_ruled(func):
+    if kwargs or not _is_ruled(func) or _is_not_defined(func, args):
         aside = _aside(func, args, kwargs, len(tensors))
         if aside is not None:
             return aside
@@ -101,12 +94,23 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     return as_whole(run, in_parts=in_parts)
 
 
+def _check_beside(func: Any, tensors: list[Any]) -> None:
+    """Of tensors beside a `Sharded` each must be a global value."""
+    for x in tensors:
+        refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
+    if any(map(is_simulated, tensors)):
+        raise ArgumentError(
+            f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
+            "computed); pass the Sharded itself, or a global tensor"
+        )
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_ruled(func: Any) -> bool:
     """Whether its rule decides about every call of a function without keywords."""
     name = name_of(func)
     in_parts = handler_of(func) is not None or is_ragged(func, 2) or may_be_composite(func)
-    by_argument = isinstance(func, FunctionType) or name.startswith("__") or name in ("to", "type_as", "cpu", "cuda")
+    by_argument = isinstance(func, FunctionType) or name in ("to", "type_as", "cpu", "cuda")
     return not in_parts and not by_argument
 
 
@@ -180,21 +184,6 @@ def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
     name = name_of(func)
     operator = name.startswith("__") and name.strip("_") in (*BINARY, *REFLECTED)
     return operator and getattr(torch.empty((), device="meta"), name)(args[1]) is NotImplemented
-
-
-def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
-    """The tensors among the arguments and in lists there."""
-    found: list[tuple[Place, TensorSpec]] = []
-    for i, arg in enumerate((*args, *kwargs.values())):
-        if isinstance(arg, Tensor):
-            found.append((i, _spec_of(arg, mesh)))
-        elif isinstance(arg, (list, tuple)):
-            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, Tensor)]
-    return found
-
-
-def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
-    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 
 def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

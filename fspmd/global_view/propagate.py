@@ -192,20 +192,21 @@ def ask(
     shapes = [spec.shape for spec in specs]
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
-    outcome, fits = _outcome(row, func, args, kwargs, ordered)
+    values = [at(given, place) for place, _ in ordered]
+    outcome, told = _outcome(row, func, args, kwargs, ordered, values)
     check_dtypes(func, specs)
     if outcome is None:
         return None
     after = [shape for shape, _ in outcome.results]
     results = [_whole(shape, dtype, specs[0]) for shape, dtype in outcome.results]
     try:
-        factors = row.rule(Whole(shapes, plain, kwargs, after))
+        factors = row.rule(Whole(shapes, plain, kwargs, after)) if told is None else told
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
     if fixed := writes(func):
-        _refuse_expanded(func, at(given, ordered[0][0]))
+        _refuse_expanded(func, values[0])
     cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
-    as_is = outcome.same and not fixed and row.as_is and all(lies_known(at(given, place)) for place, _ in ordered)
+    as_is = outcome.same and not fixed and row.as_is and all(map(lies_known, values))
     if as_is or (outcome.same and not fixed and cuts):
         row = replace(
             row,
@@ -217,13 +218,13 @@ def ask(
         )
         factors = elementwise(Whole(shapes, plain, kwargs, after))
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
-    if not (fits or _fits(factors, shapes, after, free, resized=row.blocks is not None)):
+    if told is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, func, args, kwargs, specs, results[0])
     products = products_of(row, factors, specs, results)
-    bare = frozenset([i for i, (place, _) in enumerate(ordered) if type(at(given, place)) is not Sharded])
+    bare = frozenset([i for i, x in enumerate(values) if type(x) is not Sharded])
     viewed = None if fixed else outcome.bases[0]
-    copies = not (outcome.views or fixed) and outcome.kind is None
+    copies = outcome.bases[0] is None and not fixed and outcome.kind is None
     return Question(
         row=row,
         operands=ordered,
@@ -243,29 +244,31 @@ def ask(
 
 
 def _outcome(
-    row: Row, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ordered: Sequence[tuple[Place, TensorSpec]]
-) -> tuple[Outcome | None, bool]:
-    """What a call gives, told in the quickest way there is; and whether the factors of the rule have told the shape.
+    row: Row,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ordered: Sequence[tuple[Place, TensorSpec]],
+    values: Sequence[Any],
+) -> tuple[Outcome | None, Factors | None]:
+    """What a call gives, told in the quickest way there is; and the factors of the rule, where they have told it.
 
     Raises:
         ArgumentError: the call fails on the global tensors.
     """
-    specs = [spec for _, spec in ordered]
-    given, written = [*args, *kwargs.values()], writes(func)
-    if all(lies_as_new(at(given, place)) for place, _ in ordered) and kwargs.get("memory_format") is None:
-        if row.kept:
-            found = like_first(args, kwargs, specs)
-        elif row.sized and not written:
+    specs, written = [spec for _, spec in ordered], writes(func)
+    if all(map(lies_as_new, values)) and kwargs.get("memory_format") is None:
+        if row.kept and (found := like_first(args, kwargs, specs)) is not None:
+            return found, None
+        if row.sized and not (row.kept or written):
             plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-            found = by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
-        else:
-            found = None
-        if found is not None:
-            return found, not row.kept
+            told = by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
+            if told is not None:
+                return told
         if row.rule is elementwise and not written:
             found = on_one_element(func, args, kwargs, ordered)
             if found is not None:
-                return found, False
+                return found, None
     try:
         found = on_meta(func, args, kwargs, ordered)
     except Exception as error:
@@ -274,7 +277,7 @@ def _outcome(
         complaint = kernel_complaint(func, args, kwargs, ordered)
         if complaint is not None:
             refuse_global(func, specs, complaint)
-    return found, False
+    return found, None
 
 
 def _refuse_expanded(func: Any, x: Any) -> None:
@@ -325,7 +328,7 @@ def plan_of(
         in_order=not question.names if by_body else stand_in_order(local, positional, question.names),
         by_name=bool(question.names) and any(argument_of(place) >= positional for place, _ in operands),
         writes=written,
-        name=shown(func),
+        name=shown(func) if written or copies is not None else "",
         copies=copies,
         lying=question.lying,
     )
@@ -432,11 +435,16 @@ def _linearity(
     result: TensorSpec,
 ) -> str:
     """What a call is linear in, whatever the numbers are that are in no key; what is made wider is added up before."""
-    args = tuple(_some_number(func, arg, i) for i, arg in enumerate(args))
-    kwargs = {name: _some_number(func, arg, name) for name, arg in kwargs.items()}
-    args, kwargs = in_order(func, args, kwargs)
-    linear = row.linear if isinstance(row.linear, str) else row.linear(*args, **kwargs)
+    if isinstance(row.linear, str):
+        linear = row.linear
+    else:
+        args = tuple([_some_number(func, arg, i) for i, arg in enumerate(args)])
+        kwargs = {name: _some_number(func, arg, name) for name, arg in kwargs.items()}
+        args, kwargs = in_order(func, args, kwargs)
+        linear = row.linear(*args, **kwargs)
     first = specs[0]
+    if not linear or all(spec.dtype is result.dtype for spec in specs):
+        return linear
     widened = linear == "first" and result.shape == first.shape and result.dtype.itemsize > first.dtype.itemsize
     exact = not _narrows(first.dtype, result.dtype) and all(stay_sums(spec.dtype, result.dtype) for spec in specs)
     return linear if exact and not widened else ""

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fspmd.copies import as_copies, share_memory
-from fspmd.global_view.decompose import tensors_of
+from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.outcomes import Outcome, begun, on_meta
-from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import OpPlan, as_whole
 from fspmd.global_view.refusals import shown
 from fspmd.ops.signatures import at

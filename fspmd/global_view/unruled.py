@@ -12,16 +12,8 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
-from fspmd.global_view.decompose import (
-    Graph,
-    NotTraceable,
-    WritesOperand,
-    decompose,
-    numbers_of,
-    operands_of,
-    sharded_values,
-    written,
-)
+from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
+from fspmd.global_view.operands import sharded_values
 from fspmd.global_view.refusals import TOLD, NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.global_view.result_gradients import Followed
 from fspmd.ops.traits import autocasts, name_of

@@ -69,9 +69,10 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     plan = plan_of(func, positional, question, best)
     empty = True in [0 in spec.shape for _, spec in question.operands]
     floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
-    pending = () if question.viewed is not None or question.fixed else tuple(_pending(question))
+    pends = _pending(question)
+    pending = () if question.viewed is not None or question.fixed else tuple(pends)
     followed = question._replace(gradients=floating)
-    ends = followed.passes_on != question.passes_on and bool(_pending(question))
+    ends = bool(pends) and followed.passes_on != question.passes_on
     weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs) or ends
     if weighed and not (plan.needs_redistribute or ends):
         weighed = bool(floating) and not _same(best, followed.best(known))

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from fspmd.entries import entry_axes, entry_of
+from fspmd.entries import entry_of
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import P, TensorSpec
@@ -30,7 +30,7 @@ def alike(mesh: Mesh, topology: Topology) -> tuple[dict[str, str], ...]:
 @functools.lru_cache(maxsize=1 << 14)
 def _renaming(spec: TensorSpec, names: tuple[tuple[str, str], ...]) -> TensorSpec:
     named, partition = dict(names), spec.partition
-    entries = [entry_of(tuple([named[axis] for axis in entry_axes(entry)])) for entry in partition]
+    entries = [entry_of(tuple([named[axis] for axis in axes])) for axes in partition.dim_axes]
     pending, reduced = (frozenset([named[a] for a in axes]) for axes in (partition.unreduced, partition.reduced))
     return spec.with_partition(P(*entries, unreduced=pending, reduced=reduced))
 

@@ -20,10 +20,9 @@ from fspmd.autodiff.leaves import DEPTH
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
-from fspmd.global_view.decompose import tensors_of
 from fspmd.global_view.interceptors import instead_of_dispatch
+from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.outcomes import joined, on_meta
-from fspmd.global_view.planning import places_of
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.unruled import gathered

@@ -13,7 +13,8 @@ from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
-from fspmd.redistribution.redistribute import redistribute, to_blocks
+from fspmd.redistribution.cost import topology
+from fspmd.redistribution.redistribute import cuts, redistribute
 from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import transforms_active
@@ -30,17 +31,20 @@ def argument_failure(
     """What is wrong with an argument and its spec, or None."""
     if partition is None or leaf is None:
         return None
-    if isinstance(leaf, Sharded):
+    kind: Any = type(leaf)
+    if kind is Sharded:
         if outer_axes:
             advice = "pass it to the outer function, with its spec, and hand its block on"
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
-    elif not is_plain(leaf):
-        return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
-    elif name := foreign_name(leaf):
-        return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
-    elif is_simulated(leaf) and not outer_axes:
-        text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
-        return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+    elif is_simulated(leaf):
+        if not outer_axes:
+            text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+            return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+    elif kind is not Tensor:
+        if not is_plain(leaf):
+            return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
+        if name := foreign_name(leaf):
+            return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
     wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)
     return Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError) if wrong else None
 
@@ -76,8 +80,9 @@ def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes:
     if partition is None:
         return _static
     variance = variance_of_spec(partition)
-    absent = body.mesh.ordered(new_axes - partition.mentioned)
-    widen = None if body.checked or not absent else call("invariant_to_varying", body.mesh, absent)
+    widen = None
+    if not body.checked and (absent := body.mesh.ordered(new_axes - partition.mentioned)):
+        widen = call("invariant_to_varying", body.mesh, absent)
     if isinstance(leaf, Sharded):
         source = leaf.spec
         target = TensorSpec(body.mesh, partition, source.shape, source.dtype)
@@ -122,6 +127,7 @@ def _plain_entry(
     partition: P, label: str, body: Body, variance: Variance | None, widen: Call | None, nested: bool
 ) -> Entry:
     cut = bool(partition.mentioned)
+    cuts_of: dict[Any, tuple[Call, ...]] = {}  # by shape and dtype
 
     def enter(x: Any) -> Any:
         if x is None:
@@ -131,10 +137,14 @@ def _plain_entry(
         if cut:
             if body.outer is not None and body.outer.uneven:
                 _check_even_blocks(x, partition, label, body)
-            spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
-            if not spec.even:
-                body.mark_uneven()
-            y = to_blocks(x, spec)
+            calls = cuts_of.get((x.shape, x.dtype))
+            if calls is None:
+                spec = TensorSpec(body.mesh, partition, x.shape, x.dtype)
+                if not spec.even:
+                    body.mark_uneven()
+                calls = cuts_of[x.shape, x.dtype] = cuts(spec, topology())
+            for one in calls:
+                y = apply(y, one)
         if widen is not None and (y.requires_grad or transforms_active()):
             y = apply(y, widen)
         if variance is None:

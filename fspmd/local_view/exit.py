@@ -26,7 +26,7 @@ from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import Frame, frame, groups
-from fspmd.transport.local_tensor import block_type, blocks_of, frame_of, held_frame, is_uneven
+from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_uneven
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
 
@@ -55,15 +55,19 @@ class Exits:
         for known, x in zip(self._known, leaves, strict=True):
             y = known(x)
             if y is None:
-                return self._leave_checked(leaves)
+                self._check(leaves)
+                return self.leave(leaves)
             done.append(y)
         return done
 
-    def _leave_checked(self, leaves: list[Any]) -> list[Any]:
+    def _check(self, leaves: list[Any]) -> None:
         found = (failure(x) for failure, x in zip(self._failures, leaves, strict=True))
         if failures := [one for one in found if one is not None]:
             refuse(self._header, failures)
-        done = []
+
+    def leave(self, leaves: list[Any]) -> list[Any]:
+        """Results that have been checked, as they leave."""
+        done, failures = [], []
         for leave, x in zip(self._leave, leaves, strict=True):
             try:
                 done.append(leave(x))
@@ -83,11 +87,12 @@ def static_failure(x: Any, path: str) -> Failure | None:
 
 def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
     """Why a result cannot leave under this spec, or None."""
-    if not is_plain(x):
-        return _kind_failure(x, partition, path)
-    if name := foreign_name(x):
-        text = f"{path} is a {name} of shape {tuple(x.shape)}, which {IS}, but a body returns blocks"
-        return Failure(text, ArgumentError, f"{ADVICE}, and pass it to the body as an argument")
+    if type(x) not in BLOCKS:
+        if not is_plain(x):
+            return _kind_failure(x, partition, path)
+        if name := foreign_name(x):
+            text = f"{path} is a {name} of shape {tuple(x.shape)}, which {IS}, but a body returns blocks"
+            return Failure(text, ArgumentError, f"{ADVICE}, and pass it to the body as an argument")
     if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
         return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
@@ -112,11 +117,14 @@ def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> 
     variance = get_variance(x)
     if variance is variance_of_spec(partition) and type(x) is Tensor:
         return None
-    shown = f"{path}, {show(x)},"
+
+    def shown() -> str:
+        return f"{path}, {show(x)},"
+
     if extra := variance.varying & inner - partition.mentioned:
         over = sorted(extra)
         named = f" ({_with_axes(partition, over, x.ndim)!r} would)" if x.ndim else ""
-        text = f"{shown} varies over {quoted(over)}, but its spec {partition!r} does not say so{named}"
+        text = f"{shown()} varies over {quoted(over)}, but its spec {partition!r} does not say so{named}"
         return Failure(text, VarianceError, _EQUAL[bool(x.ndim)].format(as_axis_name(over), P(tuple(over))))
     rows = (
         ("unreduced", variance.unreduced & inner, partition.unreduced, variance.varying),
@@ -125,15 +133,15 @@ def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> 
     for word, have, want, also in rows:
         if have - want:
             axes = quoted(sorted(have - want))
-            text = f"{shown} is {word} over {axes}, but its spec {partition!r} does not say so"
+            text = f"{shown()} is {word} over {axes}, but its spec {partition!r} does not say so"
             return Failure(text, VarianceError, _SETTLE[word].format(as_axis_name(sorted(have - want)), axes))
         if missing := want - have - also:
-            text = f"{shown} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
+            text = f"{shown()} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
             axis = as_axis_name(sorted(missing))
             return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
     held = held_frame(x)
     if held is not None and (unseen := set(held.axes) & inner - variance.varying - variance.unreduced):
-        text = f"{shown} has another value on each rank over {quoted(sorted(unseen))}, which its type does not say"
+        text = f"{shown()} has another value on each rank over {quoted(sorted(unseen))}, which its type does not say"
         return Failure(text, VarianceError, _UNSEEN)
     return None
 
@@ -178,11 +186,9 @@ def make_exit(
     target = variance_of_spec(partition)
     specs: dict[Any, TensorSpec] = {}
     simulated = body.mesh.transport == "simulation"
-    inner_absent = body.mesh.ordered(body.axes - outer_axes - partition.mentioned)
     share = None
-    if inner_absent and not body.checked:
-        share = call("leave_unchecked", body.mesh, inner_absent, Options(factor=1 / body.mesh.axis_size(inner_absent)))
-
+    if not body.checked and (absent := body.mesh.ordered(body.axes - outer_axes - partition.mentioned)):
+        share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))
     held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
     kind: Any = block_type(held)
     apart = kind is not Tensor
@@ -277,7 +283,7 @@ def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
 
 def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
     shape = list(x.shape)
-    for dim, entry in enumerate(partition):
+    for dim, entry in enumerate(partition.entries):
         shape[dim] = entry.size if isinstance(entry, Flat) else shape[dim] * math.prod(body.sizes(entry_axes(entry)))
     return TensorSpec(body.mesh, partition, shape, x.dtype)
 

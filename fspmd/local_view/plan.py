@@ -19,7 +19,7 @@ from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failu
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.pairs import Call, call
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.trees import leaf_paths, parameter_names, prefix_over
 
@@ -62,7 +62,7 @@ class Plan:
         if out is None and isinstance(self.out_specs, P):
             text = f"result is None, but its spec is {self.out_specs!r}; return a tensor, or write out_specs=None"
             refuse(header, [Failure(text, ArgumentError)])
-        paths = leaf_paths(out, "result", is_sharded)
+        paths = leaf_paths(out, "result")
         leaves = optree.tree_leaves(out, none_is_leaf=True)
         for x, spec, path in zip(leaves, specs, paths, strict=True):
             failure = static_failure(x, path) if spec is None else result_failure(x, spec, path, body, self.outer_axes)
@@ -103,7 +103,8 @@ def make_plan(
     _check_call(f, args, names, name)
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)
-    labels, made = (_labels(args, roots, in_order) for in_order in (False, True))
+    labels = _labels(args, roots)
+    made = labels if labels == roots else _labels(args, roots, in_order=True)  # of leaves alone there is one order
     leaves = optree.tree_leaves(args, none_is_leaf=True)
     rows = list(zip(leaves, specs, labels, strict=True))
     _check_meshes(rows, mesh, name)
@@ -117,7 +118,9 @@ def make_plan(
         refuse_foreign(x, f"{name} closes over")
     entries = [make_entry(leaf, spec, label, body, new_axes, outer is not None) for leaf, spec, label in rows]
     plain = [
-        (i, len(spec)) for i, (leaf, spec, _) in enumerate(rows) if spec is not None and not isinstance(leaf, Sharded)
+        (i, len(spec.entries))
+        for i, (leaf, spec, _) in enumerate(rows)
+        if spec is not None and not isinstance(leaf, Sharded)
     ]
     return Plan(
         body=body,
@@ -135,10 +138,10 @@ def make_plan(
     )
 
 
-def _labels(args: tuple[Any, ...], roots: list[str], in_order: bool) -> list[str]:
+def _labels(args: tuple[Any, ...], roots: list[str], in_order: bool = False) -> list[str]:
     """Each leaf of the arguments as a message names it."""
     rows = zip(roots, args, strict=True)
-    return [path for root, arg in rows for path in leaf_paths(arg, root, is_sharded, in_order=in_order)]
+    return [path for root, arg in rows for path in leaf_paths(arg, root, in_order=in_order)]
 
 
 def _name_of(f: Any) -> str:
@@ -168,11 +171,10 @@ def _resolve_mesh(mesh: Mesh | None, outer: Body | None, name: str) -> Mesh:
 
 
 def _check_meshes(rows: list[tuple[Any, Any, str]], mesh: Mesh, name: str) -> None:
-    ranks = set(mesh.ranks)
     failures = [
         Failure(f"{label} is {leaf!r}", MeshError, "move it first: device_put(device_get(x), spec, mesh=mesh)")
         for leaf, _, label in rows
-        if isinstance(leaf, Sharded) and leaf.spec.mesh != mesh and set(leaf.spec.mesh.ranks) != ranks
+        if isinstance(leaf, Sharded) and leaf.spec.mesh != mesh and set(leaf.spec.mesh.ranks) != set(mesh.ranks)
     ]
     if failures:
         refuse(f"{name} runs on {mesh!r}, but some arguments lie on other ranks", failures)

@@ -32,6 +32,7 @@ from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import EnableTorchFunction, is_torch_function_enabled, transforms_active
 from fspmd.tracing import refuse_traced
+from fspmd.transport.local_tensor import BLOCKS
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
 
@@ -153,7 +154,9 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
-        if x is not None and not (is_plain(x) and x.dim() >= fewest and not foreign_name(x)):
+        if x is None or (type(x) is Tensor and x.dim() >= fewest):
+            continue
+        if not (is_plain(x) and x.dim() >= fewest) or foreign_name(x):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     widen = plan.widen
@@ -192,8 +195,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             plan.closes = plan.closes and found is not False
         exits = plan.exits.get(tree)
         if exits is None:
-            exits = plan.exits[tree] = plan.make_exits(out)
-        results = exits(leaves)
+            exits = plan.exits[tree] = plan.make_exits(out)  # which has checked the results
+            results = exits.leave(leaves)
+        else:
+            results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     finally:
         state.body, state.tracker = outer, outer_tracker
@@ -210,14 +215,11 @@ def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) 
 def _flatten_result(out: Any) -> tuple[list[Any], Any]:
     """Leaves and a hashable structure: the treedef, or Tensor for a single one, or the length of a tuple of them."""
     kind = type(out)
-    if kind is Tensor:
+    if kind in BLOCKS:
         return [out], Tensor
-    if kind is tuple and set(map(type, out)) == _TENSORS:
+    if kind is tuple and out and BLOCKS.issuperset(map(type, out)):
         return out, len(out)
     return flatten(out)
-
-
-_TENSORS = {Tensor}
 
 
 def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ class _Unbind(torch.autograd.Function):
         shards = list(map(_alias, shards_of(x, whole)))
         if whole is held:
             return tuple(shards)
-        rest = frame(whole.mesh, set(whole.axes) - set(held.axes))
+        rest = frame(whole.mesh, frozenset(whole.axes) - frozenset(held.axes))
         return tuple(local_tensor([shards[i] for i in members], rest) for members in groups(whole, rest.axes)[1])
 
     @staticmethod

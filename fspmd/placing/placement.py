@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.adopted import adopt
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import foreign_name, refuse_foreign
 from fspmd.local_view.exit import spec_of_blocks
@@ -19,12 +18,12 @@ from fspmd.outside import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves, description, scatter_from
 from fspmd.placing.sources import source_of
 from fspmd.redistribution.redistribute import from_blocks, redistribute, to_blocks
-from fspmd.sharded import Sharded, alike, is_plain, is_sharded
+from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths
+from fspmd.trees import adopt, broadcast_prefix, flatten_values, leaf_paths
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
@@ -87,7 +86,7 @@ def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
 def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = flatten_values(tree)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
-    labels, taken = leaf_paths(tree, "tree", is_sharded), (Tensor, TensorSpec)
+    labels, taken = leaf_paths(tree, "tree"), (Tensor, TensorSpec)
     check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what, taken)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)

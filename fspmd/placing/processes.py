@@ -17,7 +17,7 @@ from fspmd.outside import the_mesh
 from fspmd.placing.placement import device_get, put
 from fspmd.placing.scatter import check_leaves
 from fspmd.placing.sources import hear_all
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import is_recording
@@ -100,7 +100,7 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
     """
     mesh = _processes(mesh, "process_allgather")
     leaves, treedef = flatten_values(tree, none_is_leaf=False)
-    labels = leaf_paths(tree, "tree", is_sharded, none_is_leaf=False)
+    labels = leaf_paths(tree, "tree", none_is_leaf=False)
 
     def facts() -> Any:
         tensors = [_tensor(*pair, tiled) for pair in zip(leaves, labels, strict=True)]
@@ -152,7 +152,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
     what = "from_process_local"
     mesh = the_mesh(mesh, what)
     leaves, treedef = flatten_values(tree)
-    labels = leaf_paths(tree, "tree", is_sharded)
+    labels = leaf_paths(tree, "tree")
     if mesh.transport != "process_group":
         return put(treedef.unflatten(map(_of_array, leaves, labels)), specs, mesh, None, what)
     _refuse_record(what)
@@ -218,7 +218,7 @@ class _LeafReport(NamedTuple):
 def _facts(tree: Any) -> tuple[str, list[_LeafReport]]:
     leaves, treedef = flatten_values(tree)
     rows = []
-    for leaf, label in zip(leaves, leaf_paths(tree, "tree", is_sharded), strict=True):
+    for leaf, label in zip(leaves, leaf_paths(tree, "tree"), strict=True):
         if isinstance(leaf, Sharded):
             rows.append(
                 _LeafReport(label, repr(leaf), _place(leaf.spec.partition, leaf.spec.mesh), _digest(leaf.local))

@@ -193,7 +193,7 @@ def _checked(tree: Any, leaves: list[Any], specs: Any, mesh: Mesh | None, what: 
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     meshes = [_mesh_of(leaf, partition, mesh, what) for leaf, partition in zip(leaves, partitions, strict=True)]
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree", _is_value), meshes, what)
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree"), meshes, what)
     for leaf, on in zip(leaves, meshes, strict=True):
         if on is None:
             continue
@@ -256,7 +256,7 @@ def explain(tree: Any, specs: Any, mesh: Mesh | None = None) -> Explanation:
     each rank sends 196,608 B in 13.6 µs and holds 524,288 B at most
     """
     leaves, _ = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
-    labels = leaf_paths(tree, "tree", _is_value)
+    labels = leaf_paths(tree, "tree")
     values = [Sharded(_NOTHING, leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
     for label, leaf in zip(labels, values, strict=True):
         if leaf is not None and not isinstance(leaf, Sharded):

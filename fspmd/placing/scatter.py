@@ -16,7 +16,7 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
 from fspmd.placing.sources import Source
-from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_of
 from fspmd.transport.local_tensor import is_simulated
@@ -183,7 +183,7 @@ def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpe
         raise ArgumentError(
             f"{what} got src={source.rank} and a Sharded, which all ranks hold already; write reshard(tree, specs)"
         )
-    labels = leaf_paths(tree, "tree", is_sharded)
+    labels = leaf_paths(tree, "tree")
     check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what)
     rows = [
         AnnouncedLeaf(label, partition, leaf)

@@ -106,7 +106,7 @@ def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         leaves, treedef = flatten_in_order(tree, is_sharded)
         if not optree.treespec_is_leaf(treedef):
             found[name] = {"tree": tree_text(treedef)}
-        for path, leaf in zip(leaf_paths(tree, name, is_sharded, in_order=True), leaves, strict=True):
+        for path, leaf in zip(leaf_paths(tree, name, in_order=True), leaves, strict=True):
             found[path] = _parts(leaf)
     return found
 

@@ -132,7 +132,7 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
                 )
             if given:
                 places.append(place)
-                names.append(f"{path.removesuffix('.local')} of {called}")
+                names.append(f"{path} of {called}")
             place += 1
     return Donation(tuple(places), tuple(names))
 

@@ -231,7 +231,7 @@ def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     found = []
     for name, tree in named:
         leaves, _ = flatten_in_order(tree, is_sharded)
-        paths = leaf_paths(tree, name, is_sharded, in_order=True)
+        paths = leaf_paths(tree, name, in_order=True)
         found += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
     return found
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
@@ -154,7 +154,7 @@ def _dims(
     """The product over dims of what is counted of two layouts of a dim, of that size."""
     found = torch.ones(len(sources), len(targets), dtype=torch.float64)
     for d, size in enumerate(targets[0].shape):
-        entries = [[entry_axes(spec.partition[d]) for spec in specs] for specs in (sources, targets)]
+        entries = [[spec.partition.dim_axes[d] for spec in specs] for specs in (sources, targets)]
         before, after = (list(dict.fromkeys(own)) for own in entries)
         table = torch.tensor([[count(size, one, other) for other in after] for one in before], dtype=torch.float64)
         rows = torch.tensor([before.index(one) for one in entries[0]])
@@ -255,8 +255,8 @@ def _grown(spec: TensorSpec, target: TensorSpec) -> int:
 def _heard(spec: TensorSpec, target: TensorSpec) -> int:
     """How many ranks' blocks are in what a rank has in the end; 2 where these are fewer, or it cannot be told."""
     sizes, found = spec.mesh.shape, 1
-    for size, before, after in zip(spec.shape, spec.partition, target.partition, strict=True):
-        found *= _overlapped(size, _cuts(entry_axes(before), sizes), _cuts(entry_axes(after), sizes))
+    for size, before, after in zip(spec.shape, spec.partition.dim_axes, target.partition.dim_axes, strict=True):
+        found *= _overlapped(size, _cuts(before, sizes), _cuts(after, sizes))
     return max(2, found * prod(sizes[axis] for axis in spec.partition.unreduced - target.partition.unreduced))
 
 
@@ -329,8 +329,7 @@ def _held(spec: TensorSpec, island: frozenset[str], pending: frozenset[str]) -> 
     corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
     islands = list(itertools.product(*corners))
     dims = []
-    for size, entry in zip(spec.shape, spec.partition, strict=True):
-        axes = entry_axes(entry)
+    for size, axes in zip(spec.shape, spec.partition.dim_axes, strict=True):
         cuts, own = _cuts(axes, sizes), [names.index(axis) for axis in axes]
         dims.append([_rows(size, cuts, tuple([at[i] for i in own])) for at in islands])
     return list(zip(*dims, strict=True)) if dims else [()] * len(islands)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from math import comb, perm
 
-from fspmd.entries import Axes, Entry, blocks, entry_axes, entry_of
+from fspmd.entries import Axes, Entry, blocks, entry_of
 from fspmd.pairs import Call, call
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
@@ -45,7 +45,7 @@ def moved(
 ) -> TensorSpec:
     """The layout with the axes of some dims replaced."""
     partition = spec.partition
-    new: list[Entry] = list(partition)
+    new: list[Entry] = list(partition.entries)
     for dim, axes in entries.items():
         new[dim] = entry_of(axes)
     return spec.with_partition(
@@ -67,12 +67,11 @@ def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     return None if len(set(cut)) == 1 else cut
 
 
-def _splits(axes: Axes, wanted: Entry | None = None, straight: bool = False) -> Iterator[tuple[Axes, Axes]]:
+def _splits(axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Axes]]:
     """The axes that stay, and the minor ones that go; ``straight``: all of those that are not ``wanted``."""
     places: Iterable[int] = range(len(axes))
     if straight:
-        then = entry_axes(wanted)
-        common = next((i for i, axis in enumerate(axes) if then[i : i + 1] != (axis,)), len(axes))
+        common = next((i for i, axis in enumerate(axes) if wanted[i : i + 1] != (axis,)), len(axes))
         places = (common,) if common < len(axes) else ()
     return ((axes[:i], axes[i:]) for i in places)
 
@@ -84,8 +83,8 @@ def can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
 
 def gathers(spec: TensorSpec, target: TensorSpec, straight: bool = False) -> Iterator[tuple[Call, TensorSpec]]:
     """The minor axes of a dim, gathered; ``straight``: all that the target has not there."""
-    for dim, entry in enumerate(spec.partition):
-        for kept, gone in _splits(entry_axes(entry), target.partition[dim], straight):
+    for dim, (now, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
+        for kept, gone in _splits(now, wanted, straight):
             if not can_part(spec, dim, kept, gone):
                 yield reblock(spec, moved(spec, {dim: kept}))
                 continue
@@ -104,10 +103,10 @@ def _cuts(
     (dim, its axes, the new ones, how).
     """
     anyhow = (free,) if whole else _orders(free) if target is None else ()
-    for dim, entry in enumerate(spec.partition):
-        now, news = entry_axes(entry), anyhow
+    for dim, now in enumerate(spec.partition.dim_axes):
+        news = anyhow
         if target is not None:
-            wanted = tuple(a for a in entry_axes(target.partition[dim]) if a in free)
+            wanted = tuple([a for a in target.partition.dim_axes[dim] if a in free])
             news = tuple(wanted[i:j] for i, j in itertools.combinations(range(len(wanted) + 1), 2))
         for new in news:
             if (new == free or not whole) and not set(now).intersection(new) and can_part(spec, dim, now, new):
@@ -128,8 +127,8 @@ def exchanges(
     spec: TensorSpec, target: TensorSpec, anywhere: bool, straight: bool = False
 ) -> Iterator[tuple[Call, TensorSpec]]:
     """The minor axes of a dim, cutting another one instead; ``straight``: all that the target has not there."""
-    for source, entry in enumerate(spec.partition):
-        for kept, gone in _splits(entry_axes(entry), target.partition[source], straight):
+    for source, (held, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
+        for kept, gone in _splits(held, wanted, straight):
             if not can_part(spec, source, kept, gone):
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
@@ -190,10 +189,10 @@ def reblocks(
     Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered. ``anywhere``: to
     every other placement, too.
     """
-    now = [entry_axes(entry) for entry in spec.partition]
+    now = spec.partition.dim_axes
     held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
-    goal = [tuple(axis for axis in entry_axes(entry) if axis not in held) for entry in target.partition]
-    stay = [(*axes, *(axis for axis in entry if axis in reduced)) for axes, entry in zip(goal, now, strict=True)]
+    goal = [tuple([axis for axis in axes if axis not in held]) for axes in target.partition.dim_axes]
+    stay = [(*axes, *[axis for axis in own if axis in reduced]) for axes, own in zip(goal, now, strict=True)]
     # in order: every rank must take the same of equal routes
     goals = dict.fromkeys(moved(spec, dict(enumerate(axes))) for axes in (goal, stay))
     if anywhere:
@@ -202,7 +201,7 @@ def reblocks(
         if after is spec or not worth(after):
             continue
         uneven = not (spec.even and after.even)  # a gather of such waits for the longest block
-        if (anywhere and uneven) or not _is_native(spec, now, after):
+        if (anywhere and uneven) or not _is_native(spec, after):
             yield reblock(spec, after)
 
 
@@ -228,12 +227,12 @@ def reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:
     return call("reblock", spec.mesh, move.axes, Options(move=move)), after
 
 
-def _is_native(spec: TensorSpec, now: list[Axes], after: TensorSpec) -> bool:
+def _is_native(spec: TensorSpec, after: TensorSpec) -> bool:
     """Whether a change is one gather or one slice."""
-    wanted = after.partition.entries
-    changed = [dim for dim, entry in enumerate(spec.partition.entries) if entry != wanted[dim]]
+    now, then = spec.partition.dim_axes, after.partition.dim_axes
+    changed = [dim for dim, axes in enumerate(now) if axes != then[dim]]
     if len(changed) > 1:
         return False
     (dim,) = changed
-    few, many = sorted((now[dim], entry_axes(wanted[dim])), key=len)
+    few, many = sorted((now[dim], then[dim]), key=len)
     return many[: len(few)] == few and can_part(spec, dim, few, many[len(few) :])

@@ -5,6 +5,7 @@ Every move is a row of the pair table, so backward communicates what the table s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from fspmd.entries import entry_axes
 from fspmd.foreign import refuse_foreign
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply, call, depart, land
-from fspmd.redistribution.cost import topology
+from fspmd.redistribution.cost import Topology, topology
+from fspmd.redistribution.edges import lengths
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.spec import P, TensorSpec
@@ -113,7 +115,27 @@ def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
     if type(x) is not Tensor:
         refuse_foreign(x, "a global tensor was expected, but got")
-    return redistribute(x, spec.with_partition(P()), spec)
+    return _moved(x, cuts(spec, topology()))
+
+
+@functools.lru_cache(maxsize=8192)
+def cuts(spec: TensorSpec, topology: Topology) -> tuple[Call, ...]:
+    """From a global tensor that every rank holds to its blocks: a slice per dim, then casts.
+
+    The slowest links come last: in backward they carry the gradient before other gathers make it larger.
+    """
+    mesh, lies = spec.mesh, spec.partition
+    if spec.flat:
+        apart = spec.unflattened
+        views = Regroup(spec.with_partition(P()), apart.with_partition(P())), Regroup(apart, spec)
+        first, last = (call("view", mesh, (), Options(dims=view)) for view in views)
+        return (first, *cuts(apart, topology), last)
+    dims = sorted(spec.cuts, key=lambda cut: -topology.link(mesh, cut[1]).bandwidth)
+    found = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for d, axes, _ in dims]
+    for name, pending in (("invariant_to_reduced", lies.reduced), ("invariant_to_unreduced", lies.unreduced)):
+        if pending:
+            found.append(call(name, mesh, mesh.ordered(pending)))
+    return tuple(found)
 
 
 def from_blocks(x: Tensor, spec: TensorSpec) -> Tensor:

@@ -302,8 +302,8 @@ def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple
 
 def _settled_layouts(spec: TensorSpec) -> Iterator[TensorSpec]:
     """Without pending sums: added up on every rank, or each dim's parts where they will lie."""
-    entries, pending = list(spec.partition), spec.mesh.ordered(spec.partition.unreduced)
+    entries, pending = spec.partition.entries, spec.mesh.ordered(spec.partition.unreduced)
     yield spec.with_partition(P(*entries))
-    for dim in range(spec.ndim if pending else 0):
-        cut = (*entry_axes(entries[dim]), *pending)
+    for dim, axes in enumerate(spec.partition.dim_axes if pending else ()):
+        cut = (*axes, *pending)
         yield spec.with_partition(P(*entries[:dim], cut, *entries[dim + 1 :]))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Final
 
-from fspmd.entries import Axes, entry_axes
+from fspmd.entries import Axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bounded
@@ -71,7 +71,7 @@ def leaving(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tensor
         run = pending[i:j]
         yield from sums(spec, target, spec.mesh.ordered(frozenset(run)))
         for dim in _for_parts(spec, target, run):
-            now = entry_axes(spec.partition[dim])
+            now = spec.partition.dim_axes[dim]
             options = Options(dim=dim, sizes=None if now else lengths(spec, dim, run))
             yield scatter(spec, dim, now, run, options)
     if not pending:
@@ -85,7 +85,7 @@ def _pending(spec: TensorSpec, target: TensorSpec) -> Axes:
     want, ends = target.partition, spec.partition.unreduced - target.partition.unreduced
     if not ends:
         return ()
-    cut = [axis for entry in want for axis in entry_axes(entry)]
+    cut = [axis for axes in want.dim_axes for axis in axes]
     rest = [axis for axis in spec.mesh.axis_names if axis not in cut]
     return tuple(axis for axis in (*cut, *sorted(rest, key=lambda one: one not in want.reduced)) if axis in ends)
 
@@ -93,8 +93,7 @@ def _pending(spec: TensorSpec, target: TensorSpec) -> Axes:
 def _for_parts(spec: TensorSpec, target: TensorSpec, run: Axes) -> Iterator[int]:
     """The dim in whose parts sums may end as the target has them; and one other, in equal parts."""
     other, least = None, (inf, 0.0)
-    for dim, (entry, wanted) in enumerate(zip(spec.partition, target.partition, strict=True)):
-        now, then = entry_axes(entry), entry_axes(wanted)
+    for dim, (now, then) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
         if not can_part(spec, dim, now, run):
             continue
         if run == tuple(axis for axis in then if axis in run):
@@ -122,8 +121,7 @@ def _free_steps(spec: TensorSpec, target: TensorSpec, topology: Topology) -> tup
     free = frozenset(free_axes(spec))
     if not free:
         return tuple(found)
-    for dim, entry in enumerate(want):
-        now, then = entry_axes(spec.partition[dim]), entry_axes(entry)
+    for dim, (now, then) in enumerate(zip(have.dim_axes, want.dim_axes, strict=True)):
         if len(then) == len(now) or then[: len(now)] != now:
             continue
         new = tuple(itertools.takewhile(free.__contains__, then[len(now) :]))

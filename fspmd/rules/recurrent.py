@@ -37,9 +37,9 @@ def _layer(name: str) -> Bodied:
     return still(body)
 
 
-def is_packed(name: str, args: tuple[Any, ...]) -> bool:
+def is_packed(args: tuple[Any, ...]) -> bool:
     """Whether a layer is given packed sequences: how many run at each step is told by values."""
-    return name in LAYERS and len(args) > 3 and isinstance(args[3], (tuple, list))  # the weights, after the sizes
+    return len(args) > 3 and isinstance(args[3], (tuple, list))  # the weights, after the sizes
 
 
 LAYERS: Final = {name: _layer(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

@@ -438,7 +438,9 @@ def has_composite(func: Any) -> bool:
 def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] = ()) -> bool:
     """Whether the result of a call with so many tensors, or its shape, depends on values: a number for Python."""
     name = name_of(func)
-    return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1) or recurrent.is_packed(name, args)
+    if name in recurrent.LAYERS:
+        return recurrent.is_packed(args)
+    return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
 
 
 _RAGGED: Final = frozenset(

@@ -36,17 +36,14 @@ class Frame:
         return itertools.product(*map(range, self.sizes))
 
 
-@functools.lru_cache(maxsize=1024)
-def _frame(mesh: Mesh, axes: tuple[str, ...]) -> Frame:
-    return _FRAMES.setdefault((mesh, axes), Frame(mesh, axes))
-
-
 _FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
 
 
-def frame(mesh: Mesh, axes: Iterable[str]) -> Frame:
+@functools.lru_cache(maxsize=4096)
+def frame(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
     """The frame of a set of axes of ``mesh``."""
-    return _frame(mesh, mesh.ordered(frozenset(axes)))
+    ordered = mesh.ordered(axes)
+    return _FRAMES.setdefault((mesh, ordered), Frame(mesh, ordered))
 
 
 #: meshes on which sizes have differed from rank to rank: of blocks, or of slices. On simulated ones a value cast to
@@ -87,7 +84,7 @@ def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int,
 
     Within a group the order is that of ``axes`` as given, major first.
     """
-    rest = frame(whole.mesh, (axis for axis in whole.axes if axis not in axes))
+    rest = frame(whole.mesh, tuple([axis for axis in whole.axes if axis not in axes]))
     strides = dict(zip(whole.axes, _strides(whole.sizes), strict=True))
     members = [
         sum(c * strides[axis] for axis, c in zip(axes, coordinate, strict=True))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchDispatch, DisableTorchFunction
@@ -104,9 +104,8 @@ class Reblock:
 @functools.lru_cache(maxsize=8192)
 def _moving(source: TensorSpec, target: TensorSpec) -> tuple[str, ...]:
     moving = set[str]()
-    for before, after in zip(source.partition, target.partition, strict=True):
-        if before != after:
-            now, then = entry_axes(before), entry_axes(after)
+    for now, then in zip(source.partition.dim_axes, target.partition.dim_axes, strict=True):
+        if now != then:
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(now, then, strict=False)))
             moving.update(now[same:], then[same:])
     return source.mesh.ordered(moving)
@@ -127,12 +126,12 @@ def window(spec: TensorSpec, at: Coordinate) -> Window:
 def _cuts(spec: TensorSpec) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]:
     """Of each dim its windows in rank order, and how many of them an index along a mesh axis passes: (axis, count)."""
     names, sizes, found = spec.mesh.axis_names, spec.mesh.shape, []
-    for size, entry in zip(spec.shape, spec.partition, strict=True):
+    for size, axes in zip(spec.shape, spec.partition.dim_axes, strict=True):
         count, strides = 1, []
-        for axis in reversed(entry_axes(entry)):
+        for axis in reversed(axes):
             strides.append((names.index(axis), count))
             count *= sizes[axis]
-        found.append((tuple(strides), tuple(blocks(size, tuple(sizes[axis] for axis in entry_axes(entry))))))
+        found.append((tuple(strides), tuple(blocks(size, tuple([sizes[axis] for axis in axes])))))
     return tuple(found)
 
 
@@ -221,10 +220,10 @@ def traffic(move: Reblock) -> Traffic:
     # where blocks are even ranks that differ along other axes have the same to do
     even = source.even and target.even
     axes = frozenset(move.axes) if even else source.partition.axes | target.partition.axes
-    dims = zip(target.shape, source.partition, target.partition, strict=True)
+    dims = zip(target.shape, source.partition.dim_axes, target.partition.dim_axes, strict=True)
     with DisableTorchDispatch(), DisableTorchFunction():
         size = own = count = torch.ones((), dtype=torch.int64, device="cpu")
-        for whole, kept, pieces in (_rows(target.mesh, axes, n, *map(entry_axes, cuts)) for n, *cuts in dims):
+        for whole, kept, pieces in (_rows(target.mesh, axes, *dim) for dim in dims):
             size, own, count = size * whole, own * kept, count * pieces
         received = torch.where(size > own, count - (own > 0).long(), 0)
         return Traffic(int(received.max()), int((size - own).max()))

@@ -179,7 +179,7 @@ def _names(user: FrameType | None) -> dict[object, str]:
         if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
             with suppress(RecursionError, TypeError, ValueError):  # or something else, which holds itself perhaps
                 leaves = optree.tree_leaves(value, none_is_leaf=True)
-                paths = leaf_paths(value, name, is_sharded)
+                paths = leaf_paths(value, name)
                 found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
     return found | {id(value): name for name, value in known.items() if isinstance(value, Tensor)}
 
