@@ -408,12 +408,12 @@ class Flight:
     __slots__ = ("pending", "route", "token")
 
     def __init__(self, call: Call) -> None:
-        self.route = _Route(call)
+        self.route = _RoundTrip(call)
         self.pending: Pending | None = None
         self.token: Tensor | None = None
 
 
-class _Route:
+class _RoundTrip:
     """What is called, and the transpose's flight once backward has begun it."""
 
     __slots__ = ("back", "call")
@@ -454,7 +454,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        route: _Route = ctx.route
+        route: _RoundTrip = ctx.route
         back, route.back = route.back, None
         assert back is not None
         if back.token is not None:
@@ -471,7 +471,7 @@ class _Land(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        route: _Route = ctx.route
+        route: _RoundTrip = ctx.route
         with DisableTorchFunction():
             route.back = depart(g, route.call.transposed)
             token = route.back.token

@@ -38,23 +38,23 @@ _grad_enabled = torch.is_grad_enabled
 Stamp = tuple[int, int, int]
 
 
-class _Memory(dict[Any, tuple[Any, Any, Any]]):
+class _Remembered(dict[Any, tuple[Any, Any, Any]]):
     """Values with two stamps, of the tensor and of them, by what was done in which scope; a copy has none."""
 
     owner: weakref.ref[Tensor] | None = None
 
     def __reduce__(self) -> Any:
-        return _Memory, ()
+        return _Remembered, ()
 
-    def __deepcopy__(self, memo: Any) -> _Memory:
-        return _Memory()
+    def __deepcopy__(self, memo: Any) -> _Remembered:
+        return _Remembered()
 
 
-class _Held(_Memory):
+class _HeldCasts(_Remembered):
     """Casts of a tensor that itself holds them, until it `let_go`."""
 
 
-class _Nothing(_Memory):
+class _Nothing(_Remembered):
     """Of a tensor that shares memory with another unseen: a write into that would not be noticed."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -131,14 +131,14 @@ def is_bound(x: Tensor) -> bool:
 
 def moves_of(x: Tensor) -> list[Any]:
     """What was done with a tensor of which something may be remembered, in order."""
-    memory: _Memory | None = x.__dict__.get(_MOVES)
+    memory: _Remembered | None = x.__dict__.get(_MOVES)
     here = _number(_here.moves)
     return [] if memory is None else [what for number, what in list(memory) if number == here]
 
 
 def recall(x: Tensor, what: Hashable) -> Tensor | None:
     """What became of a tensor, if it is still that: neither of the two was written into since."""
-    memory: _Memory | None = x.__dict__.get(_MOVES)
+    memory: _Remembered | None = x.__dict__.get(_MOVES)
     if memory is None or (found := memory.get((_number(_here.moves), what))) is None:
         return None
     value: Tensor = found[0]
@@ -165,7 +165,7 @@ def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
     The cast is a view. Autograd gives a view of what was written into another graph, in which the cast's transpose is
     left out: after a step of an optimizer the gradient would be of this rank alone.
     """
-    memory: _Memory | None = x.__dict__.get(_CASTS)
+    memory: _Remembered | None = x.__dict__.get(_CASTS)
     if memory is None:
         return None
     found = memory.get(cast if _here.casts is None else (_here.casts.number, cast))
@@ -175,7 +175,7 @@ def recall_cast(x: Tensor, cast: Hashable) -> Tensor | None:
         if not x.is_leaf and _writes(x)[1] <= found[1]:
             _refuse_written(x)
         return None
-    value: Tensor | None = found[0] if type(memory) is _Held else found[0]()
+    value: Tensor | None = found[0] if type(memory) is _HeldCasts else found[0]()
     return value
 
 
@@ -183,18 +183,18 @@ def remember_cast(x: Tensor, cast: Hashable, value: Tensor) -> None:
     """What a tensor was cast to, as long as somebody else has it: whether it lives must bear on nothing forward."""
     scope = _here.casts
     memory = _memory(x, _CASTS, scope)
-    held: Any = value if type(memory) is _Held else weakref.ref(value)
+    held: Any = value if type(memory) is _HeldCasts else weakref.ref(value)
     memory[cast if scope is None else (scope.number, cast)] = held, x._version, 0
 
 
 def hold_casts(x: Tensor) -> None:
     """From here on a new tensor itself holds its casts; the graph then need not. They refer to it: `let_go` of them."""
-    setattr(x, _CASTS, _Held())
+    setattr(x, _CASTS, _HeldCasts())
 
 
 def holds_casts(x: Tensor) -> bool:
     """Whether a tensor itself holds its casts."""
-    return type(x.__dict__.get(_CASTS)) is _Held
+    return type(x.__dict__.get(_CASTS)) is _HeldCasts
 
 
 def let_go(tensors: Iterable[Tensor]) -> None:
@@ -207,7 +207,7 @@ def forget_graph(x: Tensor) -> None:
     """A tensor has left its graph; what it was moved to stays what it is, and has left the graph, too."""
     for name in (_CASTS, _ORIGIN, *ASKING):
         x.__dict__.pop(name, None)
-    memory: _Memory = x.__dict__.get(_MOVES) or _Memory()
+    memory: _Remembered = x.__dict__.get(_MOVES) or _Remembered()
     for what, (value, before, after) in list(memory.items()):
         if value.requires_grad and _SHARED not in value.__dict__:  # which the detached one would not tell
             memory[what] = value.detach(), before, after
@@ -341,10 +341,10 @@ def _number(scope: _Scope | None) -> int:
     return 0 if scope is None else scope.number
 
 
-def _memory(x: Tensor, name: str, scope: _Scope | None) -> _Memory:
-    memory: _Memory | None = x.__dict__.get(name)
+def _memory(x: Tensor, name: str, scope: _Scope | None) -> _Remembered:
+    memory: _Remembered | None = x.__dict__.get(name)
     if memory is None:
-        memory = _Memory()
+        memory = _Remembered()
         setattr(x, name, memory)
     if scope is not None:
         scope.add(x)

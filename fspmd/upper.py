@@ -8,7 +8,7 @@ from fspmd.placing.pictures import html, is_number, text
 from fspmd.sharded import provide
 
 
-class _Upper:
+class _Above:
     backward = staticmethod(backward)
     gradients = staticmethod(gradients)
     on_gradient = staticmethod(on_gradient)
@@ -21,4 +21,4 @@ class _Upper:
 
 def install() -> None:
     """From here on."""
-    provide(_Upper())
+    provide(_Above())

@@ -34,7 +34,7 @@ def placements(mesh: Mesh, shapes: tuple[tuple[int, ...], ...], most: int) -> li
     """Layouts of all operands, evenly taken from all there are."""
     ways = [layouts(mesh, len(shape)) for shape in shapes]
     count = math.prod(map(len, ways))
-    step = max(1, count // (most * 20 if FULL and mesh.transport == "simulation" else most))
+    step = max(1, count // (most * 40 if FULL and mesh.transport == "simulation" else most))
     found = []
     for place in range(count // 7 % step, count, step):
         specs, left = [], place

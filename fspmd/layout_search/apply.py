@@ -31,7 +31,7 @@ _AHEAD = 4  # steps that may be left out: what is recorded of whole values may b
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedOp:
     """One op: how its operands lie, how they must, and the axes over which backward sums their gradients."""
 
     name: str
@@ -59,7 +59,7 @@ def short(spec: TensorSpec) -> str:
 
 
 def applied(
-    f: Callable[..., Any], mesh: Mesh, steps: Sequence[Step], results: Sequence[P | None]
+    f: Callable[..., Any], mesh: Mesh, steps: Sequence[PlannedOp], results: Sequence[P | None]
 ) -> Callable[..., Any]:
     """``f``, whose calls follow the steps in their order; where its results must lie, if they must."""
     calls = Calls(mesh)
@@ -81,7 +81,7 @@ def _ended(x: Sharded, partition: P | None) -> Sharded:
 
 
 @contextmanager
-def _guided(calls: Calls, steps: Sequence[Step], at: int = 0, under: Dispatch | None = None) -> Iterator[None]:
+def _guided(calls: Calls, steps: Sequence[PlannedOp], at: int = 0, under: Dispatch | None = None) -> Iterator[None]:
     """Calls follow the steps from one on; what `checkpoint` computes again those that it followed at first."""
     guides: list[_Guide] = []
 
@@ -96,7 +96,7 @@ def _guided(calls: Calls, steps: Sequence[Step], at: int = 0, under: Dispatch | 
 class _Guide:
     """The next step of one run."""
 
-    def __init__(self, calls: Calls, steps: Sequence[Step], below: Dispatch, at: int) -> None:
+    def __init__(self, calls: Calls, steps: Sequence[PlannedOp], below: Dispatch, at: int) -> None:
         self.calls, self.steps, self.below, self.at = calls, steps, below, at
         self.within = False  # a call, which may make others
 
@@ -131,7 +131,7 @@ class _Guide:
         finally:
             self.within = False
 
-    def _next(self, name: str, shapes: list[tuple[int, ...]] | None) -> Step | None:
+    def _next(self, name: str, shapes: list[tuple[int, ...]] | None) -> PlannedOp | None:
         """The step of a call, if one of the next is of that name and of operands of those shapes."""
         for at in range(self.at, min(self.at + _AHEAD, len(self.steps))):
             step = self.steps[at]

@@ -11,14 +11,14 @@ from typing import Any
 import optree
 
 from fspmd.errors import ArgumentError, MeshError, SpecError
-from fspmd.layout_search.apply import Step, short
+from fspmd.layout_search.apply import PlannedOp, short
 from fspmd.layout_search.cost_model import CostModel
 from fspmd.layout_search.elimination import TooWide
 from fspmd.layout_search.found_layouts import Layouts
 from fspmd.layout_search.memory_limit import fitting, peak_of
 from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
 from fspmd.layout_search.repeated_layers import Ties, ties
-from fspmd.layout_search.search import DoesNotFit, LayeredSearch, Plan
+from fspmd.layout_search.search import DoesNotFit, LayeredSearch, LayoutPlan
 from fspmd.meshes.mesh import Mesh, mesh_instead
 from fspmd.messages import described
 from fspmd.modules.paths import matches, near
@@ -97,7 +97,7 @@ def auto_spec(
     def model(tied: Ties) -> CostModel:
         return CostModel(graph, topology(), own, tied, tables)
 
-    def laid(plan: Plan, peak: int | None = None) -> Layouts:
+    def laid(plan: LayoutPlan, peak: int | None = None) -> Layouts:
         return replace(_layouts(plan, leaves, treedef, of_leaves), peak=peak)
 
     try:
@@ -121,7 +121,7 @@ def auto_spec(
     return replace(plans[0], alternatives=tuple(plans[1:]))
 
 
-def _layouts(plan: Plan, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:
+def _layouts(plan: LayoutPlan, leaves: Sequence[Any], treedef: Any, names: Sequence[str]) -> Layouts:
     graph = plan.model.graph
     own = iter(plan.arguments)
     tree = treedef.unflatten([next(own).partition if is_value(x) else None for x in leaves])
@@ -131,13 +131,13 @@ def _layouts(plan: Plan, leaves: Sequence[Any], treedef: Any, names: Sequence[st
     return Layouts(graph.mesh, tree, plan.time, plan.bound, round(plan.memory), named, tuple(_steps(plan)), results)
 
 
-def _steps(plan: Plan) -> Iterator[Step]:
+def _steps(plan: LayoutPlan) -> Iterator[PlannedOp]:
     """The ops; where the function says how a value lies is none."""
     for i, op in enumerate(plan.model.graph.ops):
         if op.pinned is None and not op.carried:
             way, before = plan.way(i), tuple(map(plan.layout, op.operands))
             needs, casts = tuple(need.spec for need in way.needs), tuple(need.casts for need in way.needs)
-            yield Step(op.name, before, needs, casts, way.results, way.computing, way.within)
+            yield PlannedOp(op.name, before, needs, casts, way.results, way.computing, way.within)
 
 
 def _names(f: Any, args: tuple[Any, ...]) -> list[str]:

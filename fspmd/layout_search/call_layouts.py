@@ -37,7 +37,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CallChoice:
     """One of them; µs of its computation, and of the collectives within, of backward as well."""
 
     needs: tuple[Need, ...]
@@ -51,12 +51,12 @@ class Way:
         return self.computing + self.within
 
 
-def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way, ...]:
+def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[CallChoice, ...]:
     """Of one op of a program."""
     if op.question is not None:
         return _ways(op.question, op.followed, op.trips, topology)
     if op.carried and op.pinned is None:
-        return tuple(Way((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
+        return tuple(CallChoice((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
     specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
     if op.pinned is not None:
         specs = [spec.with_partition(op.pinned) for spec in specs]
@@ -64,7 +64,7 @@ def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[Way,
     trips = _trips(op.trips, len(specs))
     rows = enumerate(zip(specs, trips, strict=True))
     needs = tuple(Need(spec, (), i in op.followed, trips=own) for i, (spec, own) in rows)
-    return (Way(needs, results, 0.0, 0.0),)
+    return (CallChoice(needs, results, 0.0, 0.0),)
 
 
 def _trips(given: tuple[Trips, ...], count: int) -> tuple[Trips, ...]:
@@ -89,9 +89,9 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
 
 def _ways(
     question: Question, followed: frozenset[int], given: tuple[Trips, ...], topology: Topology
-) -> tuple[Way, ...]:
+) -> tuple[CallChoice, ...]:
     """Of each choice of what every axis does the quickest."""
-    found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], Way] = {}
+    found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], CallChoice] = {}
     trips = _trips(given, len(question.operands))
     for way in itertools.chain(_regrouped(question, followed, trips), _chosen(question, followed, trips, topology)):
         if question.fixed and (way.needs[0].casts or way.needs[0].spec.partition is not way.results[0].partition):
@@ -102,7 +102,7 @@ def _ways(
     return tuple(found.values())
 
 
-def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[Way]:
+def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[CallChoice]:
     """Of reshapes: where the blocks of the result are those of the operand."""
     if question.row.rule is not reshaped:
         return
@@ -110,12 +110,12 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
         products = products_of(question.row, question.factors, [spec], question.results)
         if products is not None and products.regrouped is not None and not products.regrouped.flat:
             result = question.results[0].with_partition(products.regrouped)
-            yield Way((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
+            yield CallChoice((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
 
 
 def _chosen(
     question: Question, followed: frozenset[int], trips: tuple[Trips, ...], topology: Topology
-) -> Iterator[Way]:
+) -> Iterator[CallChoice]:
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
     saves = question.linear in ("", "product") and question.viewed is None
     linear = question._replace(gradients=followed).passes_on
@@ -148,7 +148,7 @@ def _chosen(
                 )
                 for i, (spec, cast) in rows
             )
-            yield Way(needs, laid.results, time * most.passes, within)
+            yield CallChoice(needs, laid.results, time * most.passes, within)
 
 
 def _sizes(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> dict[int, int]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fspmd.layout_search.alike_axes import alike, renamed
-from fspmd.layout_search.call_layouts import Way, layouts, ways
-from fspmd.layout_search.move_prices import Cost, Laid, Prices, least_prices, making, size
+from fspmd.layout_search.call_layouts import CallChoice, layouts, ways
+from fspmd.layout_search.move_prices import ChoiceCost, Prices, ValueLayout, least_prices, making, size
 from fspmd.layout_search.op_graph import Op, OpGraph
 from fspmd.layout_search.repeated_layers import Ties
 from fspmd.redistribution.cost import Topology
@@ -42,8 +42,8 @@ class CostModel:
     ) -> None:
         self.graph, self.topology = graph, topology
         self.choices: list[tuple[Any, ...]] = []
-        self.own: list[Cost] = []
-        self.pairs: dict[tuple[int, int], Cost] = {}
+        self.own: list[ChoiceCost] = []
+        self.pairs: dict[tuple[int, int], ChoiceCost] = {}
         self._fixed, self._tied = fixed, tied
         self._tables = {} if tables is None else tables  # what was reckoned, for another model of the graph
         self._of_op: dict[int, int] = {}
@@ -51,7 +51,7 @@ class CostModel:
         self._homes = dict(graph.gradients) | dict(graph.written)
         self._parts: dict[tuple[int, int], list[Prices]] = {}  # of a value and an op, whose prices add up
         self._priced_from: dict[TensorSpec, list[Prices]] = {}
-        self._joined: dict[Any, Cost] = {}  # what a value and an op share, by what it is the sum of
+        self._joined: dict[Any, ChoiceCost] = {}  # what a value and an op share, by what it is the sum of
         self._ways = [self._ways_of(op) for op in graph.ops]
         self._read: dict[int, list[int]] = {}
         for i, op in enumerate(graph.ops):
@@ -69,13 +69,13 @@ class CostModel:
     def layout(self, number: int, chosen: Sequence[int]) -> TensorSpec:
         """How a value lies."""
         variable = self._of_value[number]
-        laid: Laid = self.choices[variable][chosen[variable]]
+        laid: ValueLayout = self.choices[variable][chosen[variable]]
         return laid.spec
 
-    def way(self, op: int, chosen: Sequence[int]) -> Way:
+    def way(self, op: int, chosen: Sequence[int]) -> CallChoice:
         """How an op is done."""
         variable = self._of_op[op]
-        way: Way = self.choices[variable][chosen[variable]]
+        way: CallChoice = self.choices[variable][chosen[variable]]
         return way
 
     def cost(self, chosen: Sequence[int]) -> tuple[float, float]:
@@ -139,7 +139,7 @@ class CostModel:
                 self._of_op[home] = self._add(self._ways[i])
             self._of_op[i] = variable = self._of_op[home]
             time = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
-            self.own[variable] += Cost(time, torch.zeros_like(time))
+            self.own[variable] += ChoiceCost(time, torch.zeros_like(time))
             read = [self._reading(number, i, k) for k, number in enumerate(op.operands)]
             make = [self._making(number, i, k) for k, number in enumerate(op.results)]
             for number, part in zip((*op.operands, *op.results), read + make, strict=True):
@@ -153,7 +153,7 @@ class CostModel:
         """A new variable, whose choices cost nothing yet."""
         nothing = torch.zeros(len(choices), dtype=torch.float64)
         self.choices.append(choices)
-        self.own.append(Cost(nothing, nothing))
+        self.own.append(ChoiceCost(nothing, nothing))
         return len(self.choices) - 1
 
     def _root(self, number: int) -> int:
@@ -167,16 +167,16 @@ class CostModel:
         root = self._root(number)
         return self._tied.values.get(root, root)
 
-    def _ways_of(self, op: Op) -> tuple[Way, ...]:
+    def _ways_of(self, op: Op) -> tuple[CallChoice, ...]:
         values = self.graph.values
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
         key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
         if key not in self._tables:
             self._tables[key] = ways(op, values, self.topology)
-        found: tuple[Way, ...] = self._tables[key]
+        found: tuple[CallChoice, ...] = self._tables[key]
         return found
 
-    def _layouts_of(self, home: int, maker: int | None) -> tuple[Laid, ...]:
+    def _layouts_of(self, home: int, maker: int | None) -> tuple[ValueLayout, ...]:
         spec, graph = self.graph.values[home], self.graph
         if home in self._fixed:
             specs: tuple[TensorSpec, ...] = (spec.with_partition(self._fixed[home]),)
@@ -187,7 +187,7 @@ class CostModel:
             specs = tuple(dict.fromkeys(way.results[k] for way in self._ways[maker]))
         else:
             specs = layouts(spec)
-        return self._summed(specs) if home in self._cast else tuple(map(Laid, specs))
+        return self._summed(specs) if home in self._cast else tuple(map(ValueLayout, specs))
 
     def _cast_by_several(self) -> dict[int, list[int]]:
         """Values of which several ops cast a copy, and which one; its gradients are summed once for all of them."""
@@ -202,14 +202,14 @@ class CostModel:
                 several.setdefault(number, []).append(start)
         return several
 
-    def _summed(self, specs: tuple[TensorSpec, ...]) -> tuple[Laid, ...]:
+    def _summed(self, specs: tuple[TensorSpec, ...]) -> tuple[ValueLayout, ...]:
         """Each layout with each set of axes over which it may be cast."""
-        found: list[Laid] = []
+        found: list[ValueLayout] = []
         for spec in specs:
             partition, sizes = spec.partition, spec.mesh.shape
             free = [axis for axis, n in sizes.items() if n > 1 and axis not in partition.mentioned]
             for count in range(len(free) + 1):
-                found += [Laid(spec, frozenset(axes)) for axes in itertools.combinations(free, count)]
+                found += [ValueLayout(spec, frozenset(axes)) for axes in itertools.combinations(free, count)]
         return tuple(found)
 
     def _remember(self) -> None:
@@ -218,14 +218,14 @@ class CostModel:
         ending = {*self.graph.outputs} - {n for op in self.graph.ops if op.carried for n in op.operands}
         for number in range(len(self.graph.values)):
             variable = self._of_value[number]
-            laid: tuple[Laid, ...] = self.choices[variable]
+            laid: tuple[ValueLayout, ...] = self.choices[variable]
             times = 0 if number in written or number in self.graph.constants else self._held(number)
             memory = [float(times * size(one.spec)) for one in laid]
             time = [self._settled(one.spec) if number in ending else 0.0 for one in laid]
             for start in self._summed_once.get(number, ()):
                 sums = self.graph.sums.get((number, start), 1)
                 time = [t + sums * self._sum(one) for t, one in zip(time, laid, strict=True)]
-            self.own[variable] += Cost(
+            self.own[variable] += ChoiceCost(
                 torch.tensor(time, dtype=torch.float64), torch.tensor(memory, dtype=torch.float64)
             )
 
@@ -245,7 +245,7 @@ class CostModel:
             for way in self._ways[i][:1]
         )
 
-    def _sum(self, laid: Laid) -> float:
+    def _sum(self, laid: ValueLayout) -> float:
         if not laid.summed:
             return 0.0
         return moves(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology, True).casting

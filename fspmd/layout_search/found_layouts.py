@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fspmd.layout_search.apply import Step, applied, short
+from fspmd.layout_search.apply import PlannedOp, applied, short
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import P, TensorSpec
 
@@ -33,7 +33,7 @@ class Layouts:
     """
     leaves: tuple[tuple[str, TensorSpec], ...]
     """Key path and layout of each tensor among the arguments."""
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedOp, ...]
     """Each op: how its operands lie, and how they must."""
     results: tuple[P | None, ...]
     """How the tensors that are returned must lie: as the arguments of the next call, or None."""

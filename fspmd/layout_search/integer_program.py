@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.layout_search.cost_model import CostModel
-from fspmd.layout_search.move_prices import Cost
+from fspmd.layout_search.move_prices import ChoiceCost
 
 
-class _Rows:
+class _SparseRows:
     """Of a sparse matrix, with the bounds of each."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def solve(
         ) from None
     if not model.choices:
         return None if told else ([], 0.0)
-    columns, rows = _Columns(), _Rows()
+    columns, rows = _Columns(), _SparseRows()
     costs = [cost.of(own) for cost, own in zip(model.own, kept, strict=True)]
     own = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in costs]
     for taken in own:
@@ -108,7 +108,7 @@ def solve(
     return [int(some[i]) for some, i in zip(kept, taken_of, strict=True)], float(found.mip_dual_bound)
 
 
-def _pair(columns: _Columns, rows: _Rows, one: list[int], other: list[int], cost: Cost) -> None:
+def _pair(columns: _Columns, rows: _SparseRows, one: list[int], other: list[int], cost: ChoiceCost) -> None:
     """What two variables share: which choices go together, or also what they then cost."""
     possible = cost.time < inf
     if not cost.memory.any() and not cost.time[possible].any():

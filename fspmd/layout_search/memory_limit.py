@@ -19,7 +19,7 @@ from fspmd.errors import FspmdError
 from fspmd.layout_search.apply import applied
 from fspmd.layout_search.found_layouts import Layouts
 from fspmd.layout_search.op_graph import is_value
-from fspmd.layout_search.search import BYTES, DoesNotFit, LayeredSearch, Plan
+from fspmd.layout_search.search import BYTES, DoesNotFit, LayeredSearch, LayoutPlan
 from fspmd.meshes.mesh import make_mesh
 from fspmd.programs.jit import jit
 from fspmd.programs.lower import Lowered
@@ -36,18 +36,18 @@ _ROUNDING, _TIE = 1e-6, 1e-12
 class _Recorded:
     """Plans that were recorded, each once: what they hold, and which of them fit."""
 
-    def __init__(self, limit: float, peak: Callable[[Plan], int | None]) -> None:
+    def __init__(self, limit: float, peak: Callable[[LayoutPlan], int | None]) -> None:
         self._limit, self._peak = limit, peak
         self._known: dict[tuple[int, ...], float] = {}
-        self._fit: dict[frozenset[Any], tuple[Plan, float]] = {}  # by how arguments lie
+        self._fit: dict[frozenset[Any], tuple[LayoutPlan, float]] = {}  # by how arguments lie
         self.can_tell = True  # else what the model counts is what they hold
         self.over_counts = False  # the model has counted more than a program held
         self.least = inf
 
-    def __contains__(self, plan: Plan) -> bool:
+    def __contains__(self, plan: LayoutPlan) -> bool:
         return plan.chosen in self._known
 
-    def held(self, plan: Plan) -> float:
+    def held(self, plan: LayoutPlan) -> float:
         """Bytes that a rank holds at most."""
         if plan not in self:
             self._known[plan.chosen] = held = self._told(plan)
@@ -59,13 +59,13 @@ class _Recorded:
                     self._fit[plan.names] = plan, held
         return self._known[plan.chosen]
 
-    def _told(self, plan: Plan) -> float:
+    def _told(self, plan: LayoutPlan) -> float:
         peak = self._peak(plan) if self.can_tell else None
         self.can_tell &= bool(self._known) or peak is not None
         return plan.memory if not self.can_tell else inf if peak is None else peak
 
     @property
-    def fit(self) -> list[tuple[Plan, float]]:
+    def fit(self) -> list[tuple[LayoutPlan, float]]:
         """Those that fit, the quickest first."""
         return sorted(self._fit.values(), key=lambda one: one[0].time)
 
@@ -94,8 +94,8 @@ def peak_of(f: Callable[..., Any], args: tuple[Any, ...], layouts: Layouts) -> i
 
 
 def fitting(
-    limit: float, search: LayeredSearch, peak: Callable[[Plan], int | None], count: int
-) -> list[tuple[Plan, int | None]]:
+    limit: float, search: LayeredSearch, peak: Callable[[LayoutPlan], int | None], count: int
+) -> list[tuple[LayoutPlan, int | None]]:
     """The quickest plan that holds at most so many bytes, and after it up to ``count`` runners-up that do.
 
     A few are the best by the model under limits that are set anew. What lives only while an op runs may be far less of
@@ -135,8 +135,8 @@ def fitting(
 
 
 def _limited(
-    limit: float, search: LayeredSearch, quickest: Plan, held: float, recorded: _Recorded
-) -> tuple[Plan, float]:
+    limit: float, search: LayeredSearch, quickest: LayoutPlan, held: float, recorded: _Recorded
+) -> tuple[LayoutPlan, float]:
     """Plans under limits of the model that are set anew: the last one, and the time that none beats by it.
 
     ``held``: what the quickest holds, which is too much.

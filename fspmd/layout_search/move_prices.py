@@ -17,7 +17,7 @@ from fspmd.spec import P, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class ValueLayout:
     """A layout of a value, and the axes over which backward sums its gradients once for all that read it as it is."""
 
     spec: TensorSpec
@@ -25,22 +25,22 @@ class Laid:
 
 
 @dataclass(slots=True)
-class Cost:
+class ChoiceCost:
     """Time and memory of each choice, or pair of choices."""
 
     time: Tensor
     memory: Tensor
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.time + other.time, self.memory + other.memory)
+    def __add__(self, other: ChoiceCost) -> ChoiceCost:
+        return ChoiceCost(self.time + other.time, self.memory + other.memory)
 
-    def of(self, *kept: Tensor) -> Cost:
+    def of(self, *kept: Tensor) -> ChoiceCost:
         """Of some choices of each variable."""
         time, memory = self.time, self.memory
         for dim, own in enumerate(kept):
             if len(own) < time.shape[dim]:
                 time, memory = time.index_select(dim, own), memory.index_select(dim, own)
-        return Cost(time, memory)
+        return ChoiceCost(time, memory)
 
     def weighed(self, price: float) -> Tensor:
         """Time, with µs for each byte."""
@@ -51,18 +51,18 @@ class Cost:
 class Prices:
     """Of the moves from each layout of a value to each need of an op: at first what they take at least."""
 
-    laid: tuple[Laid, ...]
+    laid: tuple[ValueLayout, ...]
     needs: tuple[Need, ...]
     places: Tensor  # of the need of each way
-    cost: Cost  # [layouts, needs]
+    cost: ChoiceCost  # [layouts, needs]
     exact: Tensor
     rows: dict[TensorSpec, list[int]] = field(default_factory=dict)
     columns: dict[TensorSpec, list[int]] = field(default_factory=dict)
     learned: int = 0  # times that some have become exact
 
-    def table(self) -> Cost:
+    def table(self) -> ChoiceCost:
         """For each layout and way."""
-        return Cost(self.cost.time[:, self.places], self.cost.memory[:, self.places])
+        return ChoiceCost(self.cost.time[:, self.places], self.cost.memory[:, self.places])
 
     def learn(self, spec: TensorSpec, need: int, time: float) -> None:
         """What the move of a layout takes."""
@@ -77,7 +77,9 @@ def size(spec: TensorSpec) -> int:
     return prod(spec.block_shape) * spec.dtype.itemsize
 
 
-def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], alone: bool, topology: Topology) -> Prices:
+def least_prices(
+    laid: tuple[ValueLayout, ...], needs_of_ways: tuple[Need, ...], alone: bool, topology: Topology
+) -> Prices:
     """What moves take at least, the bytes of what backward keeps of them; exactly, where nothing moves.
 
     ``alone``: an op sums the gradients of what it reads by itself.
@@ -99,15 +101,15 @@ def least_prices(laid: tuple[Laid, ...], needs_of_ways: tuple[Need, ...], alone:
     for i, one in enumerate(laid):
         for k in columns.get(one.spec, ()):
             time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], alone, topology), 0.0, True
-    return Prices(laid, needs, places, Cost(time, memory), exact, rows, columns)
+    return Prices(laid, needs, places, ChoiceCost(time, memory), exact, rows, columns)
 
 
-def making(laid: tuple[Laid, ...], specs_of_ways: tuple[TensorSpec, ...]) -> Prices:
+def making(laid: tuple[ValueLayout, ...], specs_of_ways: tuple[TensorSpec, ...]) -> Prices:
     """A result may only lie as the way leaves it."""
     rows = [[0.0 if one.spec is spec else inf for spec in specs_of_ways] for one in laid]
     time = torch.tensor(rows, dtype=torch.float64)
     every = torch.arange(len(specs_of_ways))
-    return Prices(laid, (), every, Cost(time, torch.zeros_like(time)), torch.ones_like(time, dtype=torch.bool))
+    return Prices(laid, (), every, ChoiceCost(time, torch.zeros_like(time)), torch.ones_like(time, dtype=torch.bool))
 
 
 def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
@@ -118,7 +120,7 @@ def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
     return found
 
 
-def _as_it_lies(laid: Laid, need: Need, alone: bool, topology: Topology) -> float:
+def _as_it_lies(laid: ValueLayout, need: Need, alone: bool, topology: Topology) -> float:
     if laid.summed and not alone:  # once for all that read it
         return 0.0 if laid.summed.issuperset(need.casts) else inf
     return need.trips.back * moves(laid.spec, need.spec, need.casts, topology, True).casting

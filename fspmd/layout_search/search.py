@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fspmd.layout_search import integer_program
 from fspmd.layout_search.alike_axes import alike, renamed
-from fspmd.layout_search.call_layouts import Way
+from fspmd.layout_search.call_layouts import CallChoice
 from fspmd.layout_search.cost_model import CostModel
 from fspmd.layout_search.elimination import Solved, TooWide, eliminate, order
 from fspmd.layout_search.repeated_layers import Ties
@@ -36,7 +36,7 @@ _WORK = 1 << 13  # nodes of its search times cells
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """One choice for each variable of a model, its µs, its bytes on each rank, and the µs that no choice can beat."""
 
     model: CostModel
@@ -55,7 +55,7 @@ class Plan:
         """How a value lies."""
         return self.model.layout(number, self.chosen)
 
-    def way(self, op: int) -> Way:
+    def way(self, op: int) -> CallChoice:
         """How an op is done."""
         return self.model.way(op, self.chosen)
 
@@ -88,7 +88,7 @@ class Search:
         self._integers = by_integers
         self._order = [] if by_integers else order(model)
 
-    def best(self, limit: float | None = None, most: float = inf) -> Plan:
+    def best(self, limit: float | None = None, most: float = inf) -> LayoutPlan:
         """The quickest plan of at most so many bytes; ``most``: what one is known to cost.
 
         Raises:
@@ -104,7 +104,7 @@ class Search:
         quickest = self.cheapest(TIE, most)
         return quickest if quickest.memory <= limit else self._within(limit, quickest, smallest)
 
-    def cheapest(self, price: float, most: float = inf) -> Plan:
+    def cheapest(self, price: float, most: float = inf) -> LayoutPlan:
         """The least time, and bytes by a price; of nothing is told that costs more than ``most``.
 
         Choices that no plan as cheap as a known one has are left out on the way, once that is near the least.
@@ -121,20 +121,20 @@ class Search:
             if most <= solved.cost + _CLOSE * abs(solved.cost):  # else few are left out
                 kept = solved.within(most)
 
-    def in_order(self, price: float) -> Iterator[Plan]:
+    def in_order(self, price: float) -> Iterator[LayoutPlan]:
         """Plans, the cheapest first, in each of which some argument lies otherwise than in those before.
 
         What is left of a set of plans without its best is parted in two by one layout of an argument, that of the next
         best (Yanover and Weiss, "Finding the M Most Probable Configurations", 2003).
         """
         if self._integers:
-            told: list[Plan] = []
+            told: list[LayoutPlan] = []
             while (plan := self._by_integers(price, self.every, told=told)) is not None:
                 yield plan
                 told.append(plan)
             return
         best, number = self.cheapest(price), itertools.count()
-        queue: list[tuple[float, int, Mapping[int, Tensor], Plan | None]] = [(best.cost, next(number), {}, None)]
+        queue: list[tuple[float, int, Mapping[int, Tensor], LayoutPlan | None]] = [(best.cost, next(number), {}, None)]
         nearby, most, kept = self._nearby(best), -inf, self.every
         while queue:
             least, _, allowed, told_best = heapq.heappop(queue)
@@ -160,7 +160,7 @@ class Search:
             heapq.heappush(queue, (min(least, most), next(number), {**allowed, v: mine & same}, None))
             heapq.heappush(queue, (min(least, most), next(number), {**allowed, v: mine & ~same}, told_best))
 
-    def _second(self, solved: Solved, best: Plan) -> tuple[float, int, Tensor] | None:
+    def _second(self, solved: Solved, best: LayoutPlan) -> tuple[float, int, Tensor] | None:
         """What the next best costs at least, an argument that lies otherwise in it, and which choices lie as there."""
         rows, marginals = [], solved.marginals()
         for v in self.model.arguments:
@@ -173,7 +173,7 @@ class Search:
         laid = self.model.choices[v]
         return least, v, torch.tensor([one.spec is laid[i].spec for one in laid])
 
-    def _nearby(self, best: Plan, most: float = inf) -> Iterator[tuple[float, list[Tensor]]]:
+    def _nearby(self, best: LayoutPlan, most: float = inf) -> Iterator[tuple[float, list[Tensor]]]:
         """The choices of plans that cost little more than the best, and how much: wider each time, up to ``most``."""
         solved, slack = eliminate(self.model, self._order, best.price, self.every), _SLACK
         while slack < _NEAR and (cost := best.cost + slack * abs(best.cost)) < most:
@@ -181,7 +181,7 @@ class Search:
             slack *= _WIDER
         yield most, self.every if most == inf else solved.within(most)
 
-    def _within(self, limit: float, over: Plan, fits: Plan) -> Plan:
+    def _within(self, limit: float, over: LayoutPlan, fits: LayoutPlan) -> LayoutPlan:
         """Between a quicker plan that does not fit, and one that does: the price of a byte at which both cost alike.
 
         Whatever costs less there replaces one of them, until nothing does. What costs little more is then looked
@@ -212,9 +212,9 @@ class Search:
         price: float,
         kept: Sequence[Tensor],
         limit: float | None = None,
-        told: Sequence[Plan] = (),
+        told: Sequence[LayoutPlan] = (),
         nodes: int | None = None,
-    ) -> Plan | None:
+    ) -> LayoutPlan | None:
         """The cheapest plan of some choices that fits, in which some argument lies otherwise than in those told."""
         while True:
             found = integer_program.solve(self.model, price, kept, limit, [plan.chosen for plan in told], nodes)
@@ -226,9 +226,9 @@ class Search:
         known = bound >= plan.cost - _ROUNDING * abs(plan.cost)
         return plan if known else replace(plan, bound=bound - price * plan.memory)
 
-    def _plan(self, chosen: Sequence[int], price: float) -> Plan:
+    def _plan(self, chosen: Sequence[int], price: float) -> LayoutPlan:
         time, memory = self.model.cost(chosen)
-        return Plan(self.model, tuple(int(i) for i in chosen), time, memory, time, price)
+        return LayoutPlan(self.model, tuple(int(i) for i in chosen), time, memory, time, price)
 
 
 class LayeredSearch:
@@ -245,7 +245,7 @@ class LayeredSearch:
                 self._alike = Search(model(tied))
         self._every = _search(model(Ties()), solver)
 
-    def best(self, limit: float | None = None) -> Plan:
+    def best(self, limit: float | None = None) -> LayoutPlan:
         """The quickest of at most so many bytes.
 
         Raises:
@@ -262,7 +262,7 @@ class LayeredSearch:
             other if other.time < alike.time * (1 - _ROUNDING) else replace(alike, bound=min(other.bound, alike.time))
         )
 
-    def runners_up(self, plan: Plan) -> Iterator[Plan]:
+    def runners_up(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
         """Plans in which some argument lies otherwise than in those before, whatever axes are called, by their cost."""
         seen = set(plan.names)
         for other in (self._alike or self._every).in_order(plan.price):

@@ -26,7 +26,7 @@ def connected(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     call = func, [_outline(x) for x in leaves], treedef
-    link = _Link(call, followed, [_nothing_of(leaves[i]) for i in followed])
+    link = _AnchoredCall(call, followed, [_nothing_of(leaves[i]) for i in followed])
     for place, i in enumerate(followed):
         leaves[i] = _operand(leaves[i], link, place)
     args, kwargs = optree.tree_unflatten(treedef, leaves)
@@ -61,7 +61,7 @@ def _outline(x: Any) -> Any:
     return torch.empty([max(1, size) for size in x.shape], dtype=x.dtype, device="meta")
 
 
-class _Link:
+class _AnchoredCall:
     """One call: its operands' anchors, the gradients that have arrived at its results, and a way to try it."""
 
     def __init__(self, call: tuple[Any, list[Any], Any], followed: Sequence[int], anchors: list[Tensor]) -> None:
@@ -113,11 +113,11 @@ def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence
         return None
 
 
-class _Tied(torch.autograd.Function):
+class _TiedToAnchors(torch.autograd.Function):
     """The identity, whose gradient depends on what it depends on elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: _Link, place: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, link: _AnchoredCall, place: int) -> Tensor:
         ctx.link, ctx.place = link, place
         return x.detach()  # no view: it may be written into
 
@@ -130,11 +130,11 @@ class _Tied(torch.autograd.Function):
         return g, None, None
 
 
-class _Result(torch.autograd.Function):
+class _NotedGradient(torch.autograd.Function):
     """The identity, which notes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: _Link, place: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, link: _AnchoredCall, place: int) -> Tensor:
         ctx.link, ctx.place = link, place
         return x.detach()
 
@@ -144,5 +144,5 @@ class _Result(torch.autograd.Function):
         return g, None, None
 
 
-_operand = super(torch.autograd.Function, _Tied).apply  # what Function.apply calls when no transform is active
-_result = super(torch.autograd.Function, _Result).apply
+_operand = super(torch.autograd.Function, _TiedToAnchors).apply  # what Function.apply calls when no transform is active
+_result = super(torch.autograd.Function, _NotedGradient).apply

@@ -40,7 +40,7 @@ from fspmd.local_view.uneven import (
     numbers_frame,
     numbers_to_tensors,
 )
-from fspmd.ops.traits import OPS, Op, learn
+from fspmd.ops.traits import OPS, Traits, learn
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import is_dead_wrapper, transforms_active
@@ -103,7 +103,7 @@ class Tracker(BodyMode):
         return out
 
     def _general(
-        self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
+        self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
     ) -> Any:
         """Any call. ``numbers``: the frame of sizes among the arguments that differ from rank to rank."""
         tensors = list(tensors_of(args[1:] if op.constant else args))
@@ -157,7 +157,7 @@ class Tracker(BodyMode):
         return out
 
     def _in_parts(
-        self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]
+        self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]
     ) -> Any:
         """A call on lists of tensors, such as ``torch._foreach_add_``, whose entries have different types."""
         count = sum(map(len, parts))
@@ -178,7 +178,7 @@ class Tracker(BodyMode):
             mark_invariant(out)
         return out
 
-    def _uneven(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _uneven(self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call in a simulation of uneven blocks: sizes that differ from rank to rank make the result vary."""
         numbers = numbers_frame((*args, *kwargs.values()))
         if numbers is None:

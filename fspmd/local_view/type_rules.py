@@ -14,7 +14,7 @@ from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.ops.linearity import ADDED, BETWEEN, plain_name, stay_sums
 from fspmd.ops.signatures import in_order
-from fspmd.ops.traits import Op, written_operands
+from fspmd.ops.traits import Traits, written_operands
 from fspmd.remembered import wrote
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
@@ -54,7 +54,7 @@ def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
 
 def pending_sum(
     func: Any,
-    op: Op,
+    op: Traits,
     tensors: list[Tensor],
     variances: list[Variance],
     args: tuple[Any, ...],
@@ -97,7 +97,7 @@ def pending_sum(
     return Variance(varying, axes, reduced)
 
 
-def check_stays_sum(op: Op, tensors: list[Tensor], out: Any) -> None:
+def check_stays_sum(op: Traits, tensors: list[Tensor], out: Any) -> None:
     """A pending sum of floating-point numbers does not become one of integers, nor any one of truths."""
     result = next(tensors_of((out,)), None)
     if result is None:
@@ -117,7 +117,7 @@ def beside_pending(variance: Variance, to: Variance) -> Variance:
     return Variance(to.varying, (), to.reduced | to.unreduced)
 
 
-def check_known_to_vary(op: Op, operands: list[Tensor], numbers: Frame) -> None:
+def check_known_to_vary(op: Traits, operands: list[Tensor], numbers: Frame) -> None:
     """Refuse what processes could not tell: an invariant, differentiated value beside a size that differs."""
     for x in operands:
         missing = [axis for axis in numbers.axes if axis not in get_variance(x).varying]
@@ -134,7 +134,7 @@ Borrowed = dict[int, tuple[Tensor, Variance]]  # by storage: what pcast returned
 
 
 def check_writes(
-    func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], result: Variance, borrowed: Borrowed
+    func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], result: Variance, borrowed: Borrowed
 ) -> None:
     """A value is written into one that varies as much, and that is not an alias of another."""
     for target in written_operands(func, op, args, kwargs):
@@ -147,7 +147,7 @@ def check_writes(
         wrote(target, soon=True)
 
 
-def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn:
+def refuse_branch(op: Traits, tensors: list[Tensor], variance: Variance) -> NoReturn:
     """Python cannot branch on a value that differs from rank to rank."""
     x = next(x for x in reversed(tensors) if get_variance(x).varying)  # sizes and places come after what is cut
     with DisableTorchFunction():
@@ -155,7 +155,7 @@ def refuse_branch(op: Op, tensors: list[Tensor], variance: Variance) -> NoReturn
     raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))
 
 
-def refuse_shared_draw(op: Op, axes: frozenset[str]) -> NoReturn:
+def refuse_shared_draw(op: Traits, axes: frozenset[str]) -> NoReturn:
     """What does not vary along a mapped dim would be drawn alike on all ranks, for elements that are to differ."""
     raise ArgumentError(
         f'{op.shown} draws in a function mapped over {quoted(sorted(axes))} with randomness="different", of no value '

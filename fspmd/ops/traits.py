@@ -29,7 +29,7 @@ Predicate = Callable[..., bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class Traits:
     """The traits of one torch function. The tracker has a fast path for calls that are not ``special``."""
 
     name: str
@@ -274,7 +274,7 @@ _SOMETIMES: Final[dict[str, Predicate]] = {
     **{name: draws for name, draws in _DRAWS.items() if draws in (_draws_in_dropout, _draws_in_rrelu)},
 }
 
-OPS: Final[dict[Any, Op]] = {}
+OPS: Final[dict[Any, Traits]] = {}
 
 
 #: what to write in place of functions that torch compiles as a whole, with the functions that they run
@@ -285,7 +285,7 @@ INSTEAD_OF_COMPILED = (
 )
 
 
-def learn(func: Any) -> Op:
+def learn(func: Any) -> Traits:
     """The traits of a torch function, method, property getter or op from ``torch.ops``; kept in `OPS`.
 
     Raises:
@@ -321,7 +321,7 @@ def learn(func: Any) -> Op:
     sometimes = _SOMETIMES.get(name) if schema is None and not writes else None
     special = any(traits.values()) and sometimes is None
     when = WHEN.get(plain, _ALWAYS)
-    op = OPS[func] = Op(name, special, sometimes, asks=name in _ASKS, linear=linear, linear_when=when, **traits)
+    op = OPS[func] = Traits(name, special, sometimes, asks=name in _ASKS, linear=linear, linear_when=when, **traits)
     return op
 
 
@@ -351,7 +351,7 @@ def is_tagged(name: str, tag: torch.Tag) -> bool:
     return any(tag in op.tags and [str(out.type) for out in op._schema.returns[:1]] == ["Tensor"] for op in ops)
 
 
-def written_operands(func: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call writes into."""
     targets: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
     if op.name in ("batch_norm", "instance_norm"):

@@ -162,7 +162,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
         leaves[:] = map(_of_array, leaves, labels)
         partitions[:] = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
         check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what)
-        rows: list[_Row | None] = []
+        rows: list[_LeafReport | None] = []
         for x, partition, label in zip(leaves, partitions, labels, strict=True):
             if x is None or partition is None:
                 rows.append(None)
@@ -171,7 +171,9 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
             else:
                 place = _place(partition, mesh)
                 compared = check and len(place) < len(mesh.axis_names)
-                rows.append(_Row(label, repr(partition), place, _digest(x) if compared else (), (x.dtype, (*x.shape,))))
+                rows.append(
+                    _LeafReport(label, repr(partition), place, _digest(x) if compared else (), (x.dtype, (*x.shape,)))
+                )
         return tree_text(treedef), rows
 
     heard = _hear(what, facts, mesh) if check else [facts()] * mesh.size
@@ -203,7 +205,7 @@ def _hear(what: str, facts: Callable[[], Any], mesh: Mesh) -> list[Any]:
     return [found for _, found in heard]
 
 
-class _Row(NamedTuple):
+class _LeafReport(NamedTuple):
     """What the other processes hear of one leaf."""
 
     label: str
@@ -213,17 +215,19 @@ class _Row(NamedTuple):
     layout: tuple[torch.dtype, tuple[int, ...]] | None = None
 
 
-def _facts(tree: Any) -> tuple[str, list[_Row]]:
+def _facts(tree: Any) -> tuple[str, list[_LeafReport]]:
     leaves, treedef = flatten_values(tree)
     rows = []
     for leaf, label in zip(leaves, leaf_paths(tree, "tree"), strict=True):
         if isinstance(leaf, Sharded):
-            rows.append(_Row(label, repr(leaf), _place(leaf.spec.partition, leaf.spec.mesh), _digest(leaf.local)))
+            rows.append(
+                _LeafReport(label, repr(leaf), _place(leaf.spec.partition, leaf.spec.mesh), _digest(leaf.local))
+            )
         elif isinstance(leaf, Tensor) or type(leaf).__name__ == "ndarray":
             x = _of_array(leaf, label)
-            rows.append(_Row(label, f"{x.dtype} {described(x)}", digest=_digest(x)))
+            rows.append(_LeafReport(label, f"{x.dtype} {described(x)}", digest=_digest(x)))
         else:
-            rows.append(_Row(label, repr(leaf)))
+            rows.append(_LeafReport(label, repr(leaf)))
     return tree_text(treedef), rows
 
 
@@ -233,7 +237,7 @@ def _place(partition: P, mesh: Mesh) -> tuple[tuple[str, int], ...]:
     return tuple((axis, i) for axis, i in here if axis in partition.axes or axis in partition.unreduced)
 
 
-def _check_parts(heard: list[tuple[str, list[_Row | None]]], mesh: Mesh) -> None:
+def _check_parts(heard: list[tuple[str, list[_LeafReport | None]]], mesh: Mesh) -> None:
     """The same tree and specs on all ranks, and equal values where blocks must be equal."""
     text, first = heard[0]
     for at, (other, rows) in zip(_places(mesh), heard, strict=True):

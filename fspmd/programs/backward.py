@@ -145,9 +145,9 @@ def replay(halves: Halves) -> Callable[..., Any]:
 
     def run(*leaves: Tensor) -> Any:
         if torch.is_grad_enabled():
-            return _Replay.apply(halves, *leaves, *halves.closed)
+            return _ReplayFunction.apply(halves, *leaves, *halves.closed)
         with torch.enable_grad():  # as in the recorded function
-            return _Replay.apply(halves, *leaves, *halves.closed)
+            return _ReplayFunction.apply(halves, *leaves, *halves.closed)
 
     return run
 
@@ -171,7 +171,7 @@ def _like(x: Tensor, g: Tensor) -> Tensor:
     return g.contiguous()
 
 
-class _Replay(torch.autograd.Function):
+class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: Halves, *inputs: Tensor) -> Any:
         ctx.drawn = kept_states() if halves.draws else None
@@ -246,7 +246,7 @@ def _own(x: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients for each argument of `_Replay`: none for the record, then those of the leaves."""
+    """Gradients for each argument of `_ReplayFunction`: none for the record, then those of the leaves."""
     halves: Halves = ctx.halves
     given = _given(halves, cotangents)
     if not torch.is_grad_enabled():
@@ -284,7 +284,7 @@ def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
 
 
 def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients for each argument of `_Replay`; None where there are none."""
+    """Gradients for each argument of `_ReplayFunction`; None where there are none."""
     halves: Halves = ctx.halves
     chosen = (cotangents[i] for i in halves.chosen)
     reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))

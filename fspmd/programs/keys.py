@@ -22,7 +22,7 @@ from fspmd.torch_internals import (
     function_mode_at,
     is_any_autocast_enabled,
 )
-from fspmd.transport.local_tensor import blocks_of, held_frame, is_simulated, is_uneven
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import flatten, flatten_args, flatten_in_order
 
 _grad_enabled = torch.is_grad_enabled
@@ -92,10 +92,9 @@ def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
 
 def _kind(leaf: Any) -> Any:
     """The kind of a leaf that is no plain tensor."""
-    if (held := held_frame(leaf)) is not None:
-        blocks = blocks_of(leaf)
-        shapes = tuple(block.shape for block in (blocks if is_uneven(leaf) else blocks[:1]))
-        return leaf.dtype, held, shapes, leaf.requires_grad, leaf.device
+    if type(leaf) is LocalTensor:
+        shapes = tuple(shard.shape for shard in (leaf.shards if leaf.uneven else leaf.shards[:1]))
+        return leaf.dtype, leaf.frame, shapes, leaf.requires_grad, leaf.device
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
     return leaf if type(leaf) is Static else identity(leaf)
@@ -141,7 +140,7 @@ class Static:
 
 def strides_of(x: Tensor) -> Any:
     """The strides of a tensor, or of each shard."""
-    return [block.stride() for block in blocks_of(x)] if is_simulated(x) else x.stride()
+    return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
 
 
 def without_key(leaves: list[Any], error: Exception) -> Exception:

@@ -264,7 +264,7 @@ class ProgramRecorder(Values):
     def _recorded(self, x: Any, call: Call) -> Call | None:
         if not tracing.is_recording():
             return None
-        return call if type(call) is _RecordedCall else _RecordedCall(call, self)
+        return call if type(call) is _CallStep else _CallStep(call, self)
 
 
 def _is_even(call: Call) -> bool:
@@ -275,7 +275,7 @@ def _is_even(call: Call) -> bool:
     return o.sizes is None and o.concat_sizes is None and o.routes is None
 
 
-class _RecordedCall(StandIn):
+class _CallStep(StandIn):
     """A call that becomes a step when it begins, on any thread."""
 
     __slots__ = ()

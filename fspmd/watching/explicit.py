@@ -27,7 +27,7 @@ class GradientSumWarning(ImplicitCommunicationWarning):
     """The same of sums of gradients in backward alone, which are expected where a batch is cut and weights are not."""
 
 
-class _Context:
+class _ExplicitBlock:
     """What holds within one context: the mode, and what was found, once for each function and line."""
 
     __slots__ = ("found", "mode", "seen")
@@ -39,11 +39,11 @@ class _Context:
 
 
 class _Active(threading.local):
-    scope: _Context | None = None
+    scope: _ExplicitBlock | None = None
 
 
 _state: Final = _Active()
-_default = _Context("off")
+_default = _ExplicitBlock("off")
 
 
 class _Checker(Watcher):
@@ -106,7 +106,7 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
       y: f32[8, 2]{U:x} → f32[8, 2] [psum_unreduced over 'x', 96 B, 16 µs]
     write y = reshard(y, P())
     """
-    before, scope = _state.scope, _Context(_checked(mode, "explicit"))
+    before, scope = _state.scope, _ExplicitBlock(_checked(mode, "explicit"))
     _state.scope = scope
     add(_checker)
     try:
@@ -128,7 +128,7 @@ def set_default(*, explicit: Mode, **others: Any) -> None:
     global _default
     if others:
         raise ArgumentError(f'set_default got {quoted(others)}; it sets explicit= alone: set_default(explicit="raise")')
-    was, _default = _default.mode, _Context(_checked(explicit, "set_default"))
+    was, _default = _default.mode, _ExplicitBlock(_checked(explicit, "set_default"))
     if was == "off" and explicit != "off":
         add(_checker)
     elif was != "off" and explicit == "off":

@@ -61,7 +61,7 @@ class Recompute:
 
     def _lowest(self, program: Program) -> float:
         """The tried budget with the lowest peak; of equal ones the one that computes less."""
-        plan = _Plan(program, False)
+        plan = _Recomputation(program, False)
         kept = sum(map(plan.bytes_of, plan.groups))
 
         def peak(budget: float) -> int:
@@ -73,7 +73,7 @@ class Recompute:
 
     def _within(self, program: Program, budget: float) -> int:
         """Keep at most ``budget`` bytes; gives the number of bytes that are no longer kept."""
-        plan = _Plan(program, self.collectives)
+        plan = _Recomputation(program, self.collectives)
         before = held = sum(map(plan.bytes_of, plan.groups))
         waiting = [(-inf, i, group) for i, group in enumerate(plan.groups) if not plan.is_number(group)]
         while waiting and held > budget:
@@ -91,7 +91,7 @@ class Recompute:
         return int(before - held)
 
 
-class _Plan:
+class _Recomputation:
     """The kept values by their memory, and the steps that are computed again."""
 
     def __init__(self, program: Program, collectives: bool) -> None:
