@@ -46,7 +46,8 @@ def names():
 
 def replaced():
     after = names()
-    return sorted({after[k][0]: k[1] for k, x in before.items() if after.get(k, x) != x}.values())
+    by_name = sorted(before.items(), key=lambda item: item[0][1])  # of one function the name without underscore is last
+    return sorted({after[k][0]: k[1] for k, x in by_name if after.get(k, x) != x}.values())
 
 before = names()
 import fspmd
