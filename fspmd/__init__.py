@@ -41,6 +41,7 @@ from fspmd.errors import (
     TreeError,
     VarianceError,
 )
+from fspmd.fake_mode import install as _install_meta
 from fspmd.first_use import at_first_use as _at_first_use
 from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
 from fspmd.global_view.methods import install as _install_methods
@@ -116,7 +117,9 @@ from fspmd.watching.watch import Communication
 _install_methods()
 _install_upper()
 _install_chunks()
-_at_first_use(_install_hooks, _install_transforms, _install_module_hooks, _install_optim, _install_wrappers)
+_at_first_use(
+    _install_meta, _install_hooks, _install_transforms, _install_module_hooks, _install_optim, _install_wrappers
+)
 
 __all__ = [
     "ETHERNET",

@@ -1,13 +1,26 @@
-"""Shapes alone: fake tensors whose failures are told by the error that we raise, and not by torch's log as well."""
+"""Shapes alone: fake tensors whose failures are told by the error that we raise, and not by torch's log as well.
+
+Tensors on the meta device take far less time. Torch lays out what its kernels give there as on a GPU, unless it is told
+of which kind of device they are.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
-from fspmd.torch_internals import DisableTorchFunction, aten_grouped_mm, disable_dispatch_modes, fake_tensor
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    aten_grouped_mm,
+    disable_dispatch_modes,
+    fake_tensor,
+    meta_functions,
+)
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
@@ -49,3 +62,26 @@ class _NotOurs(logging.Filter):
 
 
 logging.getLogger(fake_tensor.__name__).addFilter(_NotOurs())
+
+
+class _Told(threading.local):
+    kind = ""
+
+
+_told: Final = _Told()
+
+
+@contextmanager
+def meta_tensors_as_on(kind: str) -> Iterator[None]:
+    """A block in which tensors on the meta device lie in memory as those on such a device."""
+    before, _told.kind = _told.kind, kind
+    try:
+        yield
+    finally:
+        _told.kind = before
+
+
+def install() -> None:
+    """Have torch ask."""
+    original = meta_functions.device_hint
+    meta_functions.device_hint = lambda x: _told.kind if _told.kind and x.is_meta else original(x)

@@ -336,9 +336,13 @@ class Sharded(Tensor):
         x = self.block
         if (held := held_frame(x)) is None:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
-            return _of_block, (x.detach().requires_grad_(x.requires_grad), self.spec, place, *lies(self))
+            block = x.detach().requires_grad_(x.requires_grad)
+            return _of_block, (block, self.spec, place, *lies(self)), _attributes(self) or None
         blocks = [one.detach().clone() for one in blocks_of(x)]
-        return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self))
+        return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self)), _attributes(self) or None
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
 
     def __len__(self) -> int:
         if not self.spec.shape:
@@ -559,9 +563,13 @@ def _check_known(x: Sharded, name: str, what: str) -> None:
 
 
 def _marked(x: Sharded, like: Sharded) -> Sharded:
-    """With the attributes that users, and ``torch.nn.Parameter``, have set."""
-    x.__dict__.update((name, value) for name, value in like.__dict__.items() if name != _GRAD)
+    x.__dict__.update(_attributes(like))
     return x
+
+
+def _attributes(x: Sharded) -> dict[str, Any]:
+    """Those that users have set, and ``torch.nn.Parameter``, by which it knows what is one."""
+    return {name: value for name, value in x.__dict__.items() if name != _GRAD}
 
 
 def _lies_of_gradient(x: Sharded) -> Laid:
@@ -605,7 +613,7 @@ def _of_blocks(
     return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
 
-torch.serialization.add_safe_globals([_of_block, _of_blocks, *SAVED])
+torch.serialization.add_safe_globals([Sharded, _of_block, _of_blocks, *SAVED])
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], Form, tuple[str]]:

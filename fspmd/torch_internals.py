@@ -14,6 +14,7 @@ import torch._decomp
 import torch._functorch.eager_transforms
 import torch._functorch.pyfunctorch
 import torch._functorch.vmap
+import torch._meta_registrations
 import torch._prims_common
 import torch._subclasses.fake_tensor
 import torch._subclasses.meta_utils
@@ -223,6 +224,9 @@ execution_engine: Any = torch.autograd.Variable._execution_engine
 fake_tensor = torch._subclasses.fake_tensor
 #: a tensor of a device, without values
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+#: the module whose functions lay out what kernels give; they ask its `device_hint` for the kind of device, and the meta
+#: device is taken for "cuda"
+meta_functions: Any = torch._meta_registrations
 #: the mode that makes them
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 #: a value was asked for that nobody has

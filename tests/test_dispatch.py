@@ -625,14 +625,18 @@ def test_gradients_of_rows_by_how_often_they_are_looked_up(spec: P, padding: int
 
 def test_gradients_of_an_embedding_are_dense() -> None:
     table = device_put(values(((5, 6),))[0], P("x"), mesh=WIDE)
-    found = F.embedding(PLACES[0], table, sparse=True)
-    torch.testing.assert_close(device_get(found), device_get(table)[PLACES[0]])
-    for call in (
+    flat, offsets = PLACES[0].flatten(), torch.tensor([0, 1])
+    calls: list[Callable[[Any], Any]] = [
         lambda x: F.embedding(PLACES[0], x, sparse=True),
         lambda x: torch.embedding(x, PLACES[0], sparse=True),
-    ):
+        lambda x: F.embedding_bag(flat, x, offsets, sparse=True),
+        lambda x: F.embedding_bag(flat, x, offsets, None, 2.0, False, "sum", True, flat.to(x.dtype)),
+        lambda x: torch.embedding_bag(x, flat, offsets, False, 0, True)[0],
+    ]
+    for call in calls:
+        torch.testing.assert_close(device_get(call(table)), call(device_get(table)))
         with pytest.raises(
-            ArgumentError, match=r"^embedding\(\) got sparse=True for Sharded .*; leave sparse=True out"
+            ArgumentError, match=r"^embedding(_bag)?\(\) got sparse=True for Sharded .*; leave sparse=True out"
         ):
             call(table.clone().requires_grad_())
 

@@ -372,3 +372,24 @@ def test_transforms_see_the_numbers_that_are_drawn_outside_of_them(name: str) ->
 
 def tensors(out: Any) -> list[Any]:
     return list(out) if isinstance(out, tuple) else [out]
+
+
+#: torch maps none of these over a value
+NOT_MAPPED = {"binomial", "gamma", "dirichlet", "laplace", "multinomial, counted"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MAPPED])
+def test_mapped_draws_are_those_of_each_element(name: str) -> None:
+    """``torch.vmap`` with ``randomness="same"`` beside calls one by one, with fewer rows than ranks, too."""
+    whole = torch.rand(3, 2, 5, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+    def seeded(f: Callable[[Any], Any], x: Any) -> Tensor:
+        torch.manual_seed(0)
+        out = f(x)
+        return device_get(out[0] if isinstance(out, tuple) else out)
+
+    each = [seeded(CASES[name], device_put(x, WHOLE, mesh=ONE)) for x in whole.unbind(1)]
+    for mesh, partition in ((LINE, P("x")), (LINE, P(None, None, "x")), (GRID, P("y", None, "x")), (GRID, P("x", "y"))):
+        mapped = torch.vmap(CASES[name], in_dims=1, randomness="same")
+        found = seeded(mapped, device_put(whole, partition, mesh=mesh))
+        torch.testing.assert_close(found, torch.stack(each), msg=lambda text: f"{partition}: {text}")  # noqa: B023

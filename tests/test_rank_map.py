@@ -64,6 +64,23 @@ def test_gradients_through_rank_map_with_uneven_results() -> None:
     torch.testing.assert_close(by_transform, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("call", [lambda f: f, lambda f: fspmd.jit(f, check=True)], ids=["eager", "jit"])
+def test_results_share_no_memory(call: Any) -> None:
+    """With arguments, or with one another: what is written into one is in no other."""
+
+    def body(x: Tensor) -> list[Tensor]:
+        x = x * 1
+        found = [*rank_map(lambda x: (x[:1], x, y := x + 1, y[1:]), x), x]
+        for i, one in enumerate(found):
+            one.add_(10 * i)
+        return found
+
+    f = call(shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=[P("x")] * 5))
+    x = torch.arange(8.0)
+    expected = [x[::2], x + 10, x + 21, x[1::2] + 31, x + 40]
+    torch.testing.assert_close([device_get(one) for one in f(x)], expected)
+
+
 def test_rank_map_under_forward_mode_and_vmap() -> None:
     def even_or_odd(x: Tensor, n: Tensor) -> Tensor:
         return x.sin() if int(n) % 2 else x.square()

@@ -227,3 +227,20 @@ def test_moments_of_batch_norm_have_no_gradient() -> None:
     x = device_put(torch.randn(4, 3, 2), P("x"), mesh=make_mesh((2,), ("x",))).requires_grad_()
     found = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
     assert [one.requires_grad for one in found] == [True, False, False]
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_saved_parameters_are_parameters(weights_only: bool) -> None:
+    """With the attributes that they have."""
+    for partition in (P("x"), P()):
+        for kind in (nn.Parameter, nn.Buffer):
+            x = kind(device_put(PLAIN, partition, mesh=LINE))
+            x.layer = 3
+            raw = io.BytesIO()
+            torch.save({"x": x}, raw)
+            raw.seek(0)
+            found = torch.load(raw, weights_only=weights_only)["x"]
+            for one in (found, pickle.loads(pickle.dumps(x)), copy.deepcopy(x), copy.copy(x)):
+                assert isinstance(one, kind)
+                assert (one.layer, one.requires_grad, one.spec) == (3, x.requires_grad, x.spec)
+                assert torch.equal(device_get(one.detach()), PLAIN)

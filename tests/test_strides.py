@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import pickle
 import random
@@ -107,6 +108,20 @@ def _lies(x: Any) -> Any:
     return tuple(x.shape), strides, x.storage_offset(), [x.is_contiguous(memory_format=one) for one in formats]
 
 
+#: of which torch lays results out otherwise on a GPU
+BY_DEVICE: list[Callable[..., Any]] = [
+    *(getattr(torch.fft, f"{name}fft{n}") for name in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")),
+    lambda x: torch.fft.irfft2(x, dim=(0, 2)),
+    lambda x: torch.fft.fftn(x, dim=(2, 0, 1)),
+    lambda x: torch.linalg.svd(x).Vh,
+    lambda x: torch.svd_lowrank(x, 2)[2],
+    lambda x: torch.linalg.eig(x[:4, :4, :4]).eigenvectors,
+    lambda x: torch.nonzero_static(x, size=3),
+    lambda x: F.pixel_shuffle(x[None, :4].to(memory_format=LAST), 2),
+    lambda x: F.pad(x[None].to(memory_format=LAST), (1, 1, 1, 1), mode="reflect"),
+]
+
+
 def _partition(draw: random.Random, ndim: int) -> P:
     entries: list[str | None] = [None] * ndim
     for axis in ("x", "y"):
@@ -142,6 +157,14 @@ def test_chains_of_calls(seed: int) -> None:
         assert _lies(found) == _lies(expected)
         if isinstance(found, Tensor) and found.dtype is torch.float32:
             pool.append((expected, found))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_calls_that_depend_on_the_device(order: tuple[int, ...]) -> None:
+    whole = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
+    x = device_put(whole, P("x", None, "y"), mesh=MESH)
+    for call in BY_DEVICE:
+        assert _lies(call(x.permute(order))) == _lies(call(whole.permute(order)))
 
 
 def _value() -> tuple[Tensor, Any]:

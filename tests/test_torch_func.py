@@ -22,6 +22,7 @@ from fspmd import (
     Mesh,
     P,
     RecordError,
+    ShapeError,
     Sharded,
     VarianceError,
     device_get,
@@ -145,6 +146,33 @@ def test_autograd_and_transforms_of_fspmd_go_through() -> None:
     (found,) = torch.autograd.grad(slope(w), [w])  # type: ignore[call-overload]
     torch.testing.assert_close(device_get(found), expected)
     torch.testing.assert_close(device_get(fspmd.grad(slope)(w.detach())), expected)
+
+
+@pytest.mark.parametrize("api", [func.jvp, fspmd.jvp], ids=["torch", "fspmd"])
+def test_tangents_of_writes_into_uneven_blocks(api: Any) -> None:
+    """Right where torch makes a tangent for the whole value, refused where for a view of a value that has none."""
+
+    def add(x: Any) -> Any:
+        return torch.zeros_like(x).add_(x).mul_(x.sin())
+
+    def set_column(x: Any) -> Any:
+        y = x.new_zeros(x.shape)
+        y[:, 1] = x[:, 0].cos()
+        return y
+
+    def write_column(x: Any) -> Any:
+        y = x.new_zeros(x.shape)
+        y[:, 1].copy_(x[:, 0])
+        return y
+
+    x = torch.arange(15.0, dtype=F64).view(5, 3)
+    for mesh in (make_mesh((2,), ("x",)), make_mesh((6,), ("x",))):
+        for f in (add, set_column):
+            given = tuple(device_put(one, P("x"), mesh=mesh) for one in (x, x.cos()))
+            found = map(device_get, api(f, given[:1], given[1:]))
+            torch.testing.assert_close(tuple(found), func.jvp(f, (x,), (x.cos(),)))
+        with pytest.raises(ShapeError, match="compute a new value instead"):
+            api(write_column, given[:1], given[1:])
 
 
 def test_tangents_of_forward_ad() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.fake_mode import FakeMode
+from fspmd.fake_mode import FakeMode, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
@@ -160,7 +160,8 @@ def on_meta(
     try:
         try:
             if not is_any_autocast_enabled():  # of which the meta device knows nothing
-                return _outcome("meta", func, args, kwargs, operands)
+                with meta_tensors_as_on(mesh.device_type):
+                    return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             pass
         with FakeMode():

@@ -93,9 +93,15 @@ def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: froz
         if name := foreign_name(x):
             text = f"{path} is a {name} of shape {tuple(x.shape)}, which {IS}, but a body returns blocks"
             return Failure(text, ArgumentError, f"{ADVICE}, and pass it to the body as an argument")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested tensor" if x.is_nested else f"tensor of the layout {x.layout}"
+        return Failure(f"{path} is a {kind}, but a body returns dense blocks", ArgumentError, _DENSE)
     if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
         return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
+
+
+_DENSE = "make it dense: x.to_dense(), or torch.nested.to_padded_tensor(x, 0.0)"
 
 
 def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from fspmd.errors import RecordError
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import python, step
 from fspmd.transport.local_tensor import blocks_of
+from fspmd.variance import unwrapped
 
 #: of leaves and a seed: the leaves of the results, and their tree
 Function = Callable[[list[Any], int], tuple[list[Any], Any]]
@@ -80,7 +81,7 @@ class _Tape:
 
 @python
 def _run(made: _Python, seed: int, tensors: list[Tensor]) -> list[Any]:
-    """The graph, if there is one, and the results, in memory of their own."""
+    """The graph, if there is one, and the results, which are in memory of their own."""
     before = [one._version for x in tensors for one in blocks_of(x)]
     follows = made.follows and not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(follows), _keeping():
@@ -89,7 +90,7 @@ def _run(made: _Python, seed: int, tensors: list[Tensor]) -> list[Any]:
     if before != [one._version for x in tensors for one in blocks_of(x)]:
         raise write_of_python()
     _check_closed(out, given)
-    return [_tape(given, out), *_apart(out, tensors)]
+    return [_tape(given, out), *map(Tensor.detach, out)]
 
 
 def _keeping() -> Any:
@@ -101,10 +102,15 @@ def _tape(given: list[Tensor], out: list[Tensor]) -> _Tape | None:
     return _Tape(given, out) if any(x.requires_grad for x in out) else None
 
 
-def _apart(out: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """Results in memory that is none of the arguments'."""
-    taken = set[int]().union(*map(_memory, given))
-    return [x.clone() if _memory(x) & taken else x for x in map(Tensor.detach, out)]
+def apart(out: Iterable[Any], given: Iterable[Any]) -> list[Any]:
+    """Results of which each tensor is in memory of its own, that is none of the arguments'."""
+    taken = set[int]().union(*(_memory(x) for x in given if isinstance(x, Tensor)))
+    found = []
+    for x in out:
+        own = isinstance(x, Tensor) and _memory(x)
+        found.append(x.clone() if own and own & taken else x)
+        taken |= own or set()
+    return found
 
 
 def write_of_python() -> RecordError:
@@ -125,7 +131,7 @@ def _pull(tape: _Tape, cotangents: list[Tensor], follows: bool) -> list[Any]:
         outs, into = zip(*chosen, strict=True)
         found = torch.autograd.grad(outs, given, into, allow_unused=True, retain_graph=True, create_graph=follows)
         out = [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
-    return [_tape([*tape.given, *grads], out), *_apart(out, cotangents)]
+    return [_tape([*tape.given, *grads], out), *apart(map(Tensor.detach, out), cotangents)]
 
 
 class _Taped(torch.autograd.Function):
@@ -218,4 +224,4 @@ def _is_smooth(x: Tensor) -> bool:
 
 
 def _memory(x: Tensor) -> set[int]:
-    return {one.untyped_storage()._cdata for one in blocks_of(x)}
+    return {one.untyped_storage()._cdata for one in blocks_of(unwrapped(x)) if one.layout is torch.strided}

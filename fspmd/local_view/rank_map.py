@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.body import bound_body, state, within
 from fspmd.errors import ArgumentError, TreeError
-from fspmd.local_view.python_step import as_step
+from fspmd.local_view.python_step import apart, as_step
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
@@ -28,7 +28,8 @@ from fspmd.variance import Variance, set_variance
 def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn(*args)`` on every rank, with ordinary Python control flow on that rank's values; no collectives inside.
 
-    Results vary over all bound axes; numbers become 0-d tensors, and shapes may differ from rank to rank.
+    Results vary over all bound axes; numbers become 0-d tensors, and shapes may differ from rank to rank. Each result
+    has memory of its own: one that would lie in that of an argument, or of another result, is a copy.
     Differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
 
     Within `jit` the function is one step: it runs as Python in every replay, and its results must have the shapes that
@@ -76,14 +77,15 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     return optree.tree_unflatten(out_treedef, out_leaves)
 
 
-def _tensor_leaves(out: Any, device: torch.device) -> tuple[list[Any], Any]:
-    leaves, treedef = optree.tree_flatten(out)
-    return [torch.tensor(x, device=device) if isinstance(x, (int, float, complex)) else x for x in leaves], treedef
+def _called(fn: Callable[..., Any], leaves: list[Any], treedef: Any, device: torch.device) -> tuple[list[Any], Any]:
+    found, tree = optree.tree_flatten(fn(*treedef.unflatten(leaves)))
+    numbers = [torch.tensor(x, device=device) if isinstance(x, (int, float, complex)) else x for x in found]
+    return apart(numbers, leaves), tree
 
 
 def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int) -> Any:
     with one_stream(seed, int(transport_of(mesh).index(mesh, axes))):
-        return _tensor_leaves(fn(*treedef.unflatten(leaves)), mesh.device)
+        return _called(fn, leaves, treedef, mesh.device)
 
 
 def _simulated(
@@ -95,7 +97,7 @@ def _simulated(
     for i, at in enumerate(held.coordinates()):
         full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, at, strict=True))
         with world.simulated_rank(mesh.rank_at(tuple(full.values()))), one_stream(seed, i):
-            rows.append(_tensor_leaves(fn(*treedef.unflatten([column[i] for column in columns])), mesh.device))
+            rows.append(_called(fn, [column[i] for column in columns], treedef, mesh.device))
     trees = [tree for _, tree in rows]
     if any(tree != trees[0] for tree in trees):
         other = next(i for i, tree in enumerate(trees) if tree != trees[0])

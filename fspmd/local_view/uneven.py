@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -19,11 +20,19 @@ from fspmd.local_view.saved_results import Way, unasked, way_of
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, apply, call, is_transformed
-from fspmd.torch_internals import DisableTorchFunction, forward_ad, is_gradtracking, is_wrapped, wrapped_by
-from fspmd.tracing import outside_transforms
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    aten_zero_tensor,
+    forward_ad,
+    is_gradtracking,
+    is_wrapped,
+    wrapped_by,
+)
+from fspmd.tracing import DispatchMode, outside_transforms
 from fspmd.transport.frame import Frame, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.local_tensor import (
+    block_type,
     blocks_of,
     call_per_rank,
     common_frame,
@@ -123,12 +132,31 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
             return out
     copies = _held_apart(held, args, kwargs)
     try:
-        return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
-    except (ShapeError, VarianceError, RuntimeError):  # the call may need plain sizes
+        with _SizesApart() if forward_ad._current_level >= 0 else nullcontext():
+            return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
+    except (ShapeError, VarianceError, RuntimeError) as error:  # the call may need plain sizes
         out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
-        if out is NotImplemented:
+        if out is not NotImplemented:
+            return out
+        if not isinstance(error, RuntimeError):
             raise
-        return out
+        said = str(error).partition("\n")[0]
+        raise ShapeError(
+            f"{name}() failed on blocks whose sizes differ from rank to rank: {said}. If it or its derivative needs plain "
+            "sizes, compute a new value where it writes, y = y * 2 or torch.where; or run it per rank with rank_map; or "
+            "let the number of ranks divide the sizes"
+        ) from error
+
+
+class _SizesApart(DispatchMode):
+    """What torch makes of sizes for a tangent, such as zeros where a value has none, are each rank's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        held = numbers_frame((*args, *kwargs.values()))
+        if held is None or block_type(held) in types:
+            return func(*args, **kwargs)
+        return call_per_rank(torch.zeros if func is aten_zero_tensor else func, args, kwargs, held)
 
 
 #: functions that torch computes otherwise where a dim has the size 1

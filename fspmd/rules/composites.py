@@ -338,11 +338,8 @@ def scaled_embedding(
 ) -> Any:
     """With options of the gradient: that of a row is divided by how often the row is looked up, on all ranks."""
     followed = torch.is_grad_enabled() and table.requires_grad
-    if sparse and followed:
-        raise ArgumentError(
-            f"embedding() got sparse=True for {table!r}, but gradients of Sharded values are dense; leave sparse=True "
-            "out, or give it a weight that requires no gradient"
-        )
+    if sparse:
+        _refuse_sparse_gradient("embedding", table)
     out = F.embedding(places, table, padding_idx)
     if not scale_grad_by_freq or not followed:
         return out
@@ -352,6 +349,26 @@ def scaled_embedding(
     out = out.clone()
     out.register_hook(lambda gradient: gradient / counts[..., None])
     return out
+
+
+def _refuse_sparse_gradient(name: str, table: Any) -> None:
+    if torch.is_grad_enabled() and table.requires_grad:
+        raise ArgumentError(
+            f"{name}() got sparse=True for {table!r}, but gradients of Sharded values are dense; leave sparse=True "
+            "out, or give it a weight that requires no gradient"
+        )
+
+
+def sparse_embedding_bag(places: Any, table: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
+    """With ``sparse=True``, which says of gradients alone how they are kept."""
+    _refuse_sparse_gradient("embedding_bag", table)
+    return F.embedding_bag(places, table, *args[:5], *(False for _ in args[5:6]), *args[6:], **kwargs)
+
+
+def sparse_torch_embedding_bag(table: Any, places: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
+    """The same of a table and places."""
+    _refuse_sparse_gradient("embedding_bag", table)
+    return torch.embedding_bag(table, places, *args[:3], *(False for _ in args[3:4]), *args[4:], **kwargs)
 
 
 def scaled_torch_embedding(table: Any, places: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:

@@ -28,7 +28,6 @@ from fspmd.torch_internals import transforms_active
 from fspmd.tracing import step
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import per_block, shards_of
-from fspmd.variance import unwrapped
 
 Then = Callable[[Tensor], Tensor]
 
@@ -222,13 +221,25 @@ def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
         return _poisson(x.reshape(x.spec.unflattened.shape), generator).reshape(x.shape)
     rates = settle(x.detach())
     _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "not below 0")
-    simulated = rates.spec.mesh.transport == "simulation"
-    held = frame(rates.spec.mesh, rates.spec.partition.axes)
-    local = unwrapped(rates.local)
-    each = iter(shards_of(local, held) if simulated else [local])
-    seed = shared_seed(generator)
-    found = fill(rates.spec, lambda block: counts(block, next(each).double(), seed).to(x.dtype), x.device)
-    return _followed(found, x)
+    return _followed(pair(_Counted.apply(rates.local, rates.spec, shared_seed(generator)), rates.spec), x)
+
+
+class _Counted(torch.autograd.Function):
+    """The counts of a block of rates; dims that `vmap` maps stand before those of the block, and share its numbers."""
+
+    @staticmethod
+    def forward(rates: Tensor, spec: TensorSpec, seed: int) -> Tensor:
+        simulated = spec.mesh.transport == "simulation"
+        each = iter(shards_of(rates, frame(spec.mesh, spec.partition.axes)) if simulated else [rates])
+        return fill(spec, lambda block: counts(block, next(each).double(), seed).to(spec.dtype), rates.device).local
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None, None], rates: Tensor, *others: Any) -> tuple[Tensor, int]:
+        return _Counted.apply(rates.movedim(in_dims[0], 0), *others), 0
 
 
 DRAWS: Final[dict[str, Handler]] = {

@@ -44,6 +44,8 @@ from fspmd.rules.composites import (
     scaled_embedding,
     scaled_torch_embedding,
     set_number,
+    sparse_embedding_bag,
+    sparse_torch_embedding_bag,
     torch_embedding,
     without_ones,
 )
@@ -380,6 +382,9 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
             return scaled
         places = args[place] if len(args) > place else kwargs.get(name)
         return instead if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
+    if func in _BAGS:
+        place, dense = _BAGS[func]
+        return dense if kwargs.get("sparse", *args[place : place + 1] or (False,)) else None
     if func is F.pad:
         return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
     if func is Tensor.__setitem__:
@@ -410,11 +415,16 @@ _EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], Callable[..., A
     F.embedding: (0, "input", embedding, scaled_embedding, 5),
     torch.embedding: (1, "indices", torch_embedding, scaled_torch_embedding, 3),
 }
+#: sums of rows of a table -> the place of ``sparse``, and the function where that is True
+_BAGS: Final[dict[Any, tuple[int, Callable[..., Any]]]] = {
+    F.embedding_bag: (7, sparse_embedding_bag),
+    torch.embedding_bag: (5, sparse_torch_embedding_bag),
+}
 #: reshapes, which may leave out dims of size 1
 _LEAVING_OUT: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_as", "reshape_as")
 #: functions, or names of some, that are others of some arguments alone
 _BY_ARGUMENT: Final = frozenset(
-    (*_EMBEDDINGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
+    (*_EMBEDDINGS, *_BAGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
     + (*_LEAVING_OUT, *recurrent.LAYERS)
 )
 

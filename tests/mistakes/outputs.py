@@ -10,6 +10,22 @@ from torch import Tensor
 from fspmd import ArgumentError, P, ShapeError, VarianceError, device_put, pcast, psum, rank_map
 from mistakes import Setting, mistake
 
+# --- kinds of tensors ------------------------------------------------------------------------------------------------
+
+
+@mistake(ArgumentError)
+def sparse_result(m: Setting) -> None:
+    """shard_map(f): the results do not fit out_specs
+      * result is a tensor of the layout torch.sparse_coo, but a body returns dense blocks
+    make it dense: x.to_dense(), or torch.nested.to_padded_tensor(x, 0.0)
+    """
+
+    def f(x: Tensor) -> Tensor:
+        return torch.eye(4).to_sparse()
+
+    m.map(f, P("x"), P())(torch.ones(8, 4))
+
+
 # --- types ----------------------------------------------------------------------------------------------------------
 
 
