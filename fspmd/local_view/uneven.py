@@ -142,9 +142,9 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
             raise
         said = str(error).partition("\n")[0]
         raise ShapeError(
-            f"{name}() failed on blocks whose sizes differ from rank to rank: {said}. If it or its derivative needs plain "
-            "sizes, compute a new value where it writes, y = y * 2 or torch.where; or run it per rank with rank_map; or "
-            "let the number of ranks divide the sizes"
+            f"{name}() failed on blocks whose sizes differ from rank to rank: {said}. Where it or its derivative needs "
+            "plain sizes, compute a new value in place of a write, y = y * 2 or torch.where; or run it per rank with "
+            "rank_map; or let the number of ranks divide the sizes"
         ) from error
 
 
