@@ -486,12 +486,45 @@ def test_threads_of_autograd_have_the_turn_of_the_one_that_waits_for_them() -> N
         assert module.weight.sum() == 6
 
 
-def test_pruning_while_attached_for_a_block_is_told() -> None:
-    """The module has other parameters then than the leaves that are to leave it."""
+def _pruned() -> tuple[nn.Linear, Tensor, Any]:
     module = nn.Linear(2, 4, bias=False)
     weight = device_put(torch.ones(4, 2), P("x"), mesh=make_mesh((2,), ("x",))).requires_grad_()
+    return module, module.weight, weight
+
+
+def test_pruning_while_attached_for_a_block_is_told() -> None:
+    """The module has other parameters then than the leaves that are to leave it."""
+    module, own, weight = _pruned()
     with (
         pytest.raises(ArgumentError, match=r"^attached: the module has given up its 'weight', as torch.nn.utils.prune"),
         attached(module, {"weight": weight}),
     ):
         prune.l1_unstructured(module, "weight", 0.5)
+    (found,) = module.named_parameters()
+    assert found[0] == "weight_orig"
+    assert found[1] is own
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_pruned_modules_are_detached_once_nothing_is_pruned(again: bool) -> None:
+    module, own, weight = _pruned()
+    there = attach(module, {"weight": weight})
+    prune.l1_unstructured(module, "weight", 0.5)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"before detach\(\) write prune.remove\(module, 'weight'\)"):
+            attach(module, {}) if again else there.detach()
+        assert dict(module.named_parameters())["weight_orig"] is weight
+    prune.remove(module, "weight")
+    there.detach()
+    assert module.weight is own
+
+
+@pytest.mark.filterwarnings("error")
+def test_pruned_modules_that_are_gone_are_not_told() -> None:
+    module, _, weight = _pruned()
+    at = weakref.ref(module)
+    attach(module, {"weight": weight})
+    prune.l1_unstructured(module, "weight", 0.5)
+    del module
+    gc.collect()
+    assert at() is None

@@ -110,6 +110,20 @@ def test_hooks_of_modules_whose_arguments_have_no_gradient() -> None:
         _same(found, want)
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_hooks_of_modules_that_give_no_gradient(spec: P) -> None:
+    """A leaf has none then, and what another value was computed from has zeros."""
+    plain, _, x, _ = _pair(spec)
+    for leaf in (plain, x):
+        module = nn.Module()
+        module.forward = torch.mul
+        module.register_full_backward_hook(lambda _, given, results: (None, None))
+        first = leaf.detach().clone().requires_grad_()
+        module(leaf, (first * 2).softmax(0)).sum().backward()
+        assert leaf.grad is None
+    _same(first.grad, torch.zeros(SHAPE, dtype=torch.float64))
+
+
 def test_hooks_of_modules_are_told_what_does_not_fit() -> None:
     module = nn.Linear(3, 5).double()
     module.register_full_backward_hook(lambda _, given, results: (given[0].sum(),))

@@ -2,6 +2,10 @@
 
 Torch sends the arguments of a module, and its results, through a custom Function that changes nothing, and puts the
 hooks on its node in the graph. Here blocks go through it, and hooks see what ``x.register_hook`` would show.
+
+Where a hook gives None, a leaf gets no gradient, as torch has it, and any other value gets zeros. Torch would leave out
+what comes before it in backward, or make zeros whose shape it does not know of uneven blocks. Collectives there must
+run, and give their operands gradients, in every layout alike.
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ def install() -> None:
     def on_tensors(self: Any, put_hook: Callable[[Any], None], args: tuple[Any, ...]) -> Any:
         if Sharded not in map(type, args):
             return original(self, put_hook, args)
-        likes = [x.detach() for x in args if isinstance(x, Tensor)]
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        likes, leaves = [x.detach() for x in tensors], [x.is_leaf for x in tensors]
         blocks = tuple(x.local if type(x) is Sharded else x for x in args)
-        out, places = completing(original, self, lambda node: put_hook(_Node(node, likes)), blocks)
+        out, places = completing(original, self, lambda node: put_hook(_Node(node, likes, leaves)), blocks)
         if places is None:
             return args, None
         found = [alike(new, x) if type(x) is Sharded else new for new, x in zip(out, args, strict=True)]
@@ -44,24 +49,26 @@ def install() -> None:
 class _Node:
     """A node of the graph, whose gradients belong to values of these layouts."""
 
-    def __init__(self, node: Any, likes: list[Any]) -> None:
-        self._node, self._likes = node, likes
+    def __init__(self, node: Any, likes: list[Any], leaves: list[bool]) -> None:
+        self._node, self._likes, self._leaves = node, likes, leaves
         node.materialize_grads = False  # torch knows no shape of uneven blocks; `completing` does
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """As that of the node, for a hook on gradients laid out; zeros stand where nothing has a gradient."""
-        likes = self._likes
+        likes, leaves = self._likes, self._leaves
 
         def on_blocks(after: tuple[Tensor | None, ...], before: tuple[Tensor | None, ...]) -> Any:
             filled = [torch.zeros_like(local_of(x)) if g is None else g for g, x in zip(after, likes, strict=True)]
             found = hook(tuple(map(laid_out, filled, likes)), tuple(map(laid_out, before, likes)))
-            return None if found is None else tuple(map(_block, found, likes, after))
+            return None if found is None else tuple(map(_block, found, likes, after, leaves))
 
         return self._node.register_hook(on_blocks)
 
 
-def _block(gradient: Any, like: Any, before: Tensor | None) -> Any:
-    """What a hook gives for a gradient, zeros for None; torch takes nothing where there was none."""
-    if gradient is None or before is None:
-        return None if before is None else torch.zeros_like(before)
+def _block(gradient: Any, like: Any, before: Tensor | None, leaf: bool) -> Any:
+    """What a hook gives for a gradient; torch takes nothing where there was none."""
+    if before is None or (gradient is None and leaf):
+        return None
+    if gradient is None:
+        return torch.zeros_like(before)
     return cotangent_of(gradient, like, _WHAT) if type(like) is Sharded else gradient

@@ -209,7 +209,7 @@ class Attachment:
 
     def enter(self, stack: ExitStack, values: Mapping[str, Any]) -> None:
         """Put values and hooks there; the stack takes them away again."""
-        own = [(self.slots[name], held) for name, x in values.items() if (held := self.slots[name].value) is not x]
+        own = [(self.slots[name], x, held) for name, x in values.items() if (held := self.slots[name].value) is not x]
         stack.callback(_put_back, own)
         for name, value in values.items():
             self.slots[name].put(value)
@@ -232,7 +232,8 @@ class Attachment:
             if not self.slots[name].is_there:
                 raise ArgumentError(
                     f"{self.what}: the module has given up its {name!r}, as torch.nn.utils.prune has it do, and cannot "
-                    "be as it was before; put params there for good instead: attach(module, params), then prune"
+                    "be as it was before; put params there for good instead, attach(module, params), then prune; "
+                    f"before detach() write prune.remove(module, {name!r})"
                 )
             if not isinstance(leaf.holder, (MutableMapping, MutableSequence)):
                 raise TreeError(
@@ -242,9 +243,13 @@ class Attachment:
             leaf.holder[leaf.key] = now
 
 
-def _put_back(own: list[tuple[Slot, Any]]) -> None:
-    for slot, value in own:
-        slot.put(value)
+def _put_back(own: list[tuple[Slot, Any, Any]]) -> None:
+    """Own tensors, under the name that a leaf has by now: pruning gives it another."""
+    for slot, leaf, value in own:
+        if slot.is_there:
+            slot.put(value)
+        else:
+            slot.held.update((key, value) for key, held in slot.held.items() if held is leaf)
 
 
 def _give_weights(owner: ref[nn.RNNBase], weights: list[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -94,14 +94,25 @@ class Attached:
         attachment.mark_parameters()
         attachment.enter(self._stack, attachment.values)
         LASTING.append(attachment.again)
-        weakref.finalize(module, self.detach)
+        weakref.finalize(module, self._let_go)
 
     def detach(self) -> None:
-        """The module has its own tensors back; a second time, or after another `attach`, nothing happens."""
+        """The module has its own tensors back; a second time, or after another `attach`, nothing happens.
+
+        Raises:
+            ArgumentError: it has given up a tensor, as ``torch.nn.utils.prune`` has it do; it stays as it is.
+        """
+        if self._attachment.again in LASTING:
+            self._attachment.hand_back()
+            LASTING.remove(self._attachment.again)
+            self._stack.close()
+
+    def _let_go(self) -> None:
+        """The module is gone."""
+        with suppress(ArgumentError):
+            self.detach()
         if self._attachment.again in LASTING:
             LASTING.remove(self._attachment.again)
-            self._attachment.hand_back()
-            self._stack.close()
 
 
 def attach(module: nn.Module, params: Any, /, *, styles: ParallelPlan | None = None) -> Attached:
@@ -119,7 +130,7 @@ def attach(module: nn.Module, params: Any, /, *, styles: ParallelPlan | None = N
     """
     _check_module(module, "attach", "module, params")
     with turn_of(module).taken():
-        before = _lasting.pop(module, None)
+        before = _lasting.get(module)
         if before is not None:
             before.detach()
         _lasting[module] = there = Attached(module, Attachment(module, params, styles, "attach"))
