@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import Entry, blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
@@ -38,7 +38,7 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     levels = _levels(mesh, topology)
     latency, scale = min((level.latency for level in levels), default=0.0), target.dtype.itemsize
     lacked_by = [(_lacked_by(target, level.island), _received_by(target, level.island)) for level in levels]
-    whole = frozenset(mesh.axis_names) - target.partition.axes
+    heard_by, cut, shape = _heard_by(target), target.partition.axes, tuple(target.shape)
 
     @functools.cache
     def least(spec: TensorSpec) -> float:
@@ -46,11 +46,14 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
         if not any(lacked):
             return 0.0
         added = spec.partition.unreduced - target.partition.unreduced
-        rounds, ending = _ending(mesh, topology, added, added & whole)
-        heard = _heard(spec, target)
-        begun = max(_begun(heard, latency, topology, 2), ending)
-        time: float = _time(levels, lacked, max(heard, rounds + 1), begun, topology.launch, scale, _ONE)
-        return time
+        heard = heard_by(spec)
+        terms = prod([mesh.shape[axis] for axis in added])
+        rounds, ending = _ending(mesh, topology, added, cut, shape, heard)
+        begun = max(_begun(max(2, heard * terms), latency, topology, 2), ending)
+        at_once, apart = _times(
+            levels, lacked, max(2, heard * terms, rounds + 1), begun, topology.launch, scale, _ONE
+        )
+        return float(apart if terms > 1 and heard > 1 else min(at_once, apart))
 
     return least
 
@@ -112,7 +115,7 @@ def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], to
     counts, of = heard.unique(return_inverse=True)
     begun = torch.tensor([_begun(n, latency, topology, 2) for n in counts.tolist()], dtype=torch.float64)[of]
     heard, begun = torch.maximum(heard, rounds + 1), torch.maximum(begun, ending)
-    least = _time(levels, lacked, heard, begun, topology.launch, scale, _MANY)
+    least = torch.minimum(*_times(levels, lacked, heard, begun, topology.launch, scale, _MANY))
     written = torch.tensor([prod(spec.block_shape) for spec in targets], dtype=torch.float64)
     anything = functools.reduce(torch.maximum, lacked) > 0
     return torch.where(anything, least + written * scale / topology.memory, 0.0)
@@ -130,17 +133,17 @@ _ONE: Final = _Kind(min, max, lambda condition, one, other: one if condition els
 _MANY: Final = _Kind(torch.minimum, torch.maximum, torch.where)
 
 
-def _time(
+def _times(
     levels: Sequence[_Level], lacked: Sequence[Any], heard: Any, begun: Any, launch: float, scale: int, of: _Kind
-) -> Any:
-    """µs of what is lacked at each level: all in one collective as slow as its slowest link, or in two and more."""
+) -> tuple[Any, Any]:
+    """µs of what is lacked at each level: all in one collective as slow as its slowest link; in two and more."""
     time = told = slow = speed = lacked[0] * 0.0
     for level, count in zip(levels, lacked, strict=True):  # of the first at which something is lacked:
         slow, speed = of.chosen(told > 0, slow, level.latency), of.chosen(told > 0, speed, level.bandwidth)
         most = of.larger(told, count)
         time, told = time + (most - told) * scale / level.bandwidth, most
     at_once = launch + slow * (heard - 1) + told * scale / speed
-    return of.smaller(at_once, time + of.larger(begun, 2 * launch + slow))
+    return at_once, time + of.larger(begun, 2 * launch + slow)
 
 
 def _summed(staying: Any, added: Any, then: Any, of: _Kind) -> Any:
@@ -213,21 +216,52 @@ def _sums(
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _ending(mesh: Mesh, topology: Topology, added: frozenset[str], whole: frozenset[str]) -> tuple[int, float]:
-    """Of sums over axes, over some of which ranks then have ``whole`` ones: the rounds of one collective, and µs.
+def _ending(
+    mesh: Mesh, topology: Topology, added: frozenset[str], cut: frozenset[str], shape: tuple[int, ...], heard: int = 1
+) -> tuple[int, float]:
+    """Of sums over axes of a tensor that is ``cut`` by some in the end: the rounds of one collective, and µs.
 
     Each axis is gone through once, and where ranks then have whole sums once more, or their parts are put together by
-    another collective. That is in one collective or in several, which move no bytes.
+    other collectives. These do not end sums, and those fetch no other blocks, of which so many are ``heard``.
     """
-    axes = [axis for axis in mesh.ordered(added) if mesh.shape[axis] > 1]
+    latency = {axis: topology.link(mesh, (axis,)).latency for axis, n in mesh.shape.items() if n > 1}
+    axes = tuple([axis for axis in latency if axis in added])
     if not axes:
         return 0, 0.0
-    latency = {axis: topology.link(mesh, (axis,)).latency for axis in axes}
-    once = {axis: (mesh.shape[axis] - 1) * latency[axis] for axis in axes}
-    again = [axis for axis in axes if axis in whole]
-    joined = topology.launch + min((latency[axis] for axis in again), default=0.0)
-    time = topology.launch + sum(once.values()) + (min(sum(once[axis] for axis in again), joined) if again else 0.0)
-    return (2 if again else 1) * (prod(mesh.shape[axis] for axis in axes) - 1), time
+    again, quickest = [axis for axis in axes if axis not in cut], min(latency.values())
+    parts = prod(mesh.shape[axis] for axis in cut)
+    fetching = _begun(heard, quickest, topology) if heard > 1 else 0.0
+
+    def joining(scattered: Axes) -> float:
+        if not scattered:
+            return fetching
+        slowest, count = max(latency[axis] for axis in scattered), prod(mesh.shape[axis] for axis in scattered)
+        count = 2 if any(size % count for size in shape) else max(2, -(-count // parts))
+        at_once = topology.launch + slowest * (count - 1)
+        return max(fetching, min(at_once, _begun(count, quickest, topology, 2) + slowest - quickest))
+
+    once = {axis: (mesh.shape[axis] - 1) * latency[axis] for axis in again}
+    time = min(joining(few) + sum(once[axis] for axis in again if axis not in few) for few in _choices(again))
+    return (2 if again else 1) * (prod(mesh.shape[axis] for axis in axes) - 1), time + _adding(mesh, topology, axes)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _adding(mesh: Mesh, topology: Topology, axes: Axes) -> float:
+    """µs of going once through axes, in one collective or in several."""
+    if not axes:
+        return 0.0
+    found = []
+    for also in _choices(axes[1:]):
+        group = (axes[0], *also)
+        rounds = prod(mesh.shape[axis] for axis in group) - 1
+        left = tuple([axis for axis in axes if axis not in group])
+        time = topology.launch + rounds * topology.link(mesh, group).latency
+        found.append(time + _adding(mesh, topology, left))
+    return min(found)
+
+
+def _choices(axes: Sequence[str]) -> Iterable[Axes]:
+    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
 
 
 def _endings(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> tuple[Tensor, Tensor]:
@@ -235,12 +269,12 @@ def _endings(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topol
     mesh = targets[0].mesh
     before = [spec.partition.unreduced for spec in sources]
     after = [(spec.partition.unreduced, spec.partition.axes) for spec in targets]
-    rows, columns = list(dict.fromkeys(before)), list(dict.fromkeys(after))
-    added = [[(own - pending, own - pending - cut) for pending, cut in columns] for own in rows]
-    table = torch.tensor([[_ending(mesh, topology, *one) for one in row] for row in added], dtype=torch.float64)
+    rows, columns, shape = list(dict.fromkeys(before)), list(dict.fromkeys(after)), tuple(targets[0].shape)
+    found = [[_ending(mesh, topology, own - pending, cut, shape) for pending, cut in columns] for own in rows]
+    table = torch.tensor(found, dtype=torch.float64)
     of = torch.tensor([rows.index(one) for one in before]), torch.tensor([columns.index(one) for one in after])
-    found = table[of[0]][:, of[1]]
-    return found[..., 0].long(), found[..., 1]
+    rounds, time = table[of[0]][:, of[1]].unbind(-1)
+    return rounds.long(), time
 
 
 def _bits(count: int) -> list[list[int]]:
@@ -252,12 +286,19 @@ def _grown(spec: TensorSpec, target: TensorSpec) -> int:
     return max(2, prod(target.block_shape) // prod(spec.block_shape)) if spec.even else 2
 
 
-def _heard(spec: TensorSpec, target: TensorSpec) -> int:
-    """How many ranks' blocks are in what a rank has in the end; 2 where these are fewer, or it cannot be told."""
-    sizes, found = spec.mesh.shape, 1
-    for size, before, after in zip(spec.shape, spec.partition, target.partition, strict=True):
-        found *= _overlapped(size, _cuts(entry_axes(before), sizes), _cuts(entry_axes(after), sizes))
-    return max(2, found * prod(sizes[axis] for axis in spec.partition.unreduced - target.partition.unreduced))
+def _heard_by(target: TensorSpec) -> Callable[[TensorSpec], int]:
+    """How many blocks of a layout are in what the last rank has in the end."""
+    sizes = target.mesh.shape
+
+    @functools.cache
+    def overlapped(dim: int, before: Entry) -> int:
+        cuts = [_cuts(entry_axes(entry), sizes) for entry in (before, target.partition[dim])]
+        return _overlapped(target.shape[dim], *cuts)
+
+    def heard(spec: TensorSpec) -> int:
+        return prod(map(overlapped, itertools.count(), spec.partition.entries))
+
+    return heard
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -306,34 +347,36 @@ def _best_link(mesh: Mesh, topology: Topology) -> tuple[float, float]:
 
 
 def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
-    """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most."""
-    mesh, pending = target.mesh, target.partition.unreduced
-    needed = _held(target, island, pending)
-    sizes: list[int] = [prod(map(_common, rows, rows)) for rows in needed]
-    ranks = prod(mesh.shape[axis] for axis in island)
+    """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most.
+
+    Of the islands at the corners, at the first ranks along pending axes.
+    """
+    names, sizes, pending = target.mesh.axis_names, target.mesh.shape, target.partition.unreduced
+    corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
+    islands, ranks = list(itertools.product(*corners)), prod(sizes[axis] for axis in island)
+
+    def rows(dim: int, entry: Entry) -> list[Rows]:
+        cuts, own = _cuts(entry_axes(entry), sizes), [names.index(axis) for axis in entry_axes(entry)]
+        return [_rows(target.shape[dim], cuts, tuple([at[i] for i in own])) for at in islands]
+
+    needed = [rows(dim, entry) for dim, entry in enumerate(target.partition)]
+
+    @functools.cache
+    def shared(dim: int, entry: Entry) -> list[int]:
+        return list(map(_common, rows(dim, entry), needed[dim]))
+
+    def held(spec: TensorSpec) -> Iterable[int]:
+        dims = map(shared, itertools.count(), spec.partition.entries)
+        return functools.reduce(functools.partial(map, operator.mul), dims, [1] * len(islands))
+
+    whole = list(held(target))
 
     def lacked(spec: TensorSpec) -> float:
-        if any(mesh.shape[axis] > 1 for axis in (spec.partition.unreduced - pending) - island):
-            return float(max(sizes) / ranks)
-        pairs = zip(_held(spec, island, pending), needed, strict=True)
-        shared: list[int] = [prod(map(_common, own, rows)) for own, rows in pairs]
-        return float(max(map(operator.sub, sizes, shared)) / ranks)
+        if any(sizes[axis] > 1 for axis in (spec.partition.unreduced - pending) - island):
+            return float(max(whole) / ranks)
+        return float(max(map(operator.sub, whole, held(spec))) / ranks)
 
     return lacked
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _held(spec: TensorSpec, island: frozenset[str], pending: frozenset[str]) -> list[tuple[Rows, ...]]:
-    """Of each island at the corners, at the first ranks along pending axes, the rows of each dim that it holds."""
-    names, sizes = spec.mesh.axis_names, spec.mesh.shape
-    corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
-    islands = list(itertools.product(*corners))
-    dims = []
-    for size, entry in zip(spec.shape, spec.partition, strict=True):
-        axes = entry_axes(entry)
-        cuts, own = _cuts(axes, sizes), [names.index(axis) for axis in axes]
-        dims.append([_rows(size, cuts, tuple([at[i] for i in own])) for at in islands])
-    return list(zip(*dims, strict=True)) if dims else [()] * len(islands)
 
 
 def _cuts(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:

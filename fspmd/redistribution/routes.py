@@ -11,8 +11,8 @@ import functools
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import inf, prod
 from typing import Any
 
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
@@ -143,29 +143,8 @@ def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly
         steps = straight(source, target, topology)
         least, time = closely(source, target, topology), sum(step.price.time for step in steps)
         return Route(source, target, steps, least if time > least + 1e-6 else None)
-    steps = _towards(source, target, topology)
-    if directly or not _round_pays(source, target, topology):
-        return Route(source, target, steps)
-    return _round(source, target, topology, steps)
-
-
-def _towards(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
-    """By edges that lead towards the target: Dijkstra's algorithm."""
-    order = itertools.count()
-    queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
-    done: set[TensorSpec] = set()
-    while True:
-        time, peak, length, _, spec, steps = heapq.heappop(queue)
-        if spec is target:
-            return steps
-        if spec in done:
-            continue
-        done.add(spec)
-        for move, after in edges(spec, target, False):
-            if after not in done:
-                step = priced(move, spec, after, topology)
-                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
-                heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
+    found = _search(source, target, topology)
+    return found if directly or not _round_pays(source, target, topology) else _search(source, target, topology, found)
 
 
 def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
@@ -206,12 +185,13 @@ def _weight(move: Call) -> int:
 _EFFORT = 20_000  # edges that are looked at, before what is known is good enough
 
 
-def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> Route:
-    """A quicker way than a known one, by way of any layouts: A*, with `bound` for what is still to come.
+def _search(source: TensorSpec, target: TensorSpec, topology: Topology, known: Route | None = None) -> Route:
+    """The quickest way by edges that lead towards the target; given that, a quicker one by way of any layouts.
 
-    A reblock is queued at what any takes, then at what its last rank receives, and priced when its turn comes again.
+    A*, with `bound` for what is still to come. A reblock is queued at what any takes, then at what its last rank
+    receives, and priced when its turn comes again.
     """
-    least, limit = bounded(target, topology), sum(step.price.time for step in known) - 1e-6
+    least, limit = bounded(target, topology), inf if known is None else known.price.time - 1e-6
     order, looked, begin = itertools.count(), 0, _begins(source.mesh, topology)
     reached: dict[TensorSpec, Label] = {}
     queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | bool]] = []
@@ -219,7 +199,7 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
     def push(label: Label, spec: TensorSpec, steps: tuple[Step, ...], more: float = 0.0, edge: Any = False) -> None:
         time, peak, length = label
         ahead = more + least(spec)
-        if time + ahead < limit and reached.get(spec, (limit, 0, 0)) > label:
+        if time + ahead < limit and reached.get(spec, (inf, 0, 0)) > label:
             heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
 
     def offer(label: Label, before: TensorSpec, steps: tuple[Step, ...], after: TensorSpec) -> bool:
@@ -232,7 +212,8 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
     def take(label: Label, move: Call, before: TensorSpec, after: TensorSpec, steps: tuple[Step, ...]) -> None:
         step = priced(move, before, after, topology)
         time, peak, length = label
-        push((time + step.price.time, max(peak, step.price.peak), length + _weight(move)), after, (*steps, step))
+        label = round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move)
+        push(label, after, (*steps, step))
 
     push((0.0, 0, 0), source, ())
     while queue and looked < _EFFORT:
@@ -244,16 +225,13 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
         elif edge is not False:
             take(label, edge, before, spec, steps)
         elif spec is target:
-            known = steps
-            break
-        elif reached.get(spec, (limit, 0, 0)) > label:
+            return Route(source, target, steps)
+        elif reached.get(spec, (inf, 0, 0)) > label:
             reached[spec] = label
-            for move, after in edges(spec, target, True, functools.partial(offer, label, spec, steps)):
+            for move, after in edges(spec, target, known is not None, functools.partial(offer, label, spec, steps)):
                 looked += 1
                 take(label, move, spec, after, steps)
-    time, most = sum(step.price.time for step in known), least(source)
-    proved = time <= most + 1e-6 or looked < _EFFORT
-    return Route(source, target, known, None if proved else most)
+    return known if not queue else replace(known, bound=least(source))
 
 
 @functools.lru_cache(maxsize=1024)
