@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from fspmd.entries import Entry, blocks, entry_axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
-from fspmd.transport.windows import lacking
 
+T = TypeVar("T")
 Axes = tuple[str, ...]
 Rows = tuple[tuple[int, int], ...]  # of one dim: from, to
 
@@ -50,9 +50,7 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
         terms = prod([mesh.shape[axis] for axis in added])
         rounds, ending = _ending(mesh, topology, added, cut, shape, heard)
         begun = max(_begun(max(2, heard * terms), latency, topology, 2), ending)
-        at_once, apart = _times(
-            levels, lacked, max(2, heard * terms, rounds + 1), begun, topology.launch, scale, _ONE
-        )
+        at_once, apart = _times(levels, lacked, max(2, heard * terms, rounds + 1), begun, topology.launch, scale, _ONE)
         return float(apart if terms > 1 and heard > 1 else min(at_once, apart))
 
     return least
@@ -87,15 +85,6 @@ def closely(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
 def bounded(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], float]:
     """`bound`, made once."""
     return bound(target, topology)
-
-
-def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
-    """µs that no route can beat, told by what the last rank lacks: far quicker found than `bound`, and looser."""
-    lacks: int = 0 if spec is target else lacking(spec, target) * target.dtype.itemsize
-    if not lacks:
-        return 0.0
-    latency, bandwidth = _best_link(spec.mesh, topology)
-    return _begun(_grown(spec, target), latency, topology) + float(lacks / bandwidth)
 
 
 def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> Tensor:
@@ -225,42 +214,47 @@ def _ending(
     other collectives. These do not end sums, and those fetch no other blocks, of which so many are ``heard``.
     """
     latency = {axis: topology.link(mesh, (axis,)).latency for axis, n in mesh.shape.items() if n > 1}
-    axes = tuple([axis for axis in latency if axis in added])
+    axes = [axis for axis in latency if axis in added]
     if not axes:
         return 0, 0.0
-    again, quickest = [axis for axis in axes if axis not in cut], min(latency.values())
-    parts = prod(mesh.shape[axis] for axis in cut)
+    quickest, parts = min(latency.values()), prod(mesh.shape[axis] for axis in cut)
     fetching = _begun(heard, quickest, topology) if heard > 1 else 0.0
 
     def joining(scattered: Axes) -> float:
-        if not scattered:
+        if cut.issuperset(scattered):
             return fetching
-        slowest, count = max(latency[axis] for axis in scattered), prod(mesh.shape[axis] for axis in scattered)
-        count = 2 if any(size % count for size in shape) else max(2, -(-count // parts))
+        slowest, counts = max(latency[axis] for axis in scattered if axis not in cut), map(ranks, _choices(scattered))
+        pieces = max(n for n in counts if not any(size % n for size in shape))
+        count = max(2, heard, -(-pieces // parts))
         at_once = topology.launch + slowest * (count - 1)
-        return max(fetching, min(at_once, _begun(count, quickest, topology, 2) + slowest - quickest))
+        return min(at_once, _begun(count, quickest, topology, 2) + slowest - quickest)
 
-    once = {axis: (mesh.shape[axis] - 1) * latency[axis] for axis in again}
-    time = min(joining(few) + sum(once[axis] for axis in again if axis not in few) for few in _choices(again))
-    return (2 if again else 1) * (prod(mesh.shape[axis] for axis in axes) - 1), time + _adding(mesh, topology, axes)
+    def adding(scattered: Axes) -> float:
+        passed = sorted([(latency[axis], mesh.shape[axis], axis not in scattered) for axis in axes])
+        return _passing(topology.launch, tuple(passed))
+
+    def ranks(over: Sequence[str]) -> int:
+        return prod([mesh.shape[axis] for axis in over])
+
+    time = min(adding(scattered) + joining(scattered) for scattered in _choices(axes))
+    return (1 if cut.issuperset(axes) else 2) * (ranks(axes) - 1), time
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _adding(mesh: Mesh, topology: Topology, axes: Axes) -> float:
-    """µs of going once through axes, in one collective or in several."""
+def _passing(launch: float, axes: tuple[tuple[float, int, bool], ...]) -> float:
+    """µs of going through axes in one collective or in several: of each its latency, its size, and whether twice."""
     if not axes:
         return 0.0
     found = []
-    for also in _choices(axes[1:]):
-        group = (axes[0], *also)
-        rounds = prod(mesh.shape[axis] for axis in group) - 1
-        left = tuple([axis for axis in axes if axis not in group])
-        time = topology.launch + rounds * topology.link(mesh, group).latency
-        found.append(time + _adding(mesh, topology, left))
+    for also in _choices(range(1, len(axes))):
+        group = [axes[0], *[axes[i] for i in also]]
+        left = tuple([axis for i, axis in enumerate(axes) if i and i not in also])
+        rounds = (prod([n for _, n, _ in group]) - 1) * (2 if any(twice for *_, twice in group) else 1)
+        found.append(launch + rounds * max(group)[0] + _passing(launch, left))
     return min(found)
 
 
-def _choices(axes: Sequence[str]) -> Iterable[Axes]:
+def _choices(axes: Sequence[T]) -> Iterable[tuple[T, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
 
 
@@ -279,11 +273,6 @@ def _endings(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topol
 
 def _bits(count: int) -> list[list[int]]:
     return [[one >> i & 1 for i in range(count)] for one in range(1 << count)]
-
-
-def _grown(spec: TensorSpec, target: TensorSpec) -> int:
-    """How many blocks like its own a rank has in the end; 2 where that is fewer, or not the same for all."""
-    return max(2, prod(target.block_shape) // prod(spec.block_shape)) if spec.even else 2
 
 
 def _heard_by(target: TensorSpec) -> Callable[[TensorSpec], int]:
@@ -337,13 +326,6 @@ def _begun(count: int, latency: float, topology: Topology, fewest: int = 1) -> f
     """
     ways = range(fewest, max(fewest + 1, count.bit_length()))
     return min(n * (topology.launch + latency * (math.pow(count, 1 / n) - 1)) for n in ways)
-
-
-@functools.lru_cache(maxsize=1024)
-def _best_link(mesh: Mesh, topology: Topology) -> tuple[float, float]:
-    """The least latency and the greatest bandwidth along any axis."""
-    links = [topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1]
-    return min(link.latency for link in links), max(link.bandwidth for link in links)
 
 
 def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
