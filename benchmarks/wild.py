@@ -1,4 +1,4 @@
-"""What a plan takes at most: first calls of all kinds of functions on five axes, in layouts drawn at random."""
+"""What a plan takes at most: first calls of all kinds of functions on many axes, in layouts drawn at random."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from timing import Goal, Row, Table, Timing, loop, summary
 
 from fspmd import Mesh, P, Sharded, TensorSpec, make_mesh
 
-AXES = tuple("abcde")
-LAYOUTS = 12  # of each function
+MESHES = ((4, 4, 2), (2, 2, 2, 2, 2))  # on four hosts
+LAYOUTS = 6  # of each function, on each mesh
 BOUND = 0.1  # s
 
 
@@ -143,17 +143,18 @@ def planning(call: Callable[..., Any], specs: list[TensorSpec], followed: bool) 
 def measure() -> Table:
     """The longest of so many layouts; beside it the median."""
     fake_world(32)
-    mesh = make_mesh((2,) * 5, AXES)
     rows = []
-    for what, (call, shapes) in CASES.items():
-        draw, times = random.Random(what), list[float]()
-        for i in range(-1, LAYOUTS):
-            taken = planning(call, [layout(draw, mesh, shape) for shape in shapes], bool(i % 2))
-            times += [taken] * (i >= 0)  # the first call learns of torch's functions
-        half = summary(times)
-        rows.append(Row(what, Timing(max(times), max(times), max(times), LAYOUTS, 1), "median", half, Goal(BOUND)))
+    for sizes in MESHES:
+        mesh = make_mesh(sizes, tuple("abcde")[: len(sizes)])
+        for what, (call, shapes) in CASES.items():
+            draw, times = random.Random(what), list[float]()
+            for i in range(-1, LAYOUTS):
+                taken = planning(call, [layout(draw, mesh, shape) for shape in shapes], bool(i % 2))
+                times += [taken] * (i >= 0)  # the first call learns of torch's functions
+            half, longest = summary(times), Timing(max(times), max(times), max(times), LAYOUTS, 1)
+            rows.append(Row(f"{what}, {len(sizes)} axes", longest, "median", half, Goal(BOUND)))
     return Table(
-        "Plans on five axes, 32 ranks of the fake backend: the longest of 12 layouts drawn at random",
+        "Plans on three axes and on five, 32 ranks of the fake backend: the longest of 6 layouts drawn at random",
         rows,
         "Each axis cuts some dim of an operand, is pending, reduced, or does nothing. A plan takes what a first call "
         "takes beyond the next; calls with gradients, which are half of them, make two, and count half.",

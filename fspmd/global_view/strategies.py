@@ -13,27 +13,27 @@ have to be cut and their gradients gathered.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, axes_within, entry_axes
 from fspmd.global_view.choices import Way, ways
 from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
-from fspmd.redistribution.bounds import at_least, closely
+from fspmd.redistribution.bounds import closely
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.routes import is_searched, route
+from fspmd.redistribution.routes import route
 from fspmd.redistribution.straight import are_many
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
-_EFFORT, _ROUTE = 60, 30  # of many axes: so many bounds are found, or routes, each of which takes as long as many
+_EFFORT, _OF_MANY = 2000, 120  # edges and bounds that are looked at on three axes, and on more
 PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
 _NONE: Final = frozenset[int]()
+_Move = tuple[int, TensorSpec, tuple[str, ...]]  # an operand, how it must lie, the axes over which it is cast
 
 
 class Strategy(NamedTuple):
@@ -66,22 +66,20 @@ def best_strategy(
 ) -> Strategy | None:
     """The cheapest combination; of equal ones that whose pending sums are, then the preferred one.
 
-    That which takes the least at best is priced further first, bound by bound and route by route, until none can take
-    less than the best; where that is plain to see, no route is asked for. ``known``: those of the same call, made
+    That which takes the least at best is priced further first, route by route, until none can take less than the best,
+    or enough is looked at; where that is plain to see, no route is asked for. ``known``: those of the same call, made
     before for other ``gradients``; if it is empty it is filled.
     """
     known = [] if known is None else known
     if not known:
         known += ways(factors, linear, operands, body is not None, topology, () if fixed else results)
+    prices = _Prices(operands, topology, gradients, weighs)
     queue: list[tuple[float, int, Way, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
     heapq.heapify(queue)
     best: tuple[tuple[float, float], int, Strategy] | None = None
-    effort: float = _EFFORT if are_many(operands[0].mesh) else inf
-    while queue and (best is None or (queue[0][0] <= best[0][0] + _ROUNDING and effort > 0)):
+    while queue and (best is None or (queue[0][0] <= best[0][0] + _ROUNDING and not prices.are_enough)):
         least, place, way, pricing = heapq.heappop(queue)
-        if pricing is not None:
-            effort -= pricing.refine()
-        else:
+        if pricing is None:
             if not (way.computed or gradients or way.most == inf):
                 way.compute(operands, results, topology)
                 least = way.least
@@ -95,9 +93,10 @@ def best_strategy(
                 continue
             if best is None and not gradients and (not queue or way.most < queue[0][0] - _ROUNDING):
                 return _strategy(way.layouts, way.most)
-            pricing = _Pricing(way.factors, way.layouts, operands, topology, gradients, weighs)
-            effort -= 1
-        if pricing.open and effort > 0:
+            pricing = _Pricing(way.factors, way.layouts, prices)
+        elif pricing.least <= least:  # what others asked for has not made it more
+            pricing.refine()
+        if (pricing.is_open or pricing.least > least) and not prices.are_enough:
             heapq.heappush(queue, (max(least, pricing.least), place, way, pricing))
             continue
         one = pricing.strategy()
@@ -166,7 +165,7 @@ def strategies(
         for way in ways(factors, linear, operands, body is not None, topology, () if fixed else results)
     )
     return [
-        _Pricing(reading, laid, operands, topology, gradients, weighs).strategy()
+        _Pricing(reading, laid, _Prices(operands, topology, gradients, weighs)).strategy()
         for reading, laid in every
         if laid is not None and not (fixed and not _stays(laid, operands[0]))
     ]
@@ -178,89 +177,118 @@ def _stays(laid: Layouts, first: TensorSpec) -> bool:
     return laid.operands[0] is first and not cast and laid.results[0].partition is first.partition
 
 
-class _Pricing:
-    """The price of one combination, which is made exact step by step: so far it is at least ``least``."""
+class _Prices:
+    """µs to move operands, each move bounded once and priced once for all combinations of a call.
 
-    __slots__ = ("base", "casts", "gradients", "laid", "needs", "open", "operands", "terms", "topology", "weighs")
+    By the quickest routes; on more than two axes, once half of the effort is spent, by those of `straight`.
+    """
+
+    __slots__ = ("bounds", "found", "gradients", "most", "operands", "spent", "topology", "weighs")
 
     def __init__(
-        self,
-        factors: Factors,
-        laid: Layouts,
-        operands: Sequence[TensorSpec],
-        topology: Topology,
-        gradients: frozenset[int],
-        weighs: bool,
+        self, operands: Sequence[TensorSpec], topology: Topology, gradients: frozenset[int], weighs: bool
     ) -> None:
-        self.laid, self.operands, self.topology, self.gradients = laid, operands, topology, gradients
-        self.weighs = weighs
+        self.operands, self.topology, self.gradients, self.weighs = operands, topology, gradients, weighs
+        self.bounds: dict[_Move, float] = {}
+        self.found: dict[_Move, tuple[float, float]] = {}
+        mesh, self.spent = operands[0].mesh, 0
+        few = sum(n > 1 for n in mesh.shape.values()) < 3
+        self.most = inf if few else _OF_MANY if are_many(mesh) else _EFFORT
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether enough was looked at."""
+        return self.spent >= self.most
+
+    def least(self, move: _Move) -> float:
+        """There, and back where a gradient goes: unless a cast is what brings it."""
+        if move in self.found:
+            return self.found[move][0]
+        if move not in self.bounds:
+            i, need, casts = move
+            spec, self.spent = self.operands[i], self.spent + 1
+            back = closely(need.dual, spec.dual, self.topology) if i in self.gradients and not casts else 0.0
+            self.bounds[move] = closely(spec, need, self.topology) + back
+        return self.bounds[move]
+
+    def exactly(self, move: _Move) -> tuple[float, float]:
+        """And what a cast brings."""
+        if move not in self.found:
+            i, need, casts = move
+            directly = self.spent >= self.most / 2
+            way = moves(self.operands[i], need, casts, self.topology, i in self.gradients, directly)
+            self.found[move] = way.forward + way.backward + self.weighs * way.casting, way.casting
+            self.spent += way.route.looked
+        return self.found[move]
+
+    def settling(self, results: Sequence[TensorSpec]) -> float:
+        """To end the pending sums of results."""
+        found = 0.0
+        for spec in results:
+            if spec.partition.unreduced:
+                directly = self.spent >= self.most / 2
+                way = route(spec, spec.with_partition(P(*spec.partition)), self.topology, directly)
+                found, self.spent = found + way.price.time, self.spent + way.looked
+        return found
+
+    def communicates(self, move: _Move) -> bool:
+        """Whether a move is more than slices."""
+        return closely(self.operands[move[0]], move[1], self.topology) > 0
+
+
+class _Pricing:
+    """The price of one combination, which is made exact move by move: so far it is at least ``least``."""
+
+    __slots__ = ("base", "casts", "laid", "moved", "needs", "prices")
+
+    def __init__(self, factors: Factors, laid: Layouts, prices: _Prices) -> None:
+        self.laid, self.prices = laid, prices
         self.needs, self.casts = laid.operands, laid.casts
+        operands, topology, gradients = prices.operands, prices.topology, prices.gradients
         if laid.by_body:  # it casts what it must
             rows = enumerate(zip(operands, self.needs, self.casts, strict=True))
             self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
             self.casts = ((),) * len(self.casts)
         self.base = laid.body + (laid.back if gradients else 0.0)
-        if laid.by_body and weighs:
+        if laid.by_body and prices.weighs:
             asked = [(self.needs[i], self.needs[i], laid.casts[i], topology, True) for i in gradients]
             self.base += sum(moves(*one).casting for one in asked)
         if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
             self.base += working(factors, laid.operands, laid.results, topology) * (PASSES if gradients else 1)
-        #: of each operand that moves: µs at least
-        self.terms = {i: self._least(i, at_least) for i, spec in enumerate(operands) if spec is not self.needs[i]}
-        self.open = [(i, self._takes_long(i)) for i in self.terms]  # what is not exact yet, and whether to bound first
+        self.moved = [self._move(i) for i, spec in enumerate(operands) if spec is not self.needs[i]]
 
     @property
     def least(self) -> float:
         """µs, of which no more are known yet."""
-        return round(self.base + sum(self.terms.values()), 6)
+        return round(self.base + sum(map(self.prices.least, self.moved)), 6)
 
-    def refine(self) -> int:
-        """Bound a move more closely whose route takes long to find; else route the one that takes the longest.
+    @property
+    def is_open(self) -> bool:
+        """Whether some move is not exact yet."""
+        return not all(move in self.prices.found for move in self.moved)
 
-        What that takes, in bounds.
-        """
-        i, bounded = max(self.open, key=lambda one: (one[1], self.terms[one[0]]))
-        self.open.remove((i, bounded))
-        if bounded:
-            self.terms[i] = max(self.terms[i], self._least(i, closely))
-            self.open.append((i, False))
-            return 1
-        self.terms[i] = self._exact(i)[0]
-        return _ROUTE
+    def refine(self) -> None:
+        """Route the move that takes the longest of those that are not exact."""
+        still = [move for move in self.moved if move not in self.prices.found]
+        if still:
+            self.prices.exactly(max(still, key=self.prices.least))
 
     def strategy(self) -> Strategy:
         """With the exact price."""
-        laid, moved = self.laid, {i: self._exact(i) for i in self.terms}
-        also = [i for i, cast in enumerate(self.casts) if cast and i in self.gradients and i not in moved]
-        moved |= {i: self._exact(i) for i in also}
+        laid, prices = self.laid, self.prices
+        also = [self._move(i) for i, cast in enumerate(self.casts) if cast and i in prices.gradients]
         time, later = self.base, 0.0
-        for i in sorted(moved):
-            time, later = time + moved[i][0], later + moved[i][1]
-        pending = [spec for spec in laid.results if spec.partition.unreduced]
-        settling = sum(
-            route(spec, spec.with_partition(P(*spec.partition)), self.topology).price.time for spec in pending
-        )
-        if self.terms:  # at least they are scattered; and gradients gathered, of sums that others were moved for
-            time += settling / (1 if self.gradients and any(map(self._is_moved, self.terms)) else 2)
+        for move in sorted({*self.moved, *also}, key=lambda one: one[0]):
+            exact = prices.exactly(move)
+            time, later = time + exact[0], later + exact[1]
+        settling = prices.settling(laid.results)
+        if self.moved:  # at least they are scattered; and gradients gathered, of sums that others were moved for
+            time += settling / (1 if prices.gradients and any(map(prices.communicates, self.moved)) else 2)
         outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
         return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
 
-    def _exact(self, i: int) -> tuple[float, float]:
-        way = moves(self.operands[i], self.needs[i], self.casts[i], self.topology, i in self.gradients)
-        return way.forward + way.backward + self.weighs * way.casting, way.casting
-
-    def _is_moved(self, i: int) -> bool:
-        calls = moves(self.operands[i], self.needs[i], self.casts[i], self.topology).calls
-        return any(is_moving(call.pair.kernel) for call in calls)
-
-    def _least(self, i: int, bound: Callable[[TensorSpec, TensorSpec, Topology], float]) -> float:
-        """There, and back where a gradient goes: unless a cast is what brings it."""
-        spec, need = self.operands[i], self.needs[i]
-        back = bound(need.dual, spec.dual, self.topology) if i in self.gradients and not self.casts[i] else 0.0
-        return bound(spec, need, self.topology) + back
-
-    def _takes_long(self, i: int) -> bool:
-        return is_searched(self.operands[i], self.needs[i], self.topology)
+    def _move(self, i: int) -> _Move:
+        return i, self.needs[i], self.casts[i]
 
 
 def cast_where_gathered(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:

@@ -11,10 +11,10 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from fspmd.entries import blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
-from fspmd.transport.windows import lacking
 
+T = TypeVar("T")
 Axes = tuple[str, ...]
 Rows = tuple[tuple[int, int], ...]  # of one dim: from, to
 
@@ -38,7 +38,7 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
     levels = _levels(mesh, topology)
     latency, scale = min((level.latency for level in levels), default=0.0), target.dtype.itemsize
     lacked_by = [(_lacked_by(target, level.island), _received_by(target, level.island)) for level in levels]
-    whole = frozenset(mesh.axis_names) - target.partition.axes
+    heard_by, cut, shape = _heard_by(target), target.partition.axes, tuple(target.shape)
 
     @functools.cache
     def least(spec: TensorSpec) -> float:
@@ -46,11 +46,12 @@ def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], floa
         if not any(lacked):
             return 0.0
         added = spec.partition.unreduced - target.partition.unreduced
-        rounds, ending = _ending(mesh, topology, added, added & whole)
-        heard = _heard(spec, target)
-        begun = max(_begun(heard, latency, topology, 2), ending)
-        time: float = _time(levels, lacked, max(heard, rounds + 1), begun, topology.launch, scale, _ONE)
-        return time
+        heard = heard_by(spec)
+        terms = prod([mesh.shape[axis] for axis in added])
+        rounds, ending = _ending(mesh, topology, added, cut, shape, heard)
+        begun = max(_begun(max(2, heard * terms), latency, topology, 2), ending)
+        at_once, apart = _times(levels, lacked, max(2, heard * terms, rounds + 1), begun, topology.launch, scale, _ONE)
+        return float(apart if terms > 1 and heard > 1 else min(at_once, apart))
 
     return least
 
@@ -86,15 +87,6 @@ def bounded(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], fl
     return bound(target, topology)
 
 
-def at_least(spec: TensorSpec, target: TensorSpec, topology: Topology) -> float:
-    """µs that no route can beat, told by what the last rank lacks: far quicker found than `bound`, and looser."""
-    lacks: int = 0 if spec is target else lacking(spec, target) * target.dtype.itemsize
-    if not lacks:
-        return 0.0
-    latency, bandwidth = _best_link(spec.mesh, topology)
-    return _begun(_grown(spec, target), latency, topology) + float(lacks / bandwidth)
-
-
 def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> Tensor:
     """µs ``[sources, targets]`` that no route can beat, of many layouts of one tensor at a time.
 
@@ -112,7 +104,7 @@ def least_times(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], to
     counts, of = heard.unique(return_inverse=True)
     begun = torch.tensor([_begun(n, latency, topology, 2) for n in counts.tolist()], dtype=torch.float64)[of]
     heard, begun = torch.maximum(heard, rounds + 1), torch.maximum(begun, ending)
-    least = _time(levels, lacked, heard, begun, topology.launch, scale, _MANY)
+    least = torch.minimum(*_times(levels, lacked, heard, begun, topology.launch, scale, _MANY))
     written = torch.tensor([prod(spec.block_shape) for spec in targets], dtype=torch.float64)
     anything = functools.reduce(torch.maximum, lacked) > 0
     return torch.where(anything, least + written * scale / topology.memory, 0.0)
@@ -130,17 +122,17 @@ _ONE: Final = _Kind(min, max, lambda condition, one, other: one if condition els
 _MANY: Final = _Kind(torch.minimum, torch.maximum, torch.where)
 
 
-def _time(
+def _times(
     levels: Sequence[_Level], lacked: Sequence[Any], heard: Any, begun: Any, launch: float, scale: int, of: _Kind
-) -> Any:
-    """µs of what is lacked at each level: all in one collective as slow as its slowest link, or in two and more."""
+) -> tuple[Any, Any]:
+    """µs of what is lacked at each level: all in one collective as slow as its slowest link; in two and more."""
     time = told = slow = speed = lacked[0] * 0.0
     for level, count in zip(levels, lacked, strict=True):  # of the first at which something is lacked:
         slow, speed = of.chosen(told > 0, slow, level.latency), of.chosen(told > 0, speed, level.bandwidth)
         most = of.larger(told, count)
         time, told = time + (most - told) * scale / level.bandwidth, most
     at_once = launch + slow * (heard - 1) + told * scale / speed
-    return of.smaller(at_once, time + of.larger(begun, 2 * launch + slow))
+    return at_once, time + of.larger(begun, 2 * launch + slow)
 
 
 def _summed(staying: Any, added: Any, then: Any, of: _Kind) -> Any:
@@ -213,21 +205,57 @@ def _sums(
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _ending(mesh: Mesh, topology: Topology, added: frozenset[str], whole: frozenset[str]) -> tuple[int, float]:
-    """Of sums over axes, over some of which ranks then have ``whole`` ones: the rounds of one collective, and µs.
+def _ending(
+    mesh: Mesh, topology: Topology, added: frozenset[str], cut: frozenset[str], shape: tuple[int, ...], heard: int = 1
+) -> tuple[int, float]:
+    """Of sums over axes of a tensor that is ``cut`` by some in the end: the rounds of one collective, and µs.
 
     Each axis is gone through once, and where ranks then have whole sums once more, or their parts are put together by
-    another collective. That is in one collective or in several, which move no bytes.
+    other collectives. These do not end sums, and those fetch no other blocks, of which so many are ``heard``.
     """
-    axes = [axis for axis in mesh.ordered(added) if mesh.shape[axis] > 1]
+    latency = {axis: topology.link(mesh, (axis,)).latency for axis, n in mesh.shape.items() if n > 1}
+    axes = [axis for axis in latency if axis in added]
     if not axes:
         return 0, 0.0
-    latency = {axis: topology.link(mesh, (axis,)).latency for axis in axes}
-    once = {axis: (mesh.shape[axis] - 1) * latency[axis] for axis in axes}
-    again = [axis for axis in axes if axis in whole]
-    joined = topology.launch + min((latency[axis] for axis in again), default=0.0)
-    time = topology.launch + sum(once.values()) + (min(sum(once[axis] for axis in again), joined) if again else 0.0)
-    return (2 if again else 1) * (prod(mesh.shape[axis] for axis in axes) - 1), time
+    quickest, parts = min(latency.values()), prod(mesh.shape[axis] for axis in cut)
+    fetching = _begun(heard, quickest, topology) if heard > 1 else 0.0
+
+    def joining(scattered: Axes) -> float:
+        if cut.issuperset(scattered):
+            return fetching
+        slowest, counts = max(latency[axis] for axis in scattered if axis not in cut), map(ranks, _choices(scattered))
+        pieces = max(n for n in counts if not any(size % n for size in shape))
+        count = max(2, heard, -(-pieces // parts))
+        at_once = topology.launch + slowest * (count - 1)
+        return min(at_once, _begun(count, quickest, topology, 2) + slowest - quickest)
+
+    def adding(scattered: Axes) -> float:
+        passed = sorted([(latency[axis], mesh.shape[axis], axis not in scattered) for axis in axes])
+        return _passing(topology.launch, tuple(passed))
+
+    def ranks(over: Sequence[str]) -> int:
+        return prod([mesh.shape[axis] for axis in over])
+
+    time = min(adding(scattered) + joining(scattered) for scattered in _choices(axes))
+    return (1 if cut.issuperset(axes) else 2) * (ranks(axes) - 1), time
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _passing(launch: float, axes: tuple[tuple[float, int, bool], ...]) -> float:
+    """µs of going through axes in one collective or in several: of each its latency, its size, and whether twice."""
+    if not axes:
+        return 0.0
+    found = []
+    for also in _choices(range(1, len(axes))):
+        group = [axes[0], *[axes[i] for i in also]]
+        left = tuple([axis for i, axis in enumerate(axes) if i and i not in also])
+        rounds = (prod([n for _, n, _ in group]) - 1) * (2 if any(twice for *_, twice in group) else 1)
+        found.append(launch + rounds * max(group)[0] + _passing(launch, left))
+    return min(found)
+
+
+def _choices(axes: Sequence[T]) -> Iterable[tuple[T, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
 
 
 def _endings(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topology: Topology) -> tuple[Tensor, Tensor]:
@@ -235,29 +263,30 @@ def _endings(sources: Sequence[TensorSpec], targets: Sequence[TensorSpec], topol
     mesh = targets[0].mesh
     before = [spec.partition.unreduced for spec in sources]
     after = [(spec.partition.unreduced, spec.partition.axes) for spec in targets]
-    rows, columns = list(dict.fromkeys(before)), list(dict.fromkeys(after))
-    added = [[(own - pending, own - pending - cut) for pending, cut in columns] for own in rows]
-    table = torch.tensor([[_ending(mesh, topology, *one) for one in row] for row in added], dtype=torch.float64)
+    rows, columns, shape = list(dict.fromkeys(before)), list(dict.fromkeys(after)), tuple(targets[0].shape)
+    found = [[_ending(mesh, topology, own - pending, cut, shape) for pending, cut in columns] for own in rows]
+    table = torch.tensor(found, dtype=torch.float64)
     of = torch.tensor([rows.index(one) for one in before]), torch.tensor([columns.index(one) for one in after])
-    found = table[of[0]][:, of[1]]
-    return found[..., 0].long(), found[..., 1]
+    rounds, time = table[of[0]][:, of[1]].unbind(-1)
+    return rounds.long(), time
 
 
 def _bits(count: int) -> list[list[int]]:
     return [[one >> i & 1 for i in range(count)] for one in range(1 << count)]
 
 
-def _grown(spec: TensorSpec, target: TensorSpec) -> int:
-    """How many blocks like its own a rank has in the end; 2 where that is fewer, or not the same for all."""
-    return max(2, prod(target.block_shape) // prod(spec.block_shape)) if spec.even else 2
+def _heard_by(target: TensorSpec) -> Callable[[TensorSpec], int]:
+    """How many blocks of a layout are in what the last rank has in the end."""
+    sizes = target.mesh.shape
 
+    @functools.cache
+    def overlapped(dim: int, before: Axes) -> int:
+        return _overlapped(target.shape[dim], _cuts(before, sizes), _cuts(target.partition.dim_axes[dim], sizes))
 
-def _heard(spec: TensorSpec, target: TensorSpec) -> int:
-    """How many ranks' blocks are in what a rank has in the end; 2 where these are fewer, or it cannot be told."""
-    sizes, found = spec.mesh.shape, 1
-    for size, before, after in zip(spec.shape, spec.partition.dim_axes, target.partition.dim_axes, strict=True):
-        found *= _overlapped(size, _cuts(before, sizes), _cuts(after, sizes))
-    return max(2, found * prod(sizes[axis] for axis in spec.partition.unreduced - target.partition.unreduced))
+    def heard(spec: TensorSpec) -> int:
+        return prod(map(overlapped, itertools.count(), spec.partition.dim_axes))
+
+    return heard
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -298,41 +327,37 @@ def _begun(count: int, latency: float, topology: Topology, fewest: int = 1) -> f
     return min(n * (topology.launch + latency * (math.pow(count, 1 / n) - 1)) for n in ways)
 
 
-@functools.lru_cache(maxsize=1024)
-def _best_link(mesh: Mesh, topology: Topology) -> tuple[float, float]:
-    """The least latency and the greatest bandwidth along any axis."""
-    links = [topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1]
-    return min(link.latency for link in links), max(link.bandwidth for link in links)
-
-
 def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
-    """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most."""
-    mesh, pending = target.mesh, target.partition.unreduced
-    needed = _held(target, island, pending)
-    sizes: list[int] = [prod(map(_common, rows, rows)) for rows in needed]
-    ranks = prod(mesh.shape[axis] for axis in island)
+    """Elements that the ranks of an island lack of the target, for each of its ranks; of the island that lacks most.
+
+    Of the islands at the corners, at the first ranks along pending axes.
+    """
+    names, sizes, pending = target.mesh.axis_names, target.mesh.shape, target.partition.unreduced
+    corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
+    islands, ranks = list(itertools.product(*corners)), prod(sizes[axis] for axis in island)
+
+    def rows(dim: int, axes: Axes) -> list[Rows]:
+        cuts, own = _cuts(axes, sizes), [names.index(axis) for axis in axes]
+        return [_rows(target.shape[dim], cuts, tuple([at[i] for i in own])) for at in islands]
+
+    needed = list(itertools.starmap(rows, enumerate(target.partition.dim_axes)))
+
+    @functools.cache
+    def shared(dim: int, axes: Axes) -> list[int]:
+        return list(map(_common, rows(dim, axes), needed[dim]))
+
+    def held(spec: TensorSpec) -> Iterable[int]:
+        dims = map(shared, itertools.count(), spec.partition.dim_axes)
+        return functools.reduce(functools.partial(map, operator.mul), dims, [1] * len(islands))
+
+    whole = list(held(target))
 
     def lacked(spec: TensorSpec) -> float:
-        if any(mesh.shape[axis] > 1 for axis in (spec.partition.unreduced - pending) - island):
-            return float(max(sizes) / ranks)
-        pairs = zip(_held(spec, island, pending), needed, strict=True)
-        shared: list[int] = [prod(map(_common, own, rows)) for own, rows in pairs]
-        return float(max(map(operator.sub, sizes, shared)) / ranks)
+        if any(sizes[axis] > 1 for axis in (spec.partition.unreduced - pending) - island):
+            return float(max(whole) / ranks)
+        return float(max(map(operator.sub, whole, held(spec))) / ranks)
 
     return lacked
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _held(spec: TensorSpec, island: frozenset[str], pending: frozenset[str]) -> list[tuple[Rows, ...]]:
-    """Of each island at the corners, at the first ranks along pending axes, the rows of each dim that it holds."""
-    names, sizes = spec.mesh.axis_names, spec.mesh.shape
-    corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
-    islands = list(itertools.product(*corners))
-    dims = []
-    for size, axes in zip(spec.shape, spec.partition.dim_axes, strict=True):
-        cuts, own = _cuts(axes, sizes), [names.index(axis) for axis in axes]
-        dims.append([_rows(size, cuts, tuple([at[i] for i in own])) for at in islands])
-    return list(zip(*dims, strict=True)) if dims else [()] * len(islands)
 
 
 def _cuts(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from fspmd.redistribution.cost import Topology, price
 from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.routes import Route, route
 from fspmd.redistribution.steps import Step, back
+from fspmd.redistribution.straight import are_many
 from fspmd.spec import P, TensorSpec
 
 
@@ -66,7 +67,7 @@ def moves(
     and back; ``directly`` by that in any case.
     """
     found = _along(route(spec, need, topology, directly), axes, topology, followed)
-    if not followed or directly or spec is need or spec.mesh != need.mesh:
+    if not followed or directly or spec is need or spec.mesh != need.mesh or are_many(spec.mesh):
         return found
     direct = moves(spec, need, axes, topology, followed, True)
     return direct if direct.time < found.time * (1 - 1e-9) else found

@@ -11,9 +11,9 @@ import functools
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any, Final
 
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
@@ -30,18 +30,21 @@ from fspmd.transport.windows import Reblock, Regroup, lacking
 
 Sizes = tuple[int, ...]
 Label = tuple[float, int, int]  # µs, bytes held, steps by weight
+_UNREACHED: Final[Label] = (inf, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """The steps between two layouts of one tensor.
 
-    ``bound``: where the search was cut short, the µs that no route can beat; else None.
+    ``looked``: how many edges the search looked at. ``bound``: where it was cut short, the µs that no route can beat;
+    else None.
     """
 
     source: TensorSpec
     target: TensorSpec
     steps: tuple[Step, ...]
+    looked: int = 0
     bound: float | None = None
 
     @property
@@ -74,7 +77,7 @@ class Route:
 def route(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
     """The cheapest way; of equally quick ones that which holds less, then that of fewer steps.
 
-    ``directly``: of those that lead towards the target, which are found far sooner.
+    ``directly``: that of `straight`, which is found far sooner.
     """
     if source is target:
         return Route(source, target, ())
@@ -98,7 +101,8 @@ def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, direct
         halves = route(source, middle, topology, directly), route(middle, target, topology, directly)
         cut = any(half.bound is not None for half in halves)
         least = sum(half.price.time if half.bound is None else half.bound for half in halves)
-        return Route(source, target, halves[0].steps + halves[1].steps, least if cut else None)
+        looked = sum(half.looked for half in halves)
+        return Route(source, target, halves[0].steps + halves[1].steps, looked, least if cut else None)
     known = [view for view in views if view is not None]
     sizes = [found for found, _, _ in known]
     first, last = (
@@ -108,7 +112,7 @@ def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, direct
     found = route(first, last, topology, directly)
     begins = () if first is source else (_viewing(source, first, topology),)
     ends = () if last is target else (_viewing(last, target, topology),)
-    return Route(source, target, (*begins, *found.steps, *ends), found.bound)
+    return Route(source, target, (*begins, *found.steps, *ends), found.looked, found.bound)
 
 
 def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tuple[Axes, ...], tuple[Axes, ...]] | None:
@@ -136,41 +140,19 @@ def _viewing(before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
 
 
 def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
-    """By edges that lead towards the target; then, where ways round may pay, over all. On many axes `straight`."""
+    """By few layouts (`straight`); then, unless axes are many, a better way by all edges that may be part of one."""
     if (one := _direct(source, target, topology)) is not None:
         return Route(source, target, (one,))
-    if are_many(source.mesh):
-        steps = straight(source, target, topology)
-        least, time = closely(source, target, topology), sum(step.price.time for step in steps)
-        return Route(source, target, steps, least if time > least + 1e-6 else None)
-    steps = _towards(source, target, topology)
-    if directly or not _round_pays(source, target, topology):
-        return Route(source, target, steps)
-    return _round(source, target, topology, steps)
-
-
-def _towards(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
-    """By edges that lead towards the target: Dijkstra's algorithm."""
-    order = itertools.count()
-    queue: list[tuple[float, int, int, int, TensorSpec, tuple[Step, ...]]] = [(0.0, 0, 0, next(order), source, ())]
-    done: set[TensorSpec] = set()
-    while True:
-        time, peak, length, _, spec, steps = heapq.heappop(queue)
-        if spec is target:
-            return steps
-        if spec in done:
-            continue
-        done.add(spec)
-        for move, after in edges(spec, target, False):
-            if after not in done:
-                step = priced(move, spec, after, topology)
-                label = (round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move))
-                heapq.heappush(queue, (*label, next(order), after, (*steps, step)))
+    known = Route(source, target, *straight(source, target, topology))
+    if not (directly or are_many(source.mesh)):
+        return _search(known, topology, anywhere=_round_pays(source, target, topology))
+    least = closely(source, target, topology)
+    return replace(known, bound=least) if known.price.time > least + _ROUNDING else known
 
 
 def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
     """The collective from the one to the other that no route beats, if it is plain to see."""
-    for move, after in leaving(source, target) if are_many(source.mesh) else edges(source, target, False):
+    for move, after in leaving(source, target):
         if after is target and move.pair.name != "reblock":
             step = priced(move, source, target, topology)
             return step if _is_unbeaten(step, source, topology) else None
@@ -203,36 +185,40 @@ def _weight(move: Call) -> int:
     return 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
 
 
-_EFFORT = 20_000  # edges that are looked at, before what is known is good enough
+_ROUNDING: Final = 1e-6  # µs
+_EFFORT: Final = 2000  # edges that are looked at, before what is known is good enough
 
 
-def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tuple[Step, ...]) -> Route:
-    """A quicker way than a known one, by way of any layouts: A*, with `bound` for what is still to come.
+def _search(known: Route, topology: Topology, *, anywhere: bool) -> Route:
+    """The best way, given one: by edges that lead towards the target, or by way of ``anywhere``.
 
-    A reblock is queued at what any takes, then at what its last rank receives, and priced when its turn comes again.
+    A*, with `bound` for what is still to come. A reblock is queued at what any takes, then at what its last rank
+    receives, and priced when its turn comes again. Where the search is cut short, the best so far.
     """
-    least, limit = bounded(target, topology), sum(step.price.time for step in known) - 1e-6
-    order, looked, begin = itertools.count(), 0, _begins(source.mesh, topology)
+    source, target = known.source, known.target
+    least, limit = bounded(target, topology), known.price.time + _ROUNDING
+    order, looked, begin = itertools.count(), known.looked, _begins(source.mesh, topology)
     reached: dict[TensorSpec, Label] = {}
     queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | bool]] = []
 
     def push(label: Label, spec: TensorSpec, steps: tuple[Step, ...], more: float = 0.0, edge: Any = False) -> None:
         time, peak, length = label
         ahead = more + least(spec)
-        if time + ahead < limit and reached.get(spec, (limit, 0, 0)) > label:
+        if time + ahead < limit and reached.get(spec, _UNREACHED) > label:
             heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
 
     def offer(label: Label, before: TensorSpec, steps: tuple[Step, ...], after: TensorSpec) -> bool:
-        nonlocal looked
-        looked += 1
         begun = begin if before.even and after.even else 0.0  # something moves, or slices do the same
         push(label, after, steps, begun, True)
         return False
 
     def take(label: Label, move: Call, before: TensorSpec, after: TensorSpec, steps: tuple[Step, ...]) -> None:
+        nonlocal looked
+        looked += 1
         step = priced(move, before, after, topology)
         time, peak, length = label
-        push((time + step.price.time, max(peak, step.price.peak), length + _weight(move)), after, (*steps, step))
+        label = round(time + step.price.time, 9), max(peak, step.price.peak), length + _weight(move)
+        push(label, after, (*steps, step))
 
     push((0.0, 0, 0), source, ())
     while queue and looked < _EFFORT:
@@ -244,16 +230,14 @@ def _round(source: TensorSpec, target: TensorSpec, topology: Topology, known: tu
         elif edge is not False:
             take(label, edge, before, spec, steps)
         elif spec is target:
-            known = steps
-            break
-        elif reached.get(spec, (limit, 0, 0)) > label:
+            return Route(source, target, steps, looked)
+        elif reached.get(spec, _UNREACHED) > label:
             reached[spec] = label
-            for move, after in edges(spec, target, True, functools.partial(offer, label, spec, steps)):
-                looked += 1
+            for move, after in edges(spec, target, anywhere, functools.partial(offer, label, spec, steps)):
                 take(label, move, spec, after, steps)
-    time, most = sum(step.price.time for step in known), least(source)
-    proved = time <= most + 1e-6 or looked < _EFFORT
-    return Route(source, target, known, None if proved else most)
+    arrived = [(*way[4:5], *way[1:4], way[6]) for way in queue if way[5] is target and way[7] is False]
+    steps = min(arrived)[-1] if arrived else known.steps
+    return Route(source, target, steps, looked, queue[0][0] if queue else None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -269,11 +253,6 @@ def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology
     link = topology.link(move.mesh, move.axes)
     sending = topology.launch + link.latency + lacks / link.bandwidth if lacks > 0 else 0.0
     return sending + 2 * size / topology.memory
-
-
-def is_searched(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
-    """Whether a route may take long to find."""
-    return not (source.flat or target.flat) and source.mesh == target.mesh and _round_pays(source, target, topology)
 
 
 def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:

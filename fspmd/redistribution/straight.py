@@ -1,4 +1,6 @@
-"""Routes on meshes of many axes, by a search that looks at few layouts: orders of n axes are n! ways to cut a dim.
+"""Routes by a search that looks at few layouts: of many axes there are too many, n! orders to cut a dim by n.
+
+On few axes it is where the search of `routes` begins.
 
 Between two collectives all that moves nothing happens at once: slices as the target has them, and casts. Sums end over
 runs of the pending axes, in the order of the target, on every rank or in parts, which lie where the target has them or
@@ -34,8 +36,11 @@ def are_many(mesh: Mesh) -> bool:
     return sum(n > 1 for n in mesh.shape.values()) > MOST
 
 
-def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
-    """The steps from one layout to another: weighted A*, which after a while goes on from the nearest layout alone."""
+def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[tuple[Step, ...], int]:
+    """The steps from one layout to another, and how many collectives were looked at.
+
+    By weighted A*, which after a while goes on from the nearest layout alone.
+    """
     order, looked, done = itertools.count(), 0, set[TensorSpec]()
     queue: list[tuple[float, float, int, int, int, TensorSpec, tuple[Step, ...]]] = []
 
@@ -51,7 +56,7 @@ def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tupl
     while True:
         _, time, peak, _, _, spec, steps = heapq.heappop(queue)
         if spec is target:
-            return steps
+            return steps, looked
         if spec in done:
             continue
         done.add(spec)
