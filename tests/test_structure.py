@@ -122,3 +122,13 @@ def test_private_names_of_torch_are_told_what_they_give() -> None:
         line for before, line in pairwise(lines) if re.match(r"\w+(: Any)? = ", line) and not before.startswith("#: ")
     ]
     assert untold == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.strip("_"), []).append(str(path.relative_to(PACKAGE)))
+    assert len(homes) > 200
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

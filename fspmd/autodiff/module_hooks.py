@@ -37,7 +37,7 @@ def install() -> None:
         tensors = [x for x in args if isinstance(x, Tensor)]
         likes, leaves = [x.detach() for x in tensors], [x.is_leaf for x in tensors]
         blocks = tuple(x.local if type(x) is Sharded else x for x in args)
-        out, places = completing(original, self, lambda node: put_hook(_Node(node, likes, leaves)), blocks)
+        out, places = completing(original, self, lambda node: put_hook(_LaidOutNode(node, likes, leaves)), blocks)
         if places is None:
             return args, None
         found = [alike(new, x) if type(x) is Sharded else new for new, x in zip(out, args, strict=True)]
@@ -46,7 +46,7 @@ def install() -> None:
     setattr(BackwardHook, _METHOD, on_tensors)
 
 
-class _Node:
+class _LaidOutNode:
     """A node of the graph, whose gradients belong to values of these layouts."""
 
     def __init__(self, node: Any, likes: list[Any], leaves: list[bool]) -> None:

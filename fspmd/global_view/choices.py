@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final
 
-from fspmd.global_view.layouts import Choice, Layouts, state_of
+from fspmd.global_view.layouts import CallLayouts, Choice, state_of
 from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
 from fspmd.redistribution.straight import are_many
 from fspmd.rules.factors import Dims, Factors
@@ -24,7 +24,7 @@ _STAY: Final[Sequence[tuple[Dims, TensorSpec]]] = ()
 
 
 @dataclass(slots=True)
-class Way:
+class Combination:
     """One combination, in the order of preference; what it takes; and its layouts once they are asked for."""
 
     least: float  # µs
@@ -32,7 +32,7 @@ class Way:
     place: int
     factors: Factors
     choices: dict[str, Choice]
-    layouts: Layouts | None = None
+    layouts: CallLayouts | None = None
     made: bool = False
     computed: bool = False
 
@@ -68,7 +68,7 @@ def ways(
     bodied: bool,
     topology: Topology,
     results: Sequence[TensorSpec] = (),
-) -> Iterator[Way]:
+) -> Iterator[Combination]:
     """For each way to read the call what each axis does.
 
     ``bodied``: dims that must be whole may be sharded, too. Given ``results``, without the ways that gather the largest
@@ -92,7 +92,7 @@ def ways(
             least, most, choices = _together(combination, topology)
             if not plain or (bodied and not reading.whole.isdisjoint(choices.values())) or _share_a_dim(choices):
                 most = inf
-            yield Way(least, most, next(place), reading, choices)
+            yield Combination(least, most, next(place), reading, choices)
 
 
 def _combinations(

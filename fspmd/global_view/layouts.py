@@ -17,7 +17,7 @@ Choice = int | str
 _NONE: Final = frozenset[int]()
 
 
-class Layouts(NamedTuple):
+class CallLayouts(NamedTuple):
     """How all of a call lies in one combination; µs of the collectives in a body."""
 
     operands: tuple[TensorSpec, ...]
@@ -37,7 +37,7 @@ def layouts_of(
     topology: Topology,
     empty: bool,
     body: Bodied | None,
-) -> Layouts | None:
+) -> CallLayouts | None:
     """The layouts of a combination; None where blocks do not fit."""
     axes_of, unreduced, reduced = _used(choices, factors, operands)
     entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
@@ -69,7 +69,7 @@ def layouts_of(
         if within == inf:
             return None
         back = body.back(layout) if callable(body.back) else within * body.back
-    return Layouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
+    return CallLayouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
 
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:

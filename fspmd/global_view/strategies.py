@@ -18,8 +18,8 @@ from math import inf
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, axes_within, entry_axes
-from fspmd.global_view.choices import Way, ways
-from fspmd.global_view.layouts import Layouts, aligned, layouts_of, working
+from fspmd.global_view.choices import Combination, ways
+from fspmd.global_view.layouts import CallLayouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import closely
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
@@ -62,7 +62,7 @@ def best_strategy(
     body: Bodied | None = None,
     gradients: frozenset[int] = _NONE,
     weighs: bool = False,
-    known: list[Way] | None = None,
+    known: list[Combination] | None = None,
 ) -> Strategy | None:
     """The cheapest combination; of equal ones that whose pending sums are, then the preferred one.
 
@@ -73,8 +73,8 @@ def best_strategy(
     known = [] if known is None else known
     if not known:
         known += ways(factors, linear, operands, body is not None, topology, () if fixed else results)
-    prices = _Prices(operands, topology, gradients, weighs)
-    queue: list[tuple[float, int, Way, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
+    prices = _MovePrices(operands, topology, gradients, weighs)
+    queue: list[tuple[float, int, Combination, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
     heapq.heapify(queue)
     best: tuple[tuple[float, float], int, Strategy] | None = None
     while queue and (best is None or (queue[0][0] <= best[0][0] + _ROUNDING and not prices.are_enough)):
@@ -105,7 +105,7 @@ def best_strategy(
     return None if best is None else best[2]
 
 
-def _strategy(laid: Layouts, time: float) -> Strategy:
+def _strategy(laid: CallLayouts, time: float) -> Strategy:
     outs = tuple([spec.partition for spec in laid.results])
     return Strategy(laid.operands, laid.casts, outs, (time, 0.0), laid.by_body, laid.axes, laid.body)
 
@@ -165,19 +165,19 @@ def strategies(
         for way in ways(factors, linear, operands, body is not None, topology, () if fixed else results)
     )
     return [
-        _Pricing(reading, laid, _Prices(operands, topology, gradients, weighs)).strategy()
+        _Pricing(reading, laid, _MovePrices(operands, topology, gradients, weighs)).strategy()
         for reading, laid in every
         if laid is not None and not (fixed and not _stays(laid, operands[0]))
     ]
 
 
-def _stays(laid: Layouts, first: TensorSpec) -> bool:
+def _stays(laid: CallLayouts, first: TensorSpec) -> bool:
     """Whether the first operand, and the result, lie as it did."""
     cast = laid.casts[0] and not laid.by_body  # which casts what it must
     return laid.operands[0] is first and not cast and laid.results[0].partition is first.partition
 
 
-class _Prices:
+class _MovePrices:
     """µs to move operands, each move bounded once and priced once for all combinations of a call.
 
     By the quickest routes; on more than two axes, once half of the effort is spent, by those of `straight`.
@@ -241,7 +241,7 @@ class _Pricing:
 
     __slots__ = ("base", "casts", "laid", "moved", "needs", "prices")
 
-    def __init__(self, factors: Factors, laid: Layouts, prices: _Prices) -> None:
+    def __init__(self, factors: Factors, laid: CallLayouts, prices: _MovePrices) -> None:
         self.laid, self.prices = laid, prices
         self.needs, self.casts = laid.operands, laid.casts
         operands, topology, gradients = prices.operands, prices.topology, prices.gradients

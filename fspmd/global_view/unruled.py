@@ -34,13 +34,13 @@ def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: d
         NoRuleError: nothing does.
         ArgumentError: the call fails on the global tensors.
     """
-    found = _ByNumbers(func, specs)
+    found = _GraphsByNumbers(func, specs)
     graph = found.trace(args, kwargs)
     run = found.run if numbers_of(args, kwargs) else found.run_alike
     return run, getattr(graph, "func", None) is _composed
 
 
-class _ByNumbers:
+class _GraphsByNumbers:
     """The graphs of a function; those of its floats that it does not look at are operands, others constants.
 
     Autocast is a part of a graph: its casts are calls there.

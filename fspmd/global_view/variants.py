@@ -43,7 +43,7 @@ def propagate(
     if question.fixed and question.row.sets and (is_elsewhere or numbers):
         return None  # what its graph gives is written, wherever that lies
     if numbers:
-        by_numbers = _ByNumbers(func, len(args), question, numbers)
+        by_numbers = _PlansByNumbers(func, len(args), question, numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
     return _propagate(func, len(args), question)
 
@@ -167,7 +167,7 @@ def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
     return [i for i, one in enumerate(arguments) if isinstance(one, kinds) and not isinstance(one, bool)]
 
 
-class _ByNumbers:
+class _PlansByNumbers:
     """Two plans: terms are multiplied and then added up; or, by what is not finite, their sum is multiplied."""
 
     def __init__(self, func: Any, positional: int, question: Question, numbers: Sequence[int]) -> None:
