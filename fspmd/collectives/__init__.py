@@ -1,8 +1,8 @@
 """The collectives of the local view, with JAX's names, argument order and semantics.
 
-Each takes a pytree and one mesh axis or a tuple of axes, whose order is the rank order. Each is differentiable any
-number of times; `fspmd.pairs.PAIRS` is the table of what forward and backward communicate. ``wait=False`` returns a
-handle whose ``.wait()`` gives the result; in backward, too, communication starts early and is waited for late.
+Each takes a pytree and one mesh axis or a tuple of axes. The order of the tuple is the rank order. Each is
+differentiable any number of times: the table `fspmd.pairs.PAIRS` holds the communication forward and backward.
+``wait=False`` returns a handle whose ``.wait()`` gives the result. Backward overlaps communication in the same way.
 """
 
 from fspmd.collectives.all_to_all import all_to_all, pswapaxes

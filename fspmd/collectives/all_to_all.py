@@ -70,14 +70,15 @@ def all_to_all(
 ) -> Any:
     """Transpose blocks between ranks: ``[A0,A1] [B0,B1] => [A0,B0] [A1,B1]``.
 
-    ``tiled`` splits the dim ``split_axis`` into one block per rank and joins what arrives along ``concat_axis``;
-    otherwise ``split_axis`` must equal the number of ranks, is dropped, and a new dim stands at ``concat_axis``.
-    ``size``, with ``tiled``, is the global size of ``concat_axis`` where its blocks are uneven; then ``split_axis``
-    may be uneven too. Backward is the inverse all-to-all.
+    With ``tiled``, the dim ``split_axis`` is split into one block per rank, and the received blocks are joined along
+    ``concat_axis``. Without it, the size of ``split_axis`` must be the number of ranks; that dim is dropped, and the
+    blocks are stacked along a new dim ``concat_axis``. ``size`` requires ``tiled`` and is the global size of
+    ``concat_axis``; it allows uneven blocks along both dims. Backward is the inverse all-to-all.
 
     Raises:
-        ShapeError: no such dim, or one that does not divide without ``size``; blocks of different shapes.
-        AxisError, VarianceError: an axis that is not bound; an unreduced or reduced value.
+        ShapeError: the dim does not exist, or does not divide and ``size`` is missing; blocks differ in shape.
+        AxisError: the axis is not bound.
+        VarianceError: the value is unreduced or reduced.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -136,14 +137,14 @@ def _options(
     if size is not None:
         joined = block_lengths(body, axes, size) or (size // n,) * n
         if split == concat and len(set(joined)) > 1:
-            raise ShapeError(f"{what} of uneven blocks got {split} for split_axis and concat_axis; name two dims")
+            raise ShapeError(f"{what} of uneven blocks got {split} for both split_axis and concat_axis; name two dims")
         pieces = block_lengths(body, axes, x.shape[split]) or (x.shape[split] // n,) * n
         if len(set(pieces)) == len(set(joined)) == 1:
             return Options(dim=split, concat_dim=concat), None, None
         return Options(dim=split, sizes=pieces, concat_dim=concat, concat_sizes=joined), None, None
     if tiled:
         return Options(dim=split, concat_dim=concat, index_groups=index_groups), None, None
-    # a new dim of one stands where the ranks will be joined; the split dim becomes one
+    # received blocks are joined along a new dim of size 1; the split dim shrinks to size 1 and is dropped
     new = concat if concat <= split else concat + 1
     gone = split + 1 if concat <= split else split
     o = Options(dim=gone, concat_dim=new, index_groups=index_groups)
@@ -185,7 +186,7 @@ def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Grou
     """Swap a mesh axis with a dim of its size: ``all_to_all(x, axis_name, axis, axis)``. Backward: the same swap.
 
     Raises:
-        ShapeError: the dim is not as long as there are ranks. Else as `all_to_all`.
+        ShapeError: the size of the dim is not the number of ranks. Other errors are those of `all_to_all`.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map

@@ -1,4 +1,4 @@
-"""The type of a value changed by hand, and where a rank stands."""
+"""Casts between types, and the position of a rank along an axis."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ _NOT_CASTS = dict.fromkeys(("invariant", "invarying"), "; to make a value equal 
 
 
 def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
-    """The same value under another type; moves nothing forward.
+    """Cast a value to another type. Nothing moves forward.
 
-    Invariant to varying or reduced: backward an all-reduce is no longer done for you (the gradient is each rank's own,
-    or a pending sum). Reduced to varying and varying to unreduced are free both ways. The result aliases ``x``.
+    After a cast from invariant to varying, operations on the result have gradients of their own on each rank; the
+    backward of the cast is an all-reduce. After a cast to reduced the gradient is a pending sum. Casts from reduced to
+    varying and from varying to unreduced are free both ways. The result aliases ``x``.
 
     Raises:
-        VarianceError: no such cast; the message says which collective it takes.
-        AxisError: outside a body, or an axis that is not bound.
+        VarianceError: there is no such cast. The message names the collective to use instead.
+        AxisError: the call is outside a body, or the axis is not bound.
 
     >>> import torch
     >>> from fspmd import P, make_mesh, shard_map, typeof
@@ -61,7 +62,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
     leaves, treedef = tensor_leaves(x, "pcast")
     if not axes:
         return x
-    if not body.checked:  # no types, but from here on each rank has a copy of its own
+    if not body.checked:  # there are no types, but each rank needs a copy of its own
         own = call("apart", body.mesh, axes)
         return optree.tree_unflatten(treedef, [apply(leaf, own) for leaf in leaves]) if to == "varying" else x
     results: list[Any] = list(leaves)
@@ -81,11 +82,11 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
     if row is None:
         axis = as_axis_name(axes)
         if WORDS[letter] == to:
-            mend = "it is that already; use it as it is"
+            mend = "the value has that type already; use it as it is"
         elif letter == "U":
-            mend = f"it is a pending sum; add it up: psum(x, {axis}) or psum_scatter(x, {axis}, tiled=True)"
+            mend = f"the value is a pending sum; settle it: psum(x, {axis}) or psum_scatter(x, {axis}, tiled=True)"
         else:
-            mend = f"from {WORDS[letter]} one can cast to {quoted(t for source, t in _PCASTS if source == letter)} only"
+            mend = f"a {WORDS[letter]} value casts only to {quoted(t for source, t in _PCASTS if source == letter)}"
         raise VarianceError(f"pcast of {show(x)} over {axis} to {to!r}: {mend}")
     with DisableTorchFunction():
         y = apply(x, call(row[0], body.mesh, axes))
@@ -94,10 +95,10 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
 
 
 def axis_index(axis_name: AxisName) -> Tensor:
-    """This rank's position along the axis (a tuple: major first), a 0-d int64 tensor that varies over it.
+    """This rank's position along the axis (in a tuple, the first is major): a 0-d int64 tensor that varies over it.
 
     Raises:
-        AxisError: outside a body, or an axis that is not bound.
+        AxisError: the call is outside a body, or the axis is not bound.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -114,10 +115,10 @@ def axis_index(axis_name: AxisName) -> Tensor:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """The number of ranks along the axis, or along all of a tuple of axes: a Python int. Nothing is sent.
+    """The number of ranks along an axis, or along a tuple of axes, as a Python int. Nothing is sent.
 
     Raises:
-        AxisError: outside a body, or an axis that is not bound.
+        AxisError: the call is outside a body, or the axis is not bound.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map

@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives, each with what to write instead. They run before any communication."""
+"""Checks of the arguments of collectives. They run before any communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fspmd.variance import show
 
 
 def _integer(value: Any, what: str, parameter: str, expected: str = "an int") -> int:
-    """The value as an int; bools, tensors and floats are none."""
+    """The value as an int. Bools, tensors and floats are refused."""
     if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
         hint = ": Python numbers are the same on all ranks" if isinstance(value, Tensor) else ""
         raise ArgumentError(f"{what} got {described(value)} for {parameter}; expected {expected}{hint}")
@@ -72,7 +72,7 @@ def check_index_groups(groups: Any, size: int, what: str, equal: bool) -> tuple[
 
 
 def check_permutation(perm: Any, size: int, what: str) -> tuple[tuple[int, int], ...]:
-    """(source, destination) pairs within the axis, no source or destination twice."""
+    """(source, destination) pairs within the axis. No source and no destination occurs twice."""
     if isinstance(perm, dict):
         raise ArgumentError(f"{what} got {described(perm)} for perm; write its pairs: perm={list(perm.items())}")
     pairs: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, (str, Tensor)) else [None]
@@ -95,7 +95,7 @@ def check_permutation(perm: Any, size: int, what: str) -> tuple[tuple[int, int],
 
 
 def check_shuffle(perm: Any, size: int, what: str) -> tuple[tuple[int, int], ...]:
-    """The pairs of a full permutation, given as the source of each position."""
+    """The pairs of a full permutation, which is given as the source of each position."""
     sources: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, (str, Tensor)) else [None]
     if any(isinstance(i, Tensor) or not hasattr(i, "__index__") for i in sources):
         pairs = all(isinstance(i, (tuple, list)) for i in sources)
@@ -116,7 +116,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def block_lengths(body: Body, axes: tuple[str, ...], size: int) -> tuple[int, ...] | None:
-    """The block length of every position along the axes for a dim of ``size``, or None where they are all equal."""
+    """The block length at each position along the axes, for a dim of ``size``. None: the blocks are even."""
     lengths = tuple(length for _, length in blocks(size, body.sizes(axes)))
     if len(set(lengths)) == 1:
         return None
@@ -133,7 +133,7 @@ def check_size(size: Any, what: str) -> int:
 
 
 def check_size_use(size: int | None, tiled: bool, index_groups: Any, what: str) -> None:
-    """A global size goes with tiled, and without index groups."""
+    """``size`` requires ``tiled`` and excludes index groups."""
     if size is not None and not tiled:
         raise ArgumentError(f"{what} got size={size} without tiled=True; uneven blocks are joined, not stacked")
     if size is not None and index_groups is not None:
@@ -141,7 +141,7 @@ def check_size_use(size: int | None, tiled: bool, index_groups: Any, what: str) 
 
 
 def check_tiles(x: Tensor, dim: int, n: int, tiled: bool, what: str, remedy: str) -> None:
-    """The dim must be a multiple of the number of ranks; not tiled, that number itself."""
+    """The size of the dim must be a multiple of the number of ranks. Without ``tiled`` it must be that number."""
     if not tiled and x.shape[dim] != n:
         raise ShapeError(
             f"{what} of {show(x)} without tiled=True: dim {dim} is {x.shape[dim]}, but must be {n}, the number of "
@@ -159,10 +159,10 @@ def check_alike(
     dim: int | None = None,
     size: int | None = None,
 ) -> None:
-    """Every rank's blocks must have one shape; along ``dim`` they must be the blocks of a dim of global ``size``.
+    """All blocks must have one shape. Along ``dim`` they must be the blocks of a dim of global ``size``.
 
-    Asked of all ranks, so that all fail alike, where blocks may be uneven: one more, small, all-gather there. A body
-    without types (``check_vma=False``) knows that of specs and of ``size``, not of torch calls such as ``x[x > 0]``.
+    Where blocks may be uneven, one small all-gather tells all ranks the shapes, so that all ranks fail alike. A body
+    without types (``check_vma=False``) knows of uneven specs and of ``size``, not of calls such as ``x[x > 0]``.
     """
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
@@ -180,7 +180,7 @@ def check_alike(
     with DisableTorchFunction(), outside_transforms():
         if asks:
             found = body.transport.layouts(tensors, body.mesh)
-        else:  # even blocks: all are like this one
+        else:  # blocks are even: all have the shape of this one
             found, table = [tuple((x.dtype, tuple(x.shape)) for x in tensors)] * body.mesh.size, table[:1]
     for rows in zip(*found, strict=True):
         for members in table:
@@ -203,7 +203,7 @@ def _compare(
     places = [where(body.mesh, _coordinate(body.mesh, position)) for position in members]
     cut = dim % len(first) if type(dim) is int and -len(first) <= dim < len(first) else None
     if cut is not None and len({(kind, shape[:cut], shape[cut + 1 :]) for kind, shape in rows}) > 1:
-        cut = None  # they differ elsewhere too
+        cut = None  # they differ in other dims too
     total = 0 if cut is None else sum(shape[cut] for _, shape in rows)
     for place, (kind, shape) in enumerate(rows):
         expected = list(first)

@@ -1,4 +1,4 @@
-"""Blocks gathered onto every rank, and sums scattered over them."""
+"""All-gather and reduce-scatter."""
 
 from __future__ import annotations
 
@@ -72,18 +72,19 @@ def all_gather(
     size: int | None = None,
     wait: bool = True,
 ) -> Any:
-    """Every rank's block on every rank: ``[A] [B] => [A,B] [A,B]``.
+    """Gather the blocks of all ranks onto every rank: ``[A] [B] => [A,B] [A,B]``.
 
-    ``tiled`` joins the blocks along the existing dim ``axis``, otherwise they are stacked along a new one. ``to`` is
-    the type of the result over the axes: "varying" (backward a reduce-scatter), "invarying" (backward a slice) or
-    "reduced" (backward a reduce-scatter of pending sums). ``size`` is the global size of ``axis`` where blocks are
-    uneven, as torch.chunk cuts them; it needs ``tiled``. Nothing is copied when the gathered dim is leading.
+    With ``tiled``, the blocks are joined along the dim ``axis``. Without it, they are stacked along a new dim. For
+    ``axis=0``, n blocks ``[b, ...]`` make ``[n * b, ...]`` with ``tiled``, and ``[n, b, ...]`` without.
 
-    Blocks ``[b, ...]`` of n ranks make ``[n * b, ...]`` tiled, ``[n, b, ...]`` otherwise (for ``axis=0``).
+    ``to`` is the type of the result over the axes: "varying" (backward a reduce-scatter), "invarying" (backward a
+    slice) or "reduced" (backward a reduce-scatter of pending sums). ``size`` requires ``tiled`` and is the global size
+    of ``axis``; it allows uneven blocks, as torch.chunk cuts them. Nothing is copied if the gathered dim is leading.
 
     Raises:
-        ShapeError: no such dim, blocks of different shapes without ``size``, or a ``size`` they do not make.
-        AxisError, VarianceError: an axis that is not bound; an unreduced value; an invariant one ``to="reduced"``.
+        ShapeError: the dim does not exist; blocks differ in shape and ``size`` is missing or wrong.
+        AxisError: the axis is not bound.
+        VarianceError: the value is unreduced, or it is invariant and ``to="reduced"``.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -115,8 +116,8 @@ def all_gather(
         if letter == "R" and body.checked and not variance.varying.intersection(axes):
             axis_name = as_axis_name(axes)
             raise VarianceError(
-                f"all_gather of {show(leaf)} over {axis_name} to='reduced': the value is equal there already, with "
-                f"nothing to gather; write pcast(x, {axis_name}, to='reduced')"
+                f"all_gather of {show(leaf)} over {axis_name} to='reduced': the value is equal on all ranks, so "
+                f"there is nothing to gather; write pcast(x, {axis_name}, to='reduced')"
             )
         dim = check_dim(axis, leaf.ndim + (not tiled), what, "axis")
         lengths = None
@@ -197,15 +198,16 @@ def psum_scatter(
     size: int | None = None,
     wait: bool = True,
 ) -> Any:
-    """Sum over ranks, each keeping its block: ``[A0,A1] [B0,B1] => [A0+B0] [A1+B1]``.
+    """Sum over ranks. Each rank keeps its block of the sum: ``[A0,A1] [B0,B1] => [A0+B0] [A1+B1]``.
 
-    A reduce-scatter; backward an all-gather. ``tiled`` keeps the scattered dim (its size divided), otherwise the dim
-    must equal the number of ranks and is dropped. ``size`` allows a dim that does not divide: blocks as torch.chunk
-    cuts them. An unreduced value becomes varying.
+    Forward is a reduce-scatter, backward an all-gather. With ``tiled``, the scattered dim is kept and its size divided.
+    Without it, the size of the dim must be the number of ranks, and the dim is dropped. ``size`` allows a dim that does
+    not divide; blocks are then those of torch.chunk. An unreduced value becomes varying.
 
     Raises:
-        ShapeError: no such dim, or one that does not divide without ``size``.
-        AxisError, VarianceError: an axis that is not bound; a reduced value.
+        ShapeError: the dim does not exist, or does not divide and ``size`` is missing.
+        AxisError: the axis is not bound.
+        VarianceError: the value is reduced.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map

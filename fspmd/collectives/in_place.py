@@ -1,4 +1,4 @@
-"""Gathers and scatters straight into a tensor the caller owns: no allocation, no copy."""
+"""All-gather and reduce-scatter into a tensor of the caller, without allocation or copy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: Literal[Fal
 def all_gather_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
     """Write every rank's block into ``out``, along dim 0: ``[A] [B] => out = [A,B]``.
 
-    ``x`` is ``[b, ...]`` and ``out`` ``[n * b, ...]``, or ``[n, b, ...]``; both contiguous. Afterwards ``out`` varies
-    over the axes. Not differentiable. Returns ``out``, or a handle with ``wait=False``.
+    ``x`` is ``[b, ...]``; ``out`` is ``[n * b, ...]`` or ``[n, b, ...]``. Both are contiguous. Afterwards ``out``
+    varies over the axes. Not differentiable. Returns ``out``; with ``wait=False``, a handle.
 
     Raises:
-        ShapeError: shapes, dtypes or layouts of which a copy would be needed.
-        ArgumentError: a value that requires grad, or is mapped by `vmap`; use `all_gather`.
+        ShapeError: shapes or dtypes do not fit, or a tensor is not contiguous.
+        ArgumentError: a tensor requires grad, or is mapped by `vmap`; use `all_gather`.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> def body(x):
@@ -51,13 +51,12 @@ def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: Literal[F
 def psum_scatter_into(out: Tensor, x: Tensor, axis_name: Any, *, wait: bool = True) -> Any:
     """Write this rank's block of the sum over ranks into ``out``: ``[A0,A1] [B0,B1] => out = [A0+B0] [A1+B1]``.
 
-    ``x`` is ``[n * b, ...]``, or ``[n, b, ...]``, and ``out`` ``[b, ...]``, both contiguous; ``out`` must vary over the
-    axes already (make it with ``x.new_empty(...)``). Not differentiable. Returns ``out``, or a handle with
-    ``wait=False``.
+    ``x`` is ``[n * b, ...]`` or ``[n, b, ...]``; ``out`` is ``[b, ...]``. Both are contiguous. ``out`` must vary over
+    the axes: make it with ``x.new_empty(...)``. Not differentiable. Returns ``out``; with ``wait=False``, a handle.
 
     Raises:
-        ShapeError, ArgumentError: as `all_gather_into`.
-        VarianceError: ``out`` is equal on all ranks; ``x`` is unreduced or reduced.
+        ShapeError, ArgumentError: as for `all_gather_into`.
+        VarianceError: ``out`` is equal on all ranks, or ``x`` is unreduced or reduced.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> def body(x):

@@ -1,4 +1,4 @@
-"""What every collective does to its operands: leaves of a pytree, one type over the axes, casts."""
+"""Preparation of the operands of a collective: flattening, type checks and casts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LEAF = optree.tree_structure(0)
 def steps_of(
     leaves: list[Any], treedef: optree.PyTreeSpec, what: str, build: Callable[[int, Any], LeafCollective | None]
 ) -> list[LeafCollective | None]:
-    """A step per leaf; of a tree, every leaf that does not fit is in one message."""
+    """One step per leaf. One error lists all leaves of a tree that fail."""
     if treedef == _LEAF:
         return [build(0, leaves[0])]
     steps: list[LeafCollective | None] = []
@@ -74,7 +74,7 @@ def tensor_leaves(tree: Any, what: str) -> tuple[list[Any], Any]:
 
 
 def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> LeafCollective:
-    """A step whose call acts element by element, so that any shape can be packed as one row."""
+    """A step whose call acts element by element. A leaf of any shape is packed as one row."""
     shape = tuple(x.shape)
     return LeafCollective(
         the_call, after, rows=Rows(the_call, lambda leaf: leaf.reshape(1, -1), lambda row: row.reshape(shape))
@@ -116,7 +116,7 @@ def varying_operand(body: Body, x: Tensor, axes: tuple[str, ...], what: str) -> 
 
 
 def as_varying(body: Body, x: Tensor, to: Variance) -> Tensor:
-    """The operand as varying; an invariant one is cast, as any op's would be."""
+    """The operand as varying. An invariant one is cast, as for any torch function."""
     return state.tracker.cast(x, to) if body.checked and state.tracker is not None else x
 
 

@@ -30,14 +30,16 @@ def ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait
 @overload
 def ppermute(x: T, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: Literal[False]) -> Handle[T]: ...
 def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wait: bool = True) -> Any:
-    """Send blocks along (source, destination) pairs; a rank nobody sends to gets zeros. Backward: the inverse pairs.
+    """Send blocks along (source, destination) pairs. A rank that receives nothing gets zeros.
 
-    All ranks pass one shape, and get it. Over a tuple of axes ranks are numbered in the tuple's order.
+    All blocks have one shape, which is the shape of the result. Over a tuple of axes, ranks are numbered in the order
+    of the tuple. Backward sends along the inverse pairs.
 
     Raises:
-        ShapeError: a pair outside of the axis, a source or a destination named twice, blocks of different shapes.
-        ArgumentError: ``perm`` is no list of pairs of ints.
-        AxisError, VarianceError: an axis that is not bound; an unreduced or reduced value.
+        ShapeError: a position is outside the axis; a source or destination occurs twice; blocks differ in shape.
+        ArgumentError: ``perm`` is not a list of pairs of ints.
+        AxisError: the axis is not bound.
+        VarianceError: the value is unreduced or reduced.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -55,10 +57,10 @@ def pshuffle(x: T, axis_name: AxisName, perm: Sequence[int], *, wait: Literal[Tr
 @overload
 def pshuffle(x: T, axis_name: AxisName, perm: Sequence[int], *, wait: Literal[False]) -> Handle[T]: ...
 def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = True) -> Any:
-    """`ppermute` by a full permutation: position ``i`` receives from ``perm[i]``. Backward: the inverse one.
+    """`ppermute` with a full permutation: position ``i`` receives from ``perm[i]``. Backward is the inverse.
 
     Raises:
-        ShapeError: not each position named once. Else as `ppermute`.
+        ShapeError: ``perm`` does not name each position once. Other errors are those of `ppermute`.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -86,12 +88,12 @@ def pbroadcast(x: T, axis_name: AxisName, source: int, *, wait: Literal[True] = 
 @overload
 def pbroadcast(x: T, axis_name: AxisName, source: int, *, wait: Literal[False]) -> Handle[T]: ...
 def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -> Any:
-    """The block of position ``source`` on every rank. Backward: the sum of all cotangents goes to the source.
+    """Send the block of position ``source`` to every rank. Backward sends the sum of all cotangents to the source.
 
-    All ranks pass one shape, and get it; the result varies over the axes.
+    All blocks have one shape, which is the shape of the result. The result varies over the axes.
 
     Raises:
-        ShapeError: ``source`` is no position along the axes. Else as `ppermute`.
+        ShapeError: ``source`` is not a position along the axes. Other errors are those of `ppermute`.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map

@@ -67,28 +67,27 @@ def ragged_all_to_all(
     axis_index_groups: Groups = None,
     wait: bool = True,
 ) -> Any:
-    """Send slices of ``operand``'s leading dim to other ranks, which get ``output`` with the slices written into it.
+    """Send slices of ``operand``'s leading dim to other ranks. Each rank gets ``output`` with the slices written in.
 
-    With K slices and n ranks, slice ``i`` goes to rank ``i // (K // n)``: it is the ``send_sizes[i]`` rows from
-    ``input_offsets[i]`` here and is written at ``output_offsets[i]`` there. ``recv_sizes[i]`` is the size of the i-th
-    slice that arrives here, counted in the same way over the ranks it comes from. Where arriving slices overlap, the
-    last one stays.
+    With K slices and n ranks, slice ``i`` goes to rank ``i // (K // n)``. It begins at row ``input_offsets[i]`` here,
+    has ``send_sizes[i]`` rows, and is written at row ``output_offsets[i]`` there. ``recv_sizes[i]`` is the size of the
+    i-th slice that arrives here; arriving slices are ordered by source rank. Where they overlap, the last one stays.
 
     Args:
         operand: ``[N, ...]``.
-        output: ``[M, ...]``, of the same dtype; it is not written in place.
-        input_offsets, send_sizes, output_offsets, recv_sizes: integers, ``[K]``, K a multiple of n. Their values are
-            read on the host.
+        output: ``[M, ...]``, of the same dtype. It is not written in place.
+        input_offsets, send_sizes, output_offsets, recv_sizes: integers ``[K]``, K a multiple of n. The host reads
+            their values.
         axis_name: One mesh axis, or several in rank order.
-        axis_index_groups: Parts of the axis, of equal size, that exchange among themselves.
-        wait: False gives a handle.
+        axis_index_groups: Groups of equal size. Ranks exchange within their group.
+        wait: False returns a handle.
 
     Returns:
-        ``[M, ...]``; it varies over the axes. Differentiable with respect to ``operand`` and ``output``: the backward
-        sends each slice's cotangent back, where the cotangents of a row sent more than once are added.
+        ``[M, ...]``, varying over the axes. Differentiable with respect to ``operand`` and ``output``. Backward sends
+        each slice's cotangent back; the cotangents of a row that was sent more than once are added.
 
     Raises:
-        ShapeError: on all ranks alike, of slices outside of the tensors, or sizes that do not match.
+        ShapeError: on all ranks, if a slice is outside its tensor or sizes do not match.
 
     >>> from fspmd import P, all_to_all, axis_index, device_get, make_mesh, shard_map
     >>> def body(x, sizes):  # rank 0 keeps 1 and sends 2; rank 1 sends 1 and keeps 1
@@ -181,7 +180,7 @@ def _plan(
     numbers: tuple[Tensor, ...],
     n: int,
 ) -> tuple[Routes, Tensor]:
-    """Which rows go where, on this rank or on all simulated ones, and which rows of the result arrive."""
+    """The routes of rows, and a mask of the rows of the result that arrive. A simulation has a route per rank."""
     with outside_transforms():
         plain = [unwrapped(value) for value in numbers]
         held: Frame | None = None
@@ -205,7 +204,7 @@ def _routes(
     n: int,
     device: torch.device,
 ) -> tuple[Routes, Tensor]:
-    """The same of the rows of operand and output, with the values of the numbers; ranks tell each other theirs."""
+    """The routes and the mask, from the values of the numbers and the ``lengths`` of operand and output."""
     mesh, transport = body.mesh, body.transport
     with torch.no_grad(), outside_transforms():
         starts, sizes, targets, receiving = (value.detach().to(torch.int64) for value in numbers)
@@ -232,7 +231,7 @@ def _complaint(
     there: list[list[int]],
     rows: tuple[int, int],
 ) -> str:
-    """What is wrong with one rank's slices, or ""."""
+    """The first fault in one rank's slices, or ""."""
     starts, sizes, _, receiving = lists
     targets, arriving = there
     wrong = ""

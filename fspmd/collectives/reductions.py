@@ -41,12 +41,12 @@ def psum(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: L
 def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
     """Sum over mesh axes: ``[A] [B] => A+B``, invariant over them.
 
-    Forward an all-reduce, backward nothing. The sum of an unreduced value is the pending one; of an invariant value,
-    the value times the number of ranks; of a Python number, that without any communication. Booleans are counted.
+    Forward is an all-reduce; backward sends nothing. For an unreduced value the result is its pending sum. An invariant
+    value or a Python number is multiplied by the number of ranks; a number is not sent. Booleans are counted.
 
     Raises:
-        AxisError: outside a body, or an axis that is not bound.
-        VarianceError: axes of different types in one call, or a reduced value.
+        AxisError: the call is outside a body, or the axis is not bound.
+        VarianceError: the value is reduced, or has different types over the axes.
 
     >>> from fspmd import P, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -77,9 +77,9 @@ def pmean(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: 
 @overload
 def pmean(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
-    """Mean over mesh axes: `psum` divided by the number of ranks, an all-reduce; backward nothing is sent.
+    """Mean over mesh axes: `psum` divided by the number of ranks. The mean of integers is a float.
 
-    Integers give floats. Raises what `psum` raises.
+    Forward is an all-reduce; backward sends nothing. Errors are those of `psum`.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -121,7 +121,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
 
 
 def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
-    """How many ranks are added up: a number, or a tensor that varies where groups differ in size."""
+    """The number of ranks that are added. Where groups differ in size, it is a varying tensor."""
     if index_groups is None or len({len(group) for group in index_groups}) == 1:
         return n if index_groups is None else len(index_groups[0])
     size_at = {i: len(group) for group in index_groups for i in group}
@@ -149,7 +149,7 @@ def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, 
 
 
 def _remember_psum(body: Body, axis_name: str, x: Tensor, step: LeafCollective) -> None:
-    """The fast path of `psum`: known types need no more checks."""
+    """Store a call for the fast path of `psum`, which skips checks for known types."""
     variance = getattr(x, ATTRIBUTE, None)
     if not body.checked or (variance is not None and axis_name in variance.varying):
         body.calls[axis_name, variance] = step.call, step.variance if body.checked else variance
@@ -160,14 +160,14 @@ def pmax(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: L
 @overload
 def pmax(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
-    """Maximum over mesh axes, element by element; invariant over them.
+    """Maximum over mesh axes, element by element. The result is invariant over them.
 
-    Forward an all-reduce. The gradient goes to the elements that attain the maximum, in equal parts, as torch.amax's
-    does; finding out how many they are costs an all-reduce in backward.
+    Forward is an all-reduce. The elements that attain the maximum share the gradient equally, as for torch.amax.
+    Counting them costs an all-reduce in backward.
 
     Raises:
-        ArgumentError: complex numbers.
-        AxisError, VarianceError: as `psum`; an unreduced value too.
+        ArgumentError: the value is complex.
+        AxisError, VarianceError: as for `psum`, and for an unreduced value.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -182,7 +182,7 @@ def pmin(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: L
 @overload
 def pmin(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[False]) -> Handle[T]: ...
 def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: bool = True) -> Any:
-    """Minimum over mesh axes, element by element; see `pmax`.
+    """Minimum over mesh axes, element by element. Communication, gradients and errors are those of `pmax`.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> mesh = make_mesh((4,), ("x",))
@@ -194,7 +194,7 @@ def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The extremum along dims of a block, which are kept; dims at whose ``ends`` there is one more, of ``fill``."""
+    """The extremum along ``dims`` of a block, which are kept. ``fill`` is added first at the end of ``ends``."""
 
     op: str
     dims: tuple[int, ...]
@@ -207,18 +207,18 @@ class Within:
         return (torch.amax if self.op == "max" else torch.amin)(x, self.dims, keepdim=True)
 
     def count(self, hit: Tensor) -> Tensor:
-        """How many there are, of which a half cannot count many."""
+        """The number of hits, in float32 at least: float16 cannot count far."""
         return hit.sum(self.dims, keepdim=True, dtype=torch.promote_types(hit.dtype, torch.float32))
 
     def batched(self) -> Within:
-        """The same with one more dim in front."""
+        """This extremum for blocks with one more leading dim."""
         return Within(self.op, tuple(d + 1 for d in self.dims), tuple(d + 1 for d in self.ends), self.fill)
 
 
 def extremum(x: Tensor, axes: tuple[str, ...], within: Within) -> Tensor:
-    """Along dims of all blocks of mesh axes together: the gradient goes to the elements that attain it, in equal parts.
+    """The extremum along dims of the block and along mesh axes. The elements that attain it share the gradient equally.
 
-    Forward an all-reduce, and one in backward.
+    Forward and backward are an all-reduce each.
     """
     return _extremum(x, axes, None, True, within.op, within)  # type: ignore[no-any-return]
 
@@ -272,7 +272,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
 
 
 class _Extremum(torch.autograd.Function):
-    """``find`` the extremum, or what was found; the gradient is shared by the ``count`` elements that attain it."""
+    """The extremum that ``find`` computes or holds. Elements that attain it share the gradient equally."""
 
     @staticmethod
     def forward(x: Tensor, find: Call | list[Tensor], count: Call, within: Within | None) -> Tensor:
@@ -307,7 +307,7 @@ class _Extremum(torch.autograd.Function):
 
 
 def _shared(g: Tensor, saved: tuple[Tensor, Tensor], count: Call, within: Within | None) -> Tensor:
-    """``g`` in equal parts for the elements that attain the extremum; nan is attained by each."""
+    """``g`` in equal parts for the elements that attain the extremum. Every nan attains nan."""
     x, best = saved
     hit = ((x == best) | (x.isnan() & best.isnan())).to(x.dtype)
     return (g * hit / apply(hit if within is None else within.count(hit), count)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Running a collective over a pytree: one step per leaf, leaves of one dtype packed into one call, handles.
+"""Runs a collective over a pytree. Each leaf is a step; leaves of one dtype share a call.
 
 A step is a `Call` with the shape changes before and after it. Where the transport coalesces, steps that share a call
 in *row form* (``[rows, K]``, one row per rank of the group or one row in all) are joined along K.
@@ -23,14 +23,14 @@ from fspmd.pairs import Call, Flight, apply, depart, land
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance
 
-T = TypeVar("T", default=Any)  # a tree, and the tree that comes of it
+T = TypeVar("T", default=Any)  # a tree and its result
 
 Reshape = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True)
 class Rows:
-    """How a leaf takes part in a packed call: into rows, the call on rows, and back."""
+    """A leaf in a packed call: its change into rows, the call on rows, and the change back."""
 
     call: Call
     into: Reshape
@@ -39,9 +39,9 @@ class Rows:
 
 @dataclass(slots=True)
 class LeafCollective:
-    """What one collective does to one leaf."""
+    """One collective on one leaf."""
 
-    call: Call | None  # None: no communication, `after` does it all
+    call: Call | None  # None: `after` computes the result without communication
     variance: Variance  # of the result
     before: Reshape | None = None
     after: Reshape | None = None
@@ -49,17 +49,17 @@ class LeafCollective:
 
 
 class HandleAttributeError(ArgumentError, AttributeError):
-    """A tensor's attribute asked of a handle."""
+    """An attribute of a tensor was read from a handle."""
 
 
 class Handle(Generic[T]):
-    """A collective under way over a pytree, what ``wait=False`` gives; `wait` gives the result.
+    """A collective in flight, as ``wait=False`` returns it. `wait` gives the result.
 
-    Until then the operand must not be written into. Backward takes as long to wait: the cotangent's communication
-    begins where the result was waited for, and is waited for where the collective was called.
+    Do not write into the operand before. In backward, communication begins where forward waited for the result, and
+    ends where forward called the collective.
 
     Raises:
-        ArgumentError: a handle used as a tensor, returned from a body, or passed to another collective.
+        ArgumentError: the handle is used as a tensor, returned from a body, or passed to another collective.
 
     >>> from fspmd import P, device_get, make_mesh, psum, shard_map
     >>> def body(x):
@@ -76,7 +76,7 @@ class Handle(Generic[T]):
         self._result: Any = None
 
     def wait(self) -> T:
-        """The result, once it is there. Waiting twice gives the same object."""
+        """Wait for the result and return it. A second call returns the same object."""
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result  # type: ignore[no-any-return]
@@ -116,7 +116,7 @@ for _shown, _names in {
 def run(
     body: Body, leaves: list[Any], steps: list[LeafCollective | None], treedef: optree.PyTreeSpec, wait: bool, what: str
 ) -> Any:
-    """Run every step; a leaf whose step is None stays as it is."""
+    """Run every step. A leaf whose step is None stays as it is."""
     if wait is not True and wait is not False:
         raise ArgumentError(f"{what} got {described(wait)} for wait; expected True, or False for a handle")
     kept: list[Variance] | None = None
@@ -191,6 +191,8 @@ def _start_packed(
         whole = landed()
         for (i, rows), part, end in zip(chosen, parts, ends, strict=True):
             width = part.shape[1]
-            results[i] = rows.back(whole.narrow(1, end - width, width))  # not split, whose results torch protects
+            results[i] = rows.back(
+                whole.narrow(1, end - width, width)
+            )  # torch forbids writes into the results of split
 
     return complete

@@ -1,4 +1,4 @@
-"""Blocks of unequal length as rows of equal length, so that many leaves travel in one call: padded, and cut again."""
+"""Uneven blocks as padded rows of equal length, so that many leaves share one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sizes = tuple[int, ...]
 
 
 def gather_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: int, lengths: Sizes) -> Rows:
-    """This rank's block as one row; of ``n`` rows the blocks joined along ``dim``."""
+    """Into rows: one row for this rank's block. Back: the blocks of ``n`` rows, joined along ``dim``."""
     longest, rest = max(lengths), _without(x, dim)
 
     def back(rows: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def gather_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: in
 
 
 def scatter_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: int, lengths: Sizes) -> Rows:
-    """One row for each rank's block of ``dim``; of one row this rank's block."""
+    """Into rows: one row for each block of ``dim``. Back: this rank's block, from one row."""
     longest, rest, mine = max(lengths), _without(x, dim), _position(body, axes)
 
     def into(leaf: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def scatter_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: i
 def exchange_rows(
     body: Body, x: Tensor, axes: tuple[str, ...], dims: tuple[int, int], split: Sizes, joined: Sizes
 ) -> Rows:
-    """One row for each rank's piece of the first of ``dims``; of ``n`` rows the pieces joined along the second."""
+    """Into rows: one row for each piece of the first dim. Back: the pieces of ``n`` rows, joined along the second."""
     n, mine = len(split), _position(body, axes)
     piece = max(split), max(joined)
     rest = [length for i, length in enumerate(x.shape) if i not in dims]

@@ -247,7 +247,7 @@ def exchange_dim_out_of_range(m: Setting) -> None:
 
 @mistake(ShapeError)
 def exchange_uneven_in_place(m: Setting) -> None:
-    """all_to_all of uneven blocks got 0 for split_axis and concat_axis; name two dims"""
+    """all_to_all of uneven blocks got 0 for both split_axis and concat_axis; name two dims"""
     m.map(lambda x: all_to_all(x, "x", 0, 0, tiled=True, size=5), P("x"), P("x"))(torch.ones(5, 4))
 
 
@@ -425,8 +425,8 @@ def gather_of_unreduced(m: Setting) -> None:
 
 @mistake(VarianceError, checked=(True,))
 def gather_reduced_of_invariant(m: Setting) -> None:
-    """all_gather of f32[8] over 'x' to='reduced': the value is equal there already, with nothing to gather; write \
-    pcast(x, 'x', to='reduced')
+    """all_gather of f32[8] over 'x' to='reduced': the value is equal on all ranks, so there is nothing to gather; \
+    write pcast(x, 'x', to='reduced')
     """
     m.map(lambda x: all_gather(x, "x", to="reduced"), P(), P(reduced={"x"}))(torch.ones(8))
 
@@ -455,20 +455,20 @@ def cast_to_nowhere(m: Setting) -> None:
 
 @mistake(VarianceError, checked=(True,))
 def cast_of_varying_to_varying(m: Setting) -> None:
-    """pcast of f32[2,4]{V:x} over 'x' to 'varying': it is that already; use it as it is"""
+    """pcast of f32[2,4]{V:x} over 'x' to 'varying': the value has that type already; use it as it is"""
     m.inside(lambda x: pcast(x, "x", to="varying"))
 
 
 @mistake(VarianceError, checked=(True,))
 def cast_of_varying_to_reduced(m: Setting) -> None:
-    """pcast of f32[2,4]{V:x} over 'x' to 'reduced': from varying one can cast to 'unreduced' only"""
+    """pcast of f32[2,4]{V:x} over 'x' to 'reduced': a varying value casts only to 'unreduced'"""
     m.inside(lambda x: pcast(x, "x", to="reduced"))
 
 
 @mistake(VarianceError, checked=(True,))
 def cast_of_unreduced(m: Setting) -> None:
-    """pcast of f32[8]{U:x} over 'x' to 'varying': it is a pending sum; add it up: psum(x, 'x') or psum_scatter(x, \
-    'x', tiled=True)
+    """pcast of f32[8]{U:x} over 'x' to 'varying': the value is a pending sum; settle it: psum(x, 'x') or \
+    psum_scatter(x, 'x', tiled=True)
     """
     m.map(lambda x: pcast(x, "x", to="varying"), P(unreduced={"x"}), P())(torch.ones(8))
 
