@@ -110,7 +110,6 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "outer": (torch.outer, [(64,), (32,)]),
     "lerp": (torch.lerp, [(64, 32), (64, 32), (32,)]),
     "addcmul": (torch.addcmul, [(64, 32), (64, 32), (64, 1)]),
-    "glu": (F.glu, [(16, 64, 32)]),
     "multi-head attention": (_multihead, [(32, 8, 32), (96, 32), (32, 32)]),
     "grouped_mm": (_grouped, [(64, 32), (4, 32, 64)]),
     "norm of a list": (lambda *x: torch.nn.utils.get_total_norm(x), [(64, 32), (32,), (16, 16)]),
