@@ -33,8 +33,8 @@ def broadcast(tree: Any, *, src: int, mesh: Mesh | None = None) -> Any:
     Every rank passes a tree of the same structure, shapes and dtypes, which are compared before data moves. Where the
     other ranks have no tensors, or each needs its blocks only, write `scatter`.
 
-    Communication: what there is to know of the tree, one all-reduce of a number, then a broadcast per tensor. Backward
-    none: outside of bodies the gradient of a plain tensor is equal on all ranks, so ``src`` has it, the others zeros.
+    Communication: the description of the tree, one all-reduce of a number, then a broadcast per tensor. Backward sends
+    nothing: outside bodies the gradient of a plain tensor is equal on all ranks. ``src`` keeps it; others get zeros.
 
     Raises:
         ShapeError: on all ranks alike, naming the first rank whose tree differs, and the leaf.
@@ -86,7 +86,7 @@ def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
     """``x`` with zeros after the end of each dim that ``spec`` cuts, so that all blocks are of one size.
 
     Raises:
-        ArgumentError: it is no tensor.
+        ArgumentError: ``x`` is not a tensor.
         SpecError: the spec does not fit.
 
     >>> from fspmd import make_mesh
@@ -116,8 +116,8 @@ def unpad(x: T, shape: tuple[int, ...]) -> T:
     """The first elements of each dim: what `pad_to_blocks` was given.
 
     Raises:
-        ArgumentError: it is no tensor.
-        ShapeError: the shape has other dims, or larger ones.
+        ArgumentError: ``x`` is not a tensor.
+        ShapeError: the shape has a different number of dims, or a larger dim.
 
     >>> unpad(torch.ones(8, 3), (5, 3)).shape
     torch.Size([5, 3])

@@ -31,12 +31,12 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
 
     ``specs`` is a pytree prefix of ``tree``. Without ``src`` every process holds the global tensors and keeps its
     blocks: nothing moves. With ``src`` only that global rank holds them: see `scatter`. A `Sharded` leaf is
-    redistributed. Backward gathers the gradient. To plan without memory: a `TensorSpec` leaf gives one with another
-    layout, and on a mesh of transport "abstract" a tensor on the meta device a `Sharded` there.
+    redistributed. Backward gathers the gradient. To plan without memory, pass a `TensorSpec` leaf, which becomes one
+    of the new layout; or, on a mesh of transport "abstract", a meta tensor, which becomes a `Sharded`.
 
     Raises:
         SpecError, TreeError, MeshError: naming every leaf that fails.
-        ArgumentError: a leaf is no tensor, or on the meta device, where ranks would need its values.
+        ArgumentError: a leaf is not a tensor, or is a meta tensor and the ranks need its values.
 
     >>> from fspmd import make_mesh
     >>> device_put({"w": torch.zeros(4, 3)}, P("x"), mesh=make_mesh((2,), ("x",)))
@@ -56,13 +56,13 @@ def put(tree: Any, specs: Any, mesh: Mesh, src: int | None, what: str) -> Any:
 
 
 def scatter(tree: Any, specs: Any, *, src: int, mesh: Mesh | None = None) -> Any:
-    """Lay out on a mesh what the global rank ``src`` alone holds: each rank is sent its own blocks, and no more.
+    """Lay out on a mesh a tree that only the global rank ``src`` holds. Each rank receives only its own blocks.
 
-    The other ranks pass None, or a tree of the same structure, of which nothing is taken; all ranks pass ``specs``, a
+    The other ranks pass None, or a tree of the same structure, whose values are ignored. All ranks pass ``specs``, a
     pytree prefix of the tree. Structure, shapes, dtypes and layouts are compared before data moves.
 
-    Communication: what there is to know of the tree, one all-reduce of a number, then each block from ``src`` to its
-    rank. Backward the gradient's blocks go to ``src``, which alone has a gradient.
+    Communication: the description of the tree, one all-reduce of a number, then each block from ``src`` to its rank.
+    Backward sends the blocks of the gradient to ``src``; no other rank has a gradient.
 
     Raises:
         SpecError, TreeError, ArgumentError, MeshError: on all ranks alike, naming every leaf of ``src`` that fails.
@@ -114,7 +114,7 @@ def device_get(tree: Any) -> Any:
     Unreduced values are summed. Plain tensors and other leaves stay as they are. The result has memory of its own.
 
     Raises:
-        ArgumentError: inside a body.
+        ArgumentError: the call is inside a body.
 
     >>> from fspmd import make_mesh
     >>> x = device_put(torch.arange(5), P("x"), mesh=make_mesh((4,), ("x",)))
@@ -133,7 +133,7 @@ def _get(local: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None) -> Sharded:
-    """A `Sharded` from this rank's block; shapes and dtypes are compared across ranks.
+    """Make a `Sharded` from this rank's block. Shapes and dtypes are compared across ranks.
 
     With a ``P`` the global shape is inferred from all blocks.
 
@@ -167,11 +167,11 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
 def from_callback(
     shape: tuple[int, ...], spec: P, fn: Callable[[tuple[slice, ...]], Tensor], *, mesh: Mesh | None = None
 ) -> Sharded:
-    """A `Sharded` whose blocks are computed where they lie: ``fn(index)`` gives the block at a tuple of slices.
+    """Make a `Sharded` whose blocks each rank computes: ``fn(index)`` returns the block at a tuple of slices.
 
     Raises:
-        ArgumentError: of a block that requires grad.
-        ShapeError: on all ranks alike, of a block with another shape or dtype than it should have.
+        ArgumentError: a block requires grad.
+        ShapeError: on all ranks alike, if a block has a wrong shape or dtype.
 
     >>> from fspmd import make_mesh
     >>> whole = torch.arange(6.0)

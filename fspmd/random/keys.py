@@ -44,7 +44,7 @@ _SPLIT, _FOLDED = 1, 2  # what keys are derived for
 
 
 class Lies(TypedDict, total=False):
-    """What every function here that draws takes besides."""
+    """The options of every function here that draws."""
 
     spec: P | None
     mesh: Mesh | None
@@ -55,7 +55,7 @@ def key(seed: int) -> Key:
     """The key of a seed.
 
     Raises:
-        ArgumentError: no int, or one of more than 64 bits.
+        ArgumentError: ``seed`` is not an int of at most 64 bits.
 
     >>> key(0)
     tensor(0)
@@ -67,10 +67,10 @@ def key(seed: int) -> Key:
 
 
 def split(key: Key, num: int | tuple[int, ...] = 2) -> Key:
-    """``num`` new keys, int64[num], independent of each other and of what other keys give.
+    """``num`` new keys, int64[num], independent of each other and of all that other keys give.
 
     Raises:
-        ArgumentError: no key, or no number of keys.
+        ArgumentError: ``key`` is not a key, or ``num`` is not a number of keys.
 
     >>> first, second = split(key(0))
     >>> first == second
@@ -87,10 +87,10 @@ def split(key: Key, num: int | tuple[int, ...] = 2) -> Key:
 
 
 def fold_in(key: Key, data: int | Tensor) -> Key:
-    """The key of a number: of a step, a layer, a rank; ``data`` is an int, or an integer tensor without dims.
+    """A new key from a key and a number, such as a step, layer or rank: an int, or an integer tensor without dims.
 
     Raises:
-        ArgumentError: no key, or no integer.
+        ArgumentError: ``key`` is not a key, or ``data`` is not an integer.
 
     >>> fold_in(key(0), 1) == fold_in(key(0), 2)
     tensor(False)
@@ -106,10 +106,10 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
 
 
 def normal(key: Key, shape: Shape = (), dtype: torch.dtype | None = None, **lies: Unpack[Lies]) -> Any:
-    """Of mean 0 and variance 1.
+    """Normal numbers of mean 0 and variance 1.
 
     Raises:
-        ArgumentError: no key, no shape, or another dtype than a floating-point or complex one.
+        ArgumentError: the key or shape is invalid, or the dtype is neither floating-point nor complex.
         SpecError: a ``spec`` that does not fit.
 
     >>> from fspmd import P, device_get, make_mesh
@@ -128,10 +128,10 @@ def uniform(
     maxval: float | Tensor = 1.0,
     **lies: Unpack[Lies],
 ) -> Any:
-    """On [minval, maxval): numbers, or tensors that broadcast to the shape.
+    """Uniform numbers on [minval, maxval). Bounds are numbers, or tensors that broadcast to the shape.
 
     Raises:
-        ArgumentError: no key, no shape, bounds of another kind, or another dtype than a floating-point one.
+        ArgumentError: the key, shape or a bound is invalid, or the dtype is not floating-point.
         SpecError: a ``spec`` that does not fit.
 
     >>> bool((uniform(key(0), (100,), minval=2.0, maxval=3.0) >= 2).all())
@@ -152,10 +152,10 @@ def uniform(
 def randint(
     key: Key, shape: Shape, minval: int, maxval: int, dtype: torch.dtype = torch.int64, **lies: Unpack[Lies]
 ) -> Any:
-    """Integers from ``minval`` up to, without, ``maxval``.
+    """Integers on [minval, maxval).
 
     Raises:
-        ArgumentError: no key, no shape, no integers between the bounds, or bounds that the dtype has not.
+        ArgumentError: the key or shape is invalid; the range is empty or does not fit the dtype.
         SpecError: a ``spec`` that does not fit.
 
     >>> sorted(set(randint(key(0), (100,), 0, 3).tolist()))
@@ -175,10 +175,10 @@ def randint(
 
 
 def bernoulli(key: Key, p: float | Tensor = 0.5, shape: Shape | None = None, **lies: Unpack[Lies]) -> Any:
-    """True with probability ``p``: a number, or a tensor, whose shape and layout the result has.
+    """True with probability ``p``, a number or a tensor. The result has the shape and layout of a tensor ``p``.
 
     Raises:
-        ArgumentError: no key, no shape, a number that is no probability, or a shape beside a tensor of another.
+        ArgumentError: the key, shape or probability is invalid, or the shape differs from that of ``p``.
         SpecError: a ``spec`` that does not fit.
 
     >>> float(bernoulli(key(0), 0.25, (10_000,)).float().mean())  # doctest: +ELLIPSIS
@@ -201,7 +201,7 @@ def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
     The result lies as ``logits`` do along the other dims; one that is cut along ``axis`` is reduced as by argmax.
 
     Raises:
-        ArgumentError: no key, logits that are no tensor of floats, or no classes along ``axis``.
+        ArgumentError: the key is invalid, ``logits`` is not a tensor of floats, or ``axis`` has no classes.
 
     >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
     tensor([0, 1])
@@ -218,12 +218,12 @@ def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
 
 
 def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> Any:
-    """The integers below ``x`` in a random order; or a tensor with its rows, along dim 0, in that order.
+    """The integers below ``x`` in a random order. For a tensor ``x``, its rows (dim 0) in a random order.
 
     Every rank draws and sorts as many keys as there are rows.
 
     Raises:
-        ArgumentError: no key, neither a number nor a tensor, one without dims, or ``spec=`` beside a tensor.
+        ArgumentError: the key or ``x`` is invalid, ``x`` has no dims, or a tensor is passed with ``spec=``.
         SpecError: a ``spec`` that does not fit.
 
     >>> permutation(key(0), 5).sort().values
