@@ -205,7 +205,8 @@ def make_exit(
             if apart and (x.frame is not held or x.uneven):
                 return None
             spec = specs.get((x.shape, x.dtype))
-            if spec is not None and (getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked):
+            fits = getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked
+            if spec is not None and fits and x.layout is torch.strided:
                 return pair(x, spec)
         return None
 
