@@ -138,11 +138,11 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
         if out is not NotImplemented:
             return out
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError) or forward_ad._current_level < 0:
             raise
         said = str(error).partition("\n")[0]
         raise ShapeError(
-            f"{name}() failed on blocks whose sizes differ from rank to rank: {said}. Where it or its derivative needs "
+            f"{name}() failed on blocks whose sizes differ from rank to rank: {said}. Where its derivative needs "
             "plain sizes, compute a new value in place of a write, y = y * 2 or torch.where; or run it per rank with "
             "rank_map; or let the number of ranks divide the sizes"
         ) from error
