@@ -129,7 +129,7 @@ def _with_free_bodies() -> dict[str, Row]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("mesh", "most"), [(LINE, 30), (GRID, 20), (WIDE, 15)])
+@pytest.mark.parametrize(("mesh", "most"), [(LINE, 15), (GRID, 10), (WIDE, 8)])
 def test_values_and_gradients(mesh: Mesh, most: int, name: str) -> None:
     check_case(name, CASES[name], mesh, most)
 

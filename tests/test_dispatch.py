@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_values_and_gradients(mesh: Mesh, name: str) -> None:
-    check_case(name, CASES[name], mesh, 60)
+    check_case(name, CASES[name], mesh, 24)
 
 
 def _on_processes(sizes: tuple[int, ...]) -> None:

@@ -206,7 +206,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE], ids=repr)
 @pytest.mark.parametrize("name", CASES)
 def test_calls_on_flattened_dims(name: str, mesh: Mesh) -> None:
-    check_case(name, CASES[name], mesh, 12)
+    check_case(name, CASES[name], mesh, 6)
 
 
 FREE: dict[str, Callable[..., Any]] = {
