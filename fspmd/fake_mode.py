@@ -82,6 +82,6 @@ def meta_tensors_as_on(kind: str) -> Iterator[None]:
 
 
 def install() -> None:
-    """Have torch ask."""
+    """Have torch's functions on the meta device ask for the kind."""
     original = meta_functions.device_hint
     meta_functions.device_hint = lambda x: _told.kind if _told.kind and x.is_meta else original(x)

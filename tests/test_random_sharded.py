@@ -392,4 +392,4 @@ def test_mapped_draws_are_those_of_each_element(name: str) -> None:
     for mesh, partition in ((LINE, P("x")), (LINE, P(None, None, "x")), (GRID, P("y", None, "x")), (GRID, P("x", "y"))):
         mapped = torch.vmap(CASES[name], in_dims=1, randomness="same")
         found = seeded(mapped, device_put(whole, partition, mesh=mesh))
-        torch.testing.assert_close(found, torch.stack(each), msg=lambda text: f"{partition}: {text}")  # noqa: B023
+        torch.testing.assert_close(found, torch.stack(each), msg=lambda text, at=partition: f"{at}: {text}")

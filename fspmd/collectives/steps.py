@@ -191,8 +191,7 @@ def _start_packed(
         whole = landed()
         for (i, rows), part, end in zip(chosen, parts, ends, strict=True):
             width = part.shape[1]
-            results[i] = rows.back(
-                whole.narrow(1, end - width, width)
-            )  # torch forbids writes into the results of split
+            own = whole.narrow(1, end - width, width)  # torch forbids writes into the results of split
+            results[i] = rows.back(own)
 
     return complete

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.move_prices import part_of
 
 WIDEST = 1 << 25  # elements of a table
 _ROUNDING = 1e-11  # of the cost
@@ -125,10 +126,7 @@ def _possible(places: Tensor) -> list[Tensor]:
 
 def _part(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor]) -> Tensor:
     """Of a table over a scope the places of some variables."""
-    for dim, v in enumerate(scope):
-        if v in part and len(part[v]) < table.shape[dim]:
-            table = table.index_select(dim, part[v])
-    return table
+    return part_of(table, [part.get(v) for v in scope])
 
 
 def _whole(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor], like: Tensor) -> Tensor:

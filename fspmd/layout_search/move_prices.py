@@ -24,6 +24,14 @@ class ValueLayout:
     summed: frozenset[str] = frozenset()
 
 
+def part_of(table: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
+    """The places of a table that are kept along each dim; None keeps all."""
+    for dim, own in enumerate(kept):
+        if own is not None and len(own) < table.shape[dim]:
+            table = table.index_select(dim, own)
+    return table
+
+
 @dataclass(slots=True)
 class ChoiceCost:
     """Time and memory of each choice, or pair of choices."""
@@ -36,11 +44,7 @@ class ChoiceCost:
 
     def of(self, *kept: Tensor) -> ChoiceCost:
         """Of some choices of each variable."""
-        time, memory = self.time, self.memory
-        for dim, own in enumerate(kept):
-            if len(own) < time.shape[dim]:
-                time, memory = time.index_select(dim, own), memory.index_select(dim, own)
-        return ChoiceCost(time, memory)
+        return ChoiceCost(part_of(self.time, kept), part_of(self.memory, kept))
 
     def weighed(self, price: float) -> Tensor:
         """Time, with µs for each byte."""

@@ -205,8 +205,9 @@ def make_exit(
             if apart and (x.frame is not held or x.uneven):
                 return None
             spec = specs.get((x.shape, x.dtype))
-            fits = getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked
-            if spec is not None and fits and x.layout is torch.strided:
+            if spec is None or x.layout is not torch.strided:
+                return None
+            if getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked:
                 return pair(x, spec)
         return None
 

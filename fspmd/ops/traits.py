@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-# how a transform runs a custom Function
 from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import LINEAR, WHEN, plain_name
 from fspmd.torch_internals import (

@@ -387,7 +387,7 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
             break
     node.meta.update(
         value=Value(tuple(block.shape), block.dtype),
-        held=(held, is_uneven(x)) if (held := held_frame(x)) is not None else None,
+        held=(held_frame(x), is_uneven(x)) if is_simulated(x) else None,
         device=x.device,
         strides=_strides(block),
         storage=storage,

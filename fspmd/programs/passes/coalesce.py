@@ -72,12 +72,12 @@ class Coalesce:
                 gone += len(bucket.members) - 1
         return gone
 
-    def _buckets(self, program: Program) -> list[_Pack]:
+    def _buckets(self, program: Program) -> list[_CollectiveBucket]:
         forget(program, _NAME)
         before = dependencies(program)
-        open_: dict[Hashable, _Pack] = {}
+        open_: dict[Hashable, _CollectiveBucket] = {}
         closed: dict[Hashable, fx.Node] = {}  # by the step that closed it
-        done: list[_Pack] = []
+        done: list[_CollectiveBucket] = []
         for place, node in enumerate(list(program.graph.nodes)):
             key = _key(node)
             for kind, bucket in list(open_.items()):
@@ -89,7 +89,7 @@ class Coalesce:
                     closed[kind] = node
             if key is None:
                 continue
-            bucket = open_.setdefault(key, _Pack())
+            bucket = open_.setdefault(key, _CollectiveBucket())
             if not bucket.members and key in closed:
                 leave(node, _NAME, "a step that needs earlier ones of its kind stands between, or is it:", closed[key])
             if bucket.members and (why := self._beside(bucket, node)):
@@ -97,11 +97,11 @@ class Coalesce:
                 if bucket.bytes < _bytes(node):  # the smaller one stays open
                     continue
                 done.append(bucket)
-                bucket = open_[key] = _Pack()
+                bucket = open_[key] = _CollectiveBucket()
             bucket.add(node, place)
         return done + list(open_.values())
 
-    def _beside(self, bucket: _Pack, node: fx.Node) -> str:
+    def _beside(self, bucket: _CollectiveBucket, node: fx.Node) -> str:
         """Why a collective is not packed with those of a bucket."""
         if bucket.bytes + _bytes(node) > self.bucket:
             return f"at most {self.bucket:,.0f} bytes become one; it is packed apart from"
@@ -109,7 +109,7 @@ class Coalesce:
 
 
 @dataclass(slots=True)
-class _Pack:
+class _CollectiveBucket:
     """Collectives to pack, and the steps that depend on them."""
 
     members: list[fx.Node] = field(default_factory=list)
@@ -236,7 +236,7 @@ def unpacked(rows: Tensor, start: int, width: int, shape: Shape, strides: Shape 
     return found.new_empty_strided(shape, strides).copy_(found)
 
 
-def _pack(bucket: _Pack) -> None:
+def _pack(bucket: _CollectiveBucket) -> None:
     """Put a step that packs, the collective, and a step for each result before the steps that use the results."""
     last = bucket.members[-1]
     graph = last.graph

@@ -73,7 +73,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
-class _OverlappedCall:
+class _CollectiveFlight:
     node: fx.Node
     views: list[fx.Node]  # its views, which move with it
     begin: Place
@@ -88,7 +88,7 @@ class _Schedule:
     before: dict[fx.Node, set[fx.Node]]
     budget: float
     overtake: bool
-    flights: list[_OverlappedCall] = field(default_factory=list)
+    flights: list[_CollectiveFlight] = field(default_factory=list)
     moved: dict[fx.Node, Place] = field(default_factory=dict)  # places of views that are taken when needed
     _index: dict[fx.Node, int] = field(default_factory=dict)
     _needed: dict[fx.Node, int] = field(default_factory=dict)  # the first step that needs each
@@ -130,7 +130,7 @@ class _Schedule:
         for i in range(begin, wait + 1):
             self._load[i] += nbytes
 
-    def _flight(self, node: fx.Node, last: Place) -> _OverlappedCall | None:
+    def _flight(self, node: fx.Node, last: Place) -> _CollectiveFlight | None:
         """The longest flight of a collective within the budget; None for none."""
         here, wait = self._index[node], self._needed.get(node, 0)
         earliest = max([last, *map(self._ready, self.before[node])])
@@ -141,7 +141,7 @@ class _Schedule:
         if begin[0] > here or wait <= here:
             return None
         views = [one for one in _views_of(node) if self._index[one] >= begin[0]]
-        return _OverlappedCall(node, views, max(earliest, begin), (wait, _WAIT))
+        return _CollectiveFlight(node, views, max(earliest, begin), (wait, _WAIT))
 
     def _ready(self, node: fx.Node) -> Place:
         """The place from which the result of a step is there; views are taken when needed."""
