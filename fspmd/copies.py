@@ -30,7 +30,7 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 def as_copies(out: Any, x: Tensor, name: str) -> Any:
     """The results of a function, which should be views of a block, as copies of it; each in memory that is not its."""
     memory = memory_of(x)
-    above: torch.UntypedStorage | None = getattr(memory, _ROOT, _nothing)()
+    above: torch.UntypedStorage | None = getattr(memory, _ROOT, _no_storage)()
     root = memory if above is None else above  # an empty storage is False
     every = [out] if isinstance(out, Tensor) else out
     found = [one.clone() if memory_of(one) is memory else one for one in every]
@@ -44,7 +44,7 @@ def as_copies(out: Any, x: Tensor, name: str) -> Any:
     return found[0] if isinstance(out, Tensor) else type(out)(found)
 
 
-def _nothing() -> None:
+def _no_storage() -> None:
     return None
 
 

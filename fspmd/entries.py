@@ -219,7 +219,7 @@ def runs(sizes: Iterable[int], finer: Sequence[tuple[int, T]]) -> Iterator[tuple
 
 
 @functools.lru_cache(maxsize=4096)
-def taken_apart(
+def unflattened_axes(
     entry: Entry, sizes: tuple[int, ...], axis_sizes: tuple[tuple[str, int], ...]
 ) -> tuple[Axes, ...] | None:
     """The axes of each of some dims, into which the blocks of a dim with that entry can be viewed; None: they cannot.
@@ -227,7 +227,7 @@ def taken_apart(
     ``entry`` is as `joined` gives it. Axes keep their order; those that may stand on several dims stand on the first
     that has more than one element.
 
-    >>> taken_apart("x", (4, 6), (("x", 2),)), taken_apart("x", (3, 4), (("x", 2),))
+    >>> unflattened_axes("x", (4, 6), (("x", 2),)), unflattened_axes("x", (3, 4), (("x", 2),))
     ((('x',), ()), None)
     """
     axes, of_mesh = axes_within(entry), dict(axis_sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fspmd.body import state
 from fspmd.errors import ArgumentError, MeshError
-from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.tracing import refuse_traced
 
@@ -12,7 +12,7 @@ from fspmd.tracing import refuse_traced
 def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     found = mesh or current_mesh()
     if found is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")

@@ -39,11 +39,11 @@ PAIRS: Final[dict[str, Pair]] = {
     row[0]: Pair(*row)
     for row in (
         ("psum", "V", "I", "reduce_once", "invariant_to_varying", "[A] [B] => A+B"),
-        ("invariant_to_varying", "I", "V", "apart", "psum", "A => [A] [A]"),
+        ("invariant_to_varying", "I", "V", "per_rank", "psum", "A => [A] [A]"),
         ("psum_unreduced", "U", "I", "reduce_once", "invariant_to_reduced", "[+A] [+B] => A+B"),
         ("invariant_to_reduced", "I", "R", "pick", "psum_unreduced", "A => A"),
         ("psum_to_reduced", "U", "R", "reduce_once", "psum_to_reduced", "[+A] [+B] => A+B"),
-        ("reduced_to_varying", "R", "V", "apart", "varying_to_unreduced", "A => [A] [A]"),
+        ("reduced_to_varying", "R", "V", "per_rank", "varying_to_unreduced", "A => [A] [A]"),
         ("varying_to_unreduced", "V", "U", "alias", "reduced_to_varying", "[A] [B] => [+A] [+B]"),
         ("invariant_to_unreduced", "I", "U", "at_root", "reduced_to_invariant", "A => [+A] [+0]"),
         ("reduced_to_invariant", "R", "I", "pick", "invariant_to_unreduced", "A => A"),
@@ -77,7 +77,7 @@ PAIRS: Final[dict[str, Pair]] = {
         ("broadcast_invariant", "V", "I", "broadcast_once", "invariant_to_root", "[A] [B] => A"),
         ("invariant_to_root", "I", "V", "at_root", "broadcast_invariant", "A => [A] [0]"),
         # a simulated value equal on all ranks, from here on one copy per rank
-        ("apart", "V", "V", "apart", "identity", "[A] [A] => [A] [A]"),
+        ("per_rank", "V", "V", "per_rank", "identity", "[A] [A] => [A] [A]"),
         ("identity", "V", "V", "alias", "identity", "[A] [B] => [A] [B]"),
         # of any types: blocks viewed with other dims, the same elements in the same order
         ("view", "V", "V", "view", "view", "[A] [B] => [A'] [B'], of which dims are products or factors of theirs"),

@@ -26,10 +26,10 @@ from fspmd.entries import (
     factors_of,
     joined,
     sized,
-    taken_apart,
+    unflattened_axes,
 )
 from fspmd.errors import MeshError, ShapeError, SpecError
-from fspmd.meshes.mesh import Mesh, load_mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh, load_mesh, mesh_advice
 from fspmd.messages import counted, described, quoted
 
 _NONE: Final[frozenset[str]] = frozenset()
@@ -254,9 +254,9 @@ class TensorSpec:
             return self
         return _dual(self)
 
-    def taken_apart(self, dim: int, sizes: tuple[int, ...]) -> tuple[Axes, ...] | None:
+    def unflattened_axes(self, dim: int, sizes: tuple[int, ...]) -> tuple[Axes, ...] | None:
         """The axes of each of some dims, as which the blocks of one dim can be viewed; None: they cannot."""
-        return taken_apart(self.partition[dim], sizes, tuple(self.mesh.shape.items()))
+        return unflattened_axes(self.partition[dim], sizes, tuple(self.mesh.shape.items()))
 
     def viewed(self, sizes: Sequence[Sequence[int]], axes: Sequence[Sequence[tuple[str, ...]]]) -> TensorSpec:
         """The tensor with each dim viewed as dims of some sizes, cut by some axes; pending sums stay."""
@@ -286,7 +286,7 @@ SAVED: Final = (TensorSpec, Flat, _rebuild, load_mesh)
 def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
     call = "TensorSpec(mesh, P('x'), (8, 4), torch.float32)"
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"TensorSpec got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
+        raise MeshError(f"TensorSpec got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ShapeError(f"TensorSpec got {described(shape)} for shape; give it the global shape: {call}")
     if not isinstance(dtype, torch.dtype):

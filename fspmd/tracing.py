@@ -119,7 +119,7 @@ def refuse_tracer(x: Any) -> None:
         raise untraceable(x)
 
 
-def take_apart(x: torch.Tensor) -> None:
+def note_block_use(x: torch.Tensor) -> None:
     """Tell who records of a value, before its blocks are used apart: else these would be there before, and it not."""
     if _active and (records := recorder()) is not None:
         records.node_of(x)

@@ -135,7 +135,7 @@ class Entries:
     noun: str
 
 
-def _instead_of_spec(given: Any) -> str:
+def _spec_advice(given: Any) -> str:
     if isinstance(given, str):
         return f"write P({given!r})"
     if type(given) in (tuple, list):
@@ -143,7 +143,7 @@ def _instead_of_spec(given: Any) -> str:
     return "write P()" if given is P else "expected a P such as P('x'), or None for a static value"
 
 
-SPECS: Final = Entries(lambda x: x is None or isinstance(x, P), _instead_of_spec, "P")
+SPECS: Final = Entries(lambda x: x is None or isinstance(x, P), _spec_advice, "P")
 DIMS: Final = Entries(
     lambda x: x is None or type(x) is int, lambda _: "expected an int, or None where not mapped", "dim"
 )

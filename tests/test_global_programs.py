@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh, psum, shard_map
-from fspmd.local_view.empty_blocks import connected
+from fspmd.local_view.empty_blocks import call_with_empty_blocks
 
 #: writes into views that had to be moved, into what such a view was taken of, and into pending sums
 REFUSED = ("writes into a copy", "would not see the write", "would change how its operand lies")
@@ -163,7 +163,7 @@ def test_and_on_processes(ranks: int) -> None:
 def test_an_empty_block_holds_no_graph_after_backward() -> None:
     """Of gradients with a graph of their own, which are never gone through again."""
     x = torch.ones(0, 3, requires_grad=True)
-    y = connected(torch.prod, x.sin(), 1)
+    y = call_with_empty_blocks(torch.prod, x.sin(), 1)
     (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
     alive = weakref.ref(y.grad_fn)
     del x, y, g

@@ -168,7 +168,7 @@ MODEL: dict[str, Callable[[Blocks, Options], Blocks]] = {
     "psum_to_root": reduce_to_root,
     "broadcast_invariant": broadcast,
     "invariant_to_root": at_root,
-    "apart": same,
+    "per_rank": same,
     "identity": same,
     "held_once": first,
     "psum_varying": reduce,
@@ -324,7 +324,7 @@ def test_the_transpose_of_the_transpose_is_the_row_itself(name: str) -> None:
     back = PAIRS[row.transpose]
     # a transpose keeps copies apart as they are; of equal copies the first is the mean
     assert PAIRS[back.transpose].name == {
-        "apart": "identity",
+        "per_rank": "identity",
         "held_once": "identity",
         "leave_unchecked": "mean_unchecked",
     }.get(name, name)

@@ -234,7 +234,7 @@ def test_trees(mesh: str, local: bool) -> None:
         torch.testing.assert_close(device_get(grad), x.grad)
 
 
-FREE = {"alias", "apart", "pick", "slice", "at_root"}
+FREE = {"alias", "per_rank", "pick", "slice", "at_root"}
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -57,12 +57,12 @@ class _LaidOutNode:
         """As that of the node, for a hook on gradients laid out; zeros stand where nothing has a gradient."""
         likes, leaves = self._likes, self._leaves
 
-        def on_blocks(after: tuple[Tensor | None, ...], before: tuple[Tensor | None, ...]) -> Any:
+        def local_hook(after: tuple[Tensor | None, ...], before: tuple[Tensor | None, ...]) -> Any:
             filled = [torch.zeros_like(local_of(x)) if g is None else g for g, x in zip(after, likes, strict=True)]
             found = hook(tuple(map(laid_out, filled, likes)), tuple(map(laid_out, before, likes)))
             return None if found is None else tuple(map(_block, found, likes, after, leaves))
 
-        return self._node.register_hook(on_blocks)
+        return self._node.register_hook(local_hook)
 
 
 def _block(gradient: Any, like: Any, before: Tensor | None, leaf: bool) -> Any:

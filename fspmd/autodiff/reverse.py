@@ -32,7 +32,7 @@ from fspmd.autodiff.leaves import (
 )
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
-from fspmd.local_view.closures import INNER, depends_on_others
+from fspmd.local_view.closures import INNER, uses_closed_over
 from fspmd.local_view.modes import leave_to_python
 from fspmd.local_view.tracking import own
 from fspmd.remembered import ask_gradient, hold_casts, let_go
@@ -43,7 +43,7 @@ from fspmd.trees import parameter_names
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
 
-leave_to_python(depends_on_others, "it looks at the graph that autograd has made")
+leave_to_python(uses_closed_over, "it looks at the graph that autograd has made")
 
 _run_backward: Final[Any] = execution_engine.run_backward
 
@@ -118,11 +118,11 @@ def _trace(
         raise ArgumentError("gradients were asked for in torch.inference_mode(), where there are none; use no_grad")
     followed = torch.is_grad_enabled()
     try:
-        inputs, values, connected = _fresh(leaves, followed)
+        inputs, values, call_with_empty_blocks = _fresh(leaves, followed)
     except (AttributeError, RuntimeError):
         check_leaves(leaves, labels, what)
         raise
-    create = connected or (followed and DEPTH.value > 0)
+    create = call_with_empty_blocks or (followed and DEPTH.value > 0)
     tree = together(values)
     kept = None
     DEPTH.value += 1
@@ -141,7 +141,7 @@ def _trace(
         out, aux = _with_aux(out)
     if not create and followed:
         outs = [out] if isinstance(out, Tensor) and not has_aux else flatten((out, aux))[0]
-        create = depends_on_others([x.local if type(x) is Sharded else x for x in outs])
+        create = uses_closed_over([x.local if type(x) is Sharded else x for x in outs])
     return inputs, out, aux if create or not has_aux else detached(aux), create, kept
 
 
@@ -155,13 +155,13 @@ def _with_aux(out: Any) -> tuple[Any, Any]:
 def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], bool]:
     """New leaves of autograd, or views of what it follows; the values that have them; whether any is a view."""
     inner = state.body
-    fresh, values, connected = [], [], False
+    fresh, values, call_with_empty_blocks = [], [], False
     with DisableTorchFunction():
         for leaf in leaves:
             whole = type(leaf) is Sharded
             x = leaf.block if whole else leaf
             if followed and x.requires_grad:
-                connected = True
+                call_with_empty_blocks = True
                 y = x.view_as(x)
                 ask_gradient(y)
             else:
@@ -172,7 +172,7 @@ def _fresh(leaves: list[Any], followed: bool) -> tuple[list[Tensor], list[Any], 
                 typed(y, x)
             fresh.append(y)
             values.append(y if not whole else pair(y, leaf.spec) if leaf.form is leaf.spec else alike(y, leaf))
-    return fresh, values, connected
+    return fresh, values, call_with_empty_blocks
 
 
 def _autograd(

@@ -63,7 +63,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
     if not axes:
         return x
     if not body.checked:  # there are no types, but each rank needs a copy of its own
-        own = call("apart", body.mesh, axes)
+        own = call("per_rank", body.mesh, axes)
         return optree.tree_unflatten(treedef, [apply(leaf, own) for leaf in leaves]) if to == "varying" else x
     results: list[Any] = list(leaves)
 

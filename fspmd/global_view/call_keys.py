@@ -72,10 +72,10 @@ def keyed(func: Any, arg: Any, at: int | str | None = None) -> Any:
         return hashable(arg)
     free = _free.get(func) or free_numbers(func)
     if isinstance(arg, Integral):
-        return kind if int in kinds or (at in free.places and arg not in free.apart) else hashable(arg)
+        return kind if int in kinds or (at in free.places and arg not in free.distinct) else hashable(arg)
     if isinstance(arg, Real):  # NumPy's have types of their own
-        apart = not free.apart or arg in free.apart or isnan(arg)
-        return kind if float in kinds or not apart else hashable(arg)
+        distinct = not free.distinct or arg in free.distinct or isnan(arg)
+        return kind if float in kinds or not distinct else hashable(arg)
     return kind if complex in kinds else hashable(arg)
 
 

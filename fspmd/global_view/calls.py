@@ -47,7 +47,7 @@ class Calls:
     def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
         """What becomes of a call."""
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-        whole = [whole_of(x) if isinstance(x, Sharded) else x for x in leaves]
+        whole = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
         key = (func, treedef, tuple(map(hashable, whole)))
         if key not in self._known:
             plain: Any = treedef.unflatten(whole)
@@ -71,7 +71,7 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_torch(Tensor.clone, args[:1], {})
 
 
-def whole_of(x: Sharded) -> Sharded:
+def as_replicated(x: Sharded) -> Sharded:
     """The same, as if it lay whole on every rank."""
     return Sharded(x.local, x.spec.with_partition(P())) if x.spec.partition.mentioned else x
 

@@ -61,7 +61,7 @@ class Combination:
             self.most += len(results) * price("reduce", mesh, tuple(pending), held, held, topology).time / 2
 
 
-def ways(
+def combinations(
     factors: Factors,
     linear: str,
     operands: Sequence[TensorSpec],

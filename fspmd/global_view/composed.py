@@ -16,11 +16,11 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
-from fspmd.global_view.interceptors import instead_of_dispatch
+from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import working
 from fspmd.global_view.operands import places_of
 from fspmd.global_view.outcomes import joined, on_meta
-from fspmd.global_view.propagate import OpPlan, Question, as_whole
+from fspmd.global_view.propagate import OpPlan, Question, opaque_plan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.global_view.unruled import Run
@@ -43,7 +43,7 @@ def cheaper(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if plan.in_parts and plan.whole is not None:
         tree: Any = (args, kwargs)
         if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree) if isinstance(x, Sharded)):
-            return as_whole(_Either(func, plan.whole))
+            return opaque_plan(_Either(func, plan.whole))
     return plan
 
 
@@ -71,16 +71,16 @@ class _Either:
         if followed not in self.gathers:
             self.gathers[followed] = _writes_if_gathered(self.parts, leaves, treedef, followed)
         written = self.gathers[followed]
-        return self.parts(args, kwargs) if written is None else self._on_whole(leaves, treedef, written)
+        return self.parts(args, kwargs) if written is None else self._run_replicated(leaves, treedef, written)
 
-    def _on_whole(self, leaves: Sequence[Any], treedef: Any, written: Sequence[int]) -> Any:
+    def _run_replicated(self, leaves: Sequence[Any], treedef: Any, written: Sequence[int]) -> Any:
         """All operands first made whole; ``written`` are the places of those that the function writes into."""
         for i in written:
             refuse_copy(leaves[i].local, shown(self.func))
         given, whole = list(leaves), dict[int, Sharded]()
         for i, x in enumerate(leaves):
             if isinstance(x, Sharded) and x.spec.partition.mentioned:
-                whole[i] = given[i] = _made_whole(x)
+                whole[i] = given[i] = _replicated(x)
         args, kwargs = treedef.unflatten(given)
         out: Any = self.parts(args, kwargs)
         for i in {*written} & whole.keys():
@@ -96,7 +96,7 @@ def _is_followed(x: Sharded | Tensor) -> bool:
     return is_float(x.dtype) and (transformed or (torch.is_grad_enabled() and bool(x.requires_grad)))
 
 
-def _made_whole(x: Sharded) -> Sharded:
+def _replicated(x: Sharded) -> Sharded:
     spec = x.spec.with_partition(P())
     return alike(redistribute(x.local, x.spec, spec), x, spec)
 
@@ -117,7 +117,7 @@ def _writes_if_gathered(
     ]
     args, kwargs = treedef.unflatten(given)
     try:
-        with instead_of_dispatch(lambda _: by.dispatch), kept():
+        with intercept_dispatch(lambda _: by.dispatch), kept():
             parts(args, kwargs)
     except Exception:
         return None
@@ -170,7 +170,7 @@ class _Reckoner:
 
     def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = operands_of(question, args, kwargs)
-        specs = [x.spec if isinstance(x, Sharded) else _whole(x, self._mesh) for x in values]
+        specs = [x.spec if isinstance(x, Sharded) else _replicated_spec(x, self._mesh) for x in values]
         follows = torch.is_grad_enabled() and name_of(func) != "detach"
         followed = frozenset([i for i, x in enumerate(values) if follows and id(x) in self._followed])
         laid = question.at(specs)._replace(gradients=followed)
@@ -222,5 +222,5 @@ class _Reckoner:
         return joined(outcome.kind, made)
 
 
-def _whole(x: Tensor, mesh: Mesh) -> TensorSpec:
+def _replicated_spec(x: Tensor, mesh: Mesh) -> TensorSpec:
     return TensorSpec(mesh, P(), tuple(x.shape), x.dtype)

@@ -21,7 +21,7 @@ from fspmd.spec import P, TensorSpec
 Sizes = tuple[int, ...]
 
 
-class Products(NamedTuple):
+class ViewedCall(NamedTuple):
     """A call whose dims are taken apart: of which sizes each dim of the operands and of the results is a product."""
 
     factors: Factors  # of the views
@@ -36,7 +36,7 @@ class Products(NamedTuple):
         """Operands and results, not laid out yet, with a dim for each size."""
         operands = []
         for spec, sizes in zip(self.operands, self.before, strict=True):
-            axes = [spec.taken_apart(d, own) for d, own in enumerate(sizes)]
+            axes = [spec.unflattened_axes(d, own) for d, own in enumerate(sizes)]
             operands.append(spec.viewed(sizes, [own for own in axes if own is not None]))
         rows = zip(self.results, self.after, strict=True)
         return operands, [spec.viewed(sizes, [((),) * len(own) for own in sizes]) for spec, sizes in rows]
@@ -61,9 +61,9 @@ def _together(view: P, sizes: Sequence[Sizes]) -> P:
     return P(*found, unreduced=view.unreduced, reduced=view.reduced)
 
 
-def products_of(
+def viewed_call(
     row: Row, factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
-) -> Products | None:
+) -> ViewedCall | None:
     """The call on views; None where no dim is `Flat`, nor is of a reshape."""
     if row.rule is reshaped and results[0].dtype is operands[0].dtype:
         found = regrouped(operands[0], results[0])
@@ -71,13 +71,13 @@ def products_of(
             return found
     if True not in [spec.flat for spec in operands]:
         return None
-    return apart(factors, operands, results, row.body is not None)
+    return with_flat_dims_split(factors, operands, results, row.body is not None)
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------
 
 
-def regrouped(spec: TensorSpec, result: TensorSpec) -> Products | None:
+def regrouped(spec: TensorSpec, result: TensorSpec) -> ViewedCall | None:
     """A reshape of which each block is that of a block; None: it has to move something, or no dim is sharded."""
     if not spec.partition.axes or 0 in spec.shape:
         return None
@@ -101,7 +101,7 @@ def regrouped(spec: TensorSpec, result: TensorSpec) -> Products | None:
                     sizes[d], factors[d] = zip(*part, strict=True)
         axes: list[Axes] = []
         for d in source:
-            own_axes = spec.taken_apart(d, before[d])
+            own_axes = spec.unflattened_axes(d, before[d])
             if own_axes is None or (spec.shape[d] == 1 and d in cut):
                 return None
             axes += own_axes if dims[d][0] is not None else ()
@@ -113,7 +113,7 @@ def regrouped(spec: TensorSpec, result: TensorSpec) -> Products | None:
     dims, new = ([tuple(names.get(f, f) for f in own) for own in side] for side in (dims, new))
     of_atoms = Factors((_flattened(dims),), (_flattened(new),))
     lies = P(*entries, unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)
-    return Products(of_atoms, [spec], [result], [before], [after], lies)
+    return ViewedCall(of_atoms, [spec], [result], [before], [after], lies)
 
 
 def _flattened(dims: Iterable[Dims]) -> Dims:
@@ -123,7 +123,9 @@ def _flattened(dims: Iterable[Dims]) -> Dims:
 # --- other functions --------------------------------------------------------------------------------------------------
 
 
-def apart(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], bodied: bool) -> Products:
+def with_flat_dims_split(
+    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], bodied: bool
+) -> ViewedCall:
     """The call on views of operands of which some have a `Flat` dim, and of such as have the same dims.
 
     Where an operand cannot be viewed as another, or a body or a rule needs consecutive blocks, its layout is first
@@ -149,7 +151,7 @@ def apart(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[Te
     named = (f for one in readings for dims in (*one.operands, *one.results) for f in dims if f is not None)
     first = 1 + max(named, default=0)
     ways = [one for reading in readings if (one := _split(reading, before, after, first)) is not None]
-    return Products(ways[0]._replace(others=tuple(ways[1:])), specs, results, before, after)
+    return ViewedCall(ways[0]._replace(others=tuple(ways[1:])), specs, results, before, after)
 
 
 def _flat(dims: Dims, spec: TensorSpec) -> list[int | None]:
@@ -197,7 +199,7 @@ def _agreed(factor: int, factors: Factors, specs: list[TensorSpec]) -> Sizes:
     sizes, lead, fit = tuple(n for n, _ in specs[i].factors[d]), specs[i].partition[d], [(i, d)]
     for i, d in others:
         finer = refined(sizes, [n for n, _ in specs[i].factors[d]])
-        if finer is None or any(specs[k].taken_apart(e, finer) is None for k, e in (*fit, (i, d))):
+        if finer is None or any(specs[k].unflattened_axes(e, finer) is None for k, e in (*fit, (i, d))):
             like = specs[i].partition
             free = set(axes_within(lead)).isdisjoint(like.mentioned - set(axes_within(like[d])))
             specs[i] = _with_entry(specs[i], d, lead if free else None)

@@ -17,7 +17,7 @@ _changing = threading.Lock()
 
 
 @contextmanager
-def instead_of_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
+def intercept_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
     """While the block runs, ``over(below)`` has the calls of this thread on `Sharded` values, in place of ``below``."""
     thread = threading.get_ident()
     with _changing:

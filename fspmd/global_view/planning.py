@@ -21,7 +21,7 @@ from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
-from fspmd.global_view.propagate import OpPlan, as_whole
+from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import TOLD, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
@@ -50,18 +50,18 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         refuse_higher_order(func, [x.spec for x in sharded_values(args, kwargs)])
     if kwargs:
         if any(isinstance(kwargs.get(name), Tensor) for name in _numbers_of(func)):
-            return as_whole(functools.partial(_with_numbers, func))
+            return opaque_plan(functools.partial(_with_numbers, func))
         if not isinstance(func, FunctionType) and by_own_names(func, args, kwargs) != (args, kwargs):
-            return as_whole(lambda args, kwargs: call_torch(func, *by_own_names(func, args, kwargs)))
+            return opaque_plan(lambda args, kwargs: call_torch(func, *by_own_names(func, args, kwargs)))
     if any(map(_is_of_numpy, optree.tree_leaves((args, kwargs), none_is_leaf=True))):
-        return as_whole(functools.partial(_with_own_numbers, func))
+        return opaque_plan(functools.partial(_with_own_numbers, func))
     if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
-        return as_whole(functools.partial(_with_truths, func))
+        return opaque_plan(functools.partial(_with_truths, func))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
         if any(map(_is_index, tensors_of(args[1:], kwargs))):
-            return as_whole(functools.partial(_with_numbers, func))
+            return opaque_plan(functools.partial(_with_numbers, func))
         raise
     except VarianceError:
         if is_sharded(args[0]):  # a write that its layout does not allow, into what should have been a view
@@ -81,7 +81,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
                 f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
     if kwargs and kwargs.get("out") is not None and func is not F.normalize:
-        return as_whole(functools.partial(written_into, func))
+        return opaque_plan(functools.partial(written_into, func))
     if kwargs or not _is_ruled(func) or _is_not_defined(func, args):
         aside = _aside(func, args, kwargs, len(tensors))
         if aside is not None:
@@ -91,7 +91,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     if plan is not None:
         return plan
     run, in_parts = unruled(func, specs, args, kwargs)
-    return as_whole(run, in_parts=in_parts)
+    return opaque_plan(run, in_parts=in_parts)
 
 
 def _check_beside(func: Any, tensors: list[Any]) -> None:
@@ -118,23 +118,23 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
     """The plan of a call, with so many tensors, that comes before any rule."""
     _check_device(func, args, kwargs)
     if _is_not_defined(func, args):
-        return as_whole(lambda args, kwargs: NotImplemented)
+        return opaque_plan(lambda args, kwargs: NotImplemented)
     registered = is_registered(func)
     if not registered and (handler := handler_of(func)) is not None:
-        return as_whole(functools.partial(_tried, func, handler))
+        return opaque_plan(functools.partial(_tried, func, handler))
     if args and type(args[0]) is Sharded and _says_inplace(func, args, kwargs):
-        return as_whole(functools.partial(_in_place, func))
+        return opaque_plan(functools.partial(_in_place, func))
     if registered:
         return None
     if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
-        return as_whole(_to_dtype_of)
+        return opaque_plan(_to_dtype_of)
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
-            return as_whole(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
-        return as_whole(functools.partial(_tried, func, composite), in_parts=True)
+            return opaque_plan(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
+        return opaque_plan(functools.partial(_tried, func, composite), in_parts=True)
     if is_ragged(func, tensors, args):
         told = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))  # of any start
-        return as_whole(functools.partial(_with_numbers if told else gathered, func))
+        return opaque_plan(functools.partial(_with_numbers if told else gathered, func))
     return None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.forms import Strided, Strides, form_of, packed
 from fspmd.global_view.call_keys import keyed
-from fspmd.global_view.flat_dims import Products, products_of
+from fspmd.global_view.flat_dims import ViewedCall, viewed_call
 from fspmd.global_view.local_calls import (
     as_block,
     as_even_block,
@@ -44,7 +44,7 @@ from fspmd.global_view.outcomes import (
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.sharded_bodies import as_local_call
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
-from fspmd.local_view.empty_blocks import connected
+from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, argument_of, at, by_signature, in_order, may_view, stand_in_order
@@ -111,10 +111,10 @@ class Question(NamedTuple):
     fixed: bool  # the call writes into its first operand
     viewed: Place | None  # the operand of which it gives views
     names: tuple[str, ...]  # of the keyword arguments
-    products: Products | None  # the call on views, of which strategies are found, where dims are `Flat`
+    products: ViewedCall | None  # the call on views, of which strategies are found, where dims are `Flat`
     plain: frozenset[int] = frozenset()  # operands that are no `Sharded`
     lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
-    apart: bool = False  # blocks may be viewed where torch copies
+    may_alias: bool = False  # blocks may be viewed where torch copies
     loose: bool = False  # it gives views of some blocks, and copies of those that lie otherwise in memory
     gradients: frozenset[int] = frozenset()  # operands that will have one
 
@@ -138,7 +138,7 @@ class Question(NamedTuple):
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """The same of other layouts of the operands."""
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
-        return self._replace(operands=operands, products=products_of(self.row, self.factors, specs, self.results))
+        return self._replace(operands=operands, products=viewed_call(self.row, self.factors, specs, self.results))
 
     def solve(self, choose: Callable[..., T], **options: Any) -> T:
         """The strategy, or strategies, that ``choose`` takes; where dims are `Flat` of views."""
@@ -198,7 +198,7 @@ def ask(
     if outcome is None:
         return None
     after = [shape for shape, _ in outcome.results]
-    results = [_whole(shape, dtype, specs[0]) for shape, dtype in outcome.results]
+    results = [_undecided_spec(shape, dtype, specs[0]) for shape, dtype in outcome.results]
     try:
         factors = row.rule(Whole(shapes, plain, kwargs, after)) if told is None else told
     except (IndexError, TypeError) as error:  # no such dim, or no dim
@@ -221,7 +221,7 @@ def ask(
     if told is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, func, args, kwargs, specs, results[0])
-    products = products_of(row, factors, specs, results)
+    products = viewed_call(row, factors, specs, results)
     bare = frozenset([i for i, x in enumerate(values) if type(x) is not Sharded])
     viewed = None if fixed else outcome.bases[0]
     copies = outcome.bases[0] is None and not fixed and outcome.kind is None
@@ -238,7 +238,7 @@ def ask(
         products=products,
         plain=bare,
         lying=outcome.lying,
-        apart=copies and results[0].dtype is specs[0].dtype and may_view(func),
+        may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
     )
 
@@ -292,7 +292,7 @@ def _refuse_expanded(func: Any, x: Any) -> None:
         )
 
 
-def _whole(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
+def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
     """A result that is not laid out yet: of some layout, which does not count."""
     if (shape, dtype) == (like.shape, like.dtype):
         return like
@@ -316,7 +316,7 @@ def plan_of(
         casts, copies = (), question.viewed
         local = _body(func, question, best, final)
     else:
-        local = _on_blocks(func, question, best, final, copies)
+        local = _local_run(func, question, best, final, copies)
     if written and row.sets:
         local = functools.partial(set_in, local)
     return OpPlan(
@@ -370,7 +370,7 @@ def _body(func: Any, question: Question, best: Strategy, final: tuple[TensorSpec
     return as_local_call(question.row.body, shown(func), site, places, final, linear=bool(question.linear))
 
 
-def _on_blocks(
+def _local_run(
     func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...], copies: Place | None
 ) -> Callable[..., Any]:
     """What runs on blocks that lie as a strategy has them; ``copies``: of an operand that was moved for that."""
@@ -392,10 +392,10 @@ def _on_blocks(
         if first.mesh.transport == "simulation":
             local = functools.partial(rank_by_rank, local, not writes_blocks)
         elif not writes_blocks and question.viewed is None:
-            local = functools.partial(connected, local)
+            local = functools.partial(call_with_empty_blocks, local)
     if question.loose and row.blocks is None:
         local = functools.partial(packed_if_need_be, local)
-    if question.apart:
+    if question.may_alias:
         return functools.partial(in_own_memory, local)
     if question.loose and copies is None:
         return functools.partial(view_or_copy, local, shown(func), _merged(question))
@@ -417,7 +417,7 @@ def _merged(question: Question) -> tuple[tuple[int, int], ...]:
     return tuple([pair for run in large for pair in itertools.pairwise(run)])
 
 
-def as_whole(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, in_parts: bool = False) -> OpPlan:
+def opaque_plan(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, in_parts: bool = False) -> OpPlan:
     """The plan of a call that is more than one local call; ``in_parts``: calls of other functions alone."""
     return OpPlan((), True, (), (), _never, whole=run, in_parts=in_parts)
 

@@ -68,11 +68,11 @@ def _as_told(x: Any, wanted: bool, operands: list[Any]) -> Any:
         return x
     if not wanted:
         return alike(x.local.detach(), x)
-    nothings = [_nothing_of(one.local if isinstance(one, Sharded) else one) for one in operands]
+    nothings = [_zero_depending_on(one.local if isinstance(one, Sharded) else one) for one in operands]
     return alike(_tied(x.local, *nothings), x)
 
 
-def _nothing_of(x: Tensor) -> Tensor:
+def _zero_depending_on(x: Tensor) -> Tensor:
     """Depends on ``x``, with a gradient of zeros; nothing is kept for it."""
     return x.flatten()[:0].sum()
 

@@ -8,7 +8,7 @@ from typing import Any
 from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.outcomes import Outcome, begun, on_meta
-from fspmd.global_view.propagate import OpPlan, as_whole
+from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import shown
 from fspmd.ops.signatures import at
 from fspmd.rules import ENGINE, writes
@@ -30,7 +30,7 @@ def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[st
             _relay(found, outcome, given)
         return out
 
-    return as_whole(relaid, in_parts=plan.in_parts)
+    return opaque_plan(relaid, in_parts=plan.in_parts)
 
 
 def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome | None:

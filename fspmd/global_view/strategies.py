@@ -18,7 +18,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, axes_within, entry_axes
-from fspmd.global_view.choices import Combination, ways
+from fspmd.global_view.choices import Combination, combinations
 from fspmd.global_view.layouts import CallLayouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import closely
 from fspmd.redistribution.cost import Topology
@@ -72,7 +72,7 @@ def best_strategy(
     """
     known = [] if known is None else known
     if not known:
-        known += ways(factors, linear, operands, body is not None, topology, () if fixed else results)
+        known += combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
     prices = _MovePrices(operands, topology, gradients, weighs)
     queue: list[tuple[float, int, Combination, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
     heapq.heapify(queue)
@@ -162,7 +162,7 @@ def strategies(
     """
     every = (
         (way.factors, layouts_of(way.factors, way.choices, operands, results, topology, empty, body))
-        for way in ways(factors, linear, operands, body is not None, topology, () if fixed else results)
+        for way in combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
     )
     return [
         _Pricing(reading, laid, _MovePrices(operands, topology, gradients, weighs)).strategy()

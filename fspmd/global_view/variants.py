@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.global_view.origins import noting
-from fspmd.global_view.propagate import OpPlan, Question, as_whole, ask, plan_of
+from fspmd.global_view.propagate import OpPlan, Question, ask, opaque_plan, plan_of
 from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
 from fspmd.ops.signatures import Place, at
@@ -38,7 +38,7 @@ def propagate(
         return None
     is_elsewhere = question.fixed and question.best() is None
     if is_elsewhere and question.operands[0][1].partition.unreduced:
-        return as_whole(functools.partial(_write_sum, func))
+        return opaque_plan(functools.partial(_write_sum, func))
     numbers = _scales(question, (*args, *kwargs.values())) if question.linear else []
     if question.fixed and question.row.sets and (is_elsewhere or numbers):
         return None  # what its graph gives is written, wherever that lies

@@ -15,7 +15,7 @@ import optree
 import torch
 
 from fspmd.global_view.calls import Calls, operands_of, replaced
-from fspmd.global_view.interceptors import Dispatch, instead_of_dispatch
+from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import apply
@@ -89,7 +89,7 @@ def _guided(calls: Calls, steps: Sequence[PlannedOp], at: int = 0, under: Dispat
         guides.append(_Guide(calls, steps, under or below, at))
         return guides[0].dispatch
 
-    with instead_of_dispatch(over), recomputed_in(guides[0].recompute_context):
+    with intercept_dispatch(over), recomputed_in(guides[0].recompute_context):
         yield
 
 

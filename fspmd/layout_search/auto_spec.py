@@ -19,7 +19,7 @@ from fspmd.layout_search.memory_limit import fitting, peak_of
 from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
 from fspmd.layout_search.repeated_layers import Ties, ties
 from fspmd.layout_search.search import DoesNotFit, LayeredSearch, LayoutPlan
-from fspmd.meshes.mesh import Mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.modules.paths import matches, near
 from fspmd.redistribution.cost import topology
@@ -154,7 +154,7 @@ def _check(f: Any, mesh: Any, by_path: dict[str, Any], memory_limit: Any, altern
     if not isinstance(mesh, Mesh):
         raise MeshError(
             f"auto_spec got {described(mesh)} for mesh; write auto_spec(f, mesh, *args), where mesh is "
-            f"{mesh_instead(mesh)}"
+            f"{mesh_advice(mesh)}"
         )
     if not callable(f):
         raise ArgumentError(f"auto_spec got {described(f)} for f; write auto_spec(f, mesh, *args)")

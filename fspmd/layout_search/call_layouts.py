@@ -13,7 +13,7 @@ from math import prod
 
 from fspmd.entries import entry_of
 from fspmd.global_view.choices import passed_on
-from fspmd.global_view.flat_dims import products_of
+from fspmd.global_view.flat_dims import viewed_call
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.propagate import Question
 from fspmd.layout_search.move_counts import ONCE, Trips
@@ -51,10 +51,10 @@ class CallChoice:
         return self.computing + self.within
 
 
-def ways(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[CallChoice, ...]:
+def call_choices(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[CallChoice, ...]:
     """Of one op of a program."""
     if op.question is not None:
-        return _ways(op.question, op.followed, op.trips, topology)
+        return _quickest_choices(op.question, op.followed, op.trips, topology)
     if op.carried and op.pinned is None:
         return tuple(CallChoice((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
     specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
@@ -87,7 +87,7 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
     return tuple(found)
 
 
-def _ways(
+def _quickest_choices(
     question: Question, followed: frozenset[int], given: tuple[Trips, ...], topology: Topology
 ) -> tuple[CallChoice, ...]:
     """Of each choice of what every axis does the quickest."""
@@ -107,7 +107,7 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
     if question.row.rule is not reshaped:
         return
     for spec in layouts(question.operands[0][1], True):
-        products = products_of(question.row, question.factors, [spec], question.results)
+        products = viewed_call(question.row, question.factors, [spec], question.results)
         if products is not None and products.regrouped is not None and not products.regrouped.flat:
             result = question.results[0].with_partition(products.regrouped)
             yield CallChoice((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)

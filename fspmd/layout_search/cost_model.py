@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fspmd.layout_search.alike_axes import alike, renamed
-from fspmd.layout_search.call_layouts import CallChoice, layouts, ways
+from fspmd.layout_search.call_layouts import CallChoice, call_choices, layouts
 from fspmd.layout_search.move_prices import ChoiceCost, Prices, ValueLayout, least_prices, making, size
 from fspmd.layout_search.op_graph import Op, OpGraph
 from fspmd.layout_search.repeated_layers import Ties
@@ -52,7 +52,7 @@ class CostModel:
         self._parts: dict[tuple[int, int], list[Prices]] = {}  # of a value and an op, whose prices add up
         self._priced_from: dict[TensorSpec, list[Prices]] = {}
         self._joined: dict[Any, ChoiceCost] = {}  # what a value and an op share, by what it is the sum of
-        self._ways = [self._ways_of(op) for op in graph.ops]
+        self._ways = [self._call_choices(op) for op in graph.ops]
         self._read: dict[int, list[int]] = {}
         for i, op in enumerate(graph.ops):
             for n in op.operands:
@@ -167,12 +167,12 @@ class CostModel:
         root = self._root(number)
         return self._tied.values.get(root, root)
 
-    def _ways_of(self, op: Op) -> tuple[CallChoice, ...]:
+    def _call_choices(self, op: Op) -> tuple[CallChoice, ...]:
         values = self.graph.values
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
         key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
         if key not in self._tables:
-            self._tables[key] = ways(op, values, self.topology)
+            self._tables[key] = call_choices(op, values, self.topology)
         found: tuple[CallChoice, ...] = self._tables[key]
         return found
 

@@ -100,7 +100,9 @@ class Solved:
             for child in below[i]:
                 least = _part(child.least, child.others, part)
                 without = _least_over(whole, scope, child.others) - least
-                above[child.variable] = _whole(torch.where(least == inf, inf, without), child.others, part, child.least)
+                above[child.variable] = _widened(
+                    torch.where(least == inf, inf, without), child.others, part, child.least
+                )
         return found
 
     def within(self, cost: float) -> list[Tensor]:
@@ -129,7 +131,7 @@ def _part(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor]) -> 
     return part_of(table, [part.get(v) for v in scope])
 
 
-def _whole(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor], like: Tensor) -> Tensor:
+def _widened(table: Tensor, scope: tuple[int, ...], part: Mapping[int, Tensor], like: Tensor) -> Tensor:
     """The table that a part was taken of, infinite elsewhere."""
     if table.shape == like.shape:
         return table

@@ -20,7 +20,7 @@ from fspmd.autodiff.leaves import DEPTH
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
-from fspmd.global_view.interceptors import instead_of_dispatch
+from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.propagate import Question
@@ -29,7 +29,7 @@ from fspmd.global_view.unruled import gathered
 from fspmd.layout_search.move_counts import Counting, Trips
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
-from fspmd.placing.reshard import telling
+from fspmd.placing.reshard import with_reshard_as
 from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_plain
@@ -307,7 +307,12 @@ def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef:
         raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
     watch_with(by.watched)
     try:
-        with by, instead_of_dispatch(lambda _: by.dispatch), telling(by.told), recomputed_in(by.recompute_context):
+        with (
+            by,
+            intercept_dispatch(lambda _: by.dispatch),
+            with_reshard_as(by.told),
+            recomputed_in(by.recompute_context),
+        ):
             out = f(*treedef.unflatten(given))
     except FspmdError:
         raise

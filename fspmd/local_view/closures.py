@@ -70,7 +70,7 @@ def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[A
             stack.extend([parent for parent, _ in node.next_functions if parent is not None])
 
 
-def depends_on_others(outputs: list[Any]) -> bool:
+def uses_closed_over(outputs: list[Any]) -> bool:
     """Whether the outputs were computed from autograd leaves other than those that derivatives make for themselves."""
     if forward_ad._current_level < 0 and not transforms_active():
         stack: list[Any] = [x.grad_fn or _node(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]

@@ -19,14 +19,14 @@ from fspmd.saved_tensors import without_saved_tensor_hooks
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 
 
-def connected(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_with_empty_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, a call without side effects; empty operands have gradients as others would."""
     if not torch.is_grad_enabled() or transforms_active() or not any(map(_is_empty, (*args, *kwargs.values()))):
         return func(*args, **kwargs)
     leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     call = func, [_outline(x) for x in leaves], treedef
-    link = _AnchoredCall(call, followed, [_nothing_of(leaves[i]) for i in followed])
+    link = _AnchoredCall(call, followed, [_zero_depending_on(leaves[i]) for i in followed])
     for place, i in enumerate(followed):
         leaves[i] = _operand(leaves[i], link, place)
     args, kwargs = optree.tree_unflatten(treedef, leaves)
@@ -39,7 +39,7 @@ class ConnectingMode(BodyMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         op = OPS.get(func) or learn(func)
-        return connected(func, *args, **kwargs) if op.pure else func(*args, **kwargs)
+        return call_with_empty_blocks(func, *args, **kwargs) if op.pure else func(*args, **kwargs)
 
 
 def _is_empty(x: Any) -> bool:
@@ -48,7 +48,7 @@ def _is_empty(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and any(map(_is_empty, x))
 
 
-def _nothing_of(x: Tensor) -> Tensor:
+def _zero_depending_on(x: Tensor) -> Tensor:
     """Zero, which depends on ``x``; nothing is kept for it: `checkpoint` stops when all is there that was kept."""
     nothing = x.flatten()[:0].sum()
     return nothing.real if nothing.is_complex() else nothing
@@ -126,7 +126,7 @@ class _TiedToAnchors(torch.autograd.Function):
         if torch.is_grad_enabled():
             for one in ctx.link.sources(ctx.place):
                 if one.requires_grad:
-                    g = g + _nothing_of(one).to(g.dtype)
+                    g = g + _zero_depending_on(one).to(g.dtype)
         return g, None, None
 
 

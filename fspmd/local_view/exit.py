@@ -225,7 +225,7 @@ def make_exit(
             x = _held(x, held, body)
         uneven = is_uneven(x) if simulated else body.uneven
         if nested and (not uneven or (not body.uneven and _even_along(x, partition.axes))):
-            return _whole(x, partition, body)
+            return _in_outer_body(x, partition, body)
         if uneven:
             if body.mesh.transport == "abstract":
                 raise MeshError(
@@ -239,7 +239,7 @@ def make_exit(
                 spec = spec_of_blocks(x, partition, body.mesh, path)
             if not nested:
                 specs[x.shape, x.dtype] = spec
-        return _whole(x, spec, body) if nested else pair(x, spec)
+        return _in_outer_body(x, spec, body) if nested else pair(x, spec)
 
     def failure(x: Any) -> Failure | None:
         return result_failure(x, partition, path, body, outer_axes)
@@ -276,7 +276,7 @@ def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
     if frame_of(x, body.mesh) is held:
         return x
     with DisableTorchFunction():
-        return apply(x, call("apart", body.mesh, held.axes)).clone()
+        return apply(x, call("per_rank", body.mesh, held.axes)).clone()
 
 
 def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
@@ -363,7 +363,7 @@ def where_is(mesh: Any, at: tuple[int, ...]) -> str:
     return f"rank {mesh.rank_at(at)} at {place}"
 
 
-def _whole(x: Tensor, lies: TensorSpec | P, body: Body) -> Tensor:
+def _in_outer_body(x: Tensor, lies: TensorSpec | P, body: Body) -> Tensor:
     """In an enclosing body a result is whole over the inner axes; as a P says it lies where its blocks are even."""
     outer = get_variance(x)
     partition = lies if isinstance(lies, P) else lies.partition

@@ -169,7 +169,7 @@ class IndexMode(BodyMode):
         op = OPS.get(func) or learn(func)
         if op.python_value is not None and op.python_value(*args, **kwargs):
             args = tuple(_agreed(arg, op.shown) for arg in args)
-        if op.apart:
+        if op.in_copies:
             args, kwargs = hold_alike(args, kwargs)
         if not UNEVEN or op.backward:
             return func(*args, **kwargs)

@@ -23,7 +23,7 @@ PARTS: Final[dict[str, tuple[int, Callable[..., Tensor]]]] = {
     **dict.fromkeys(_OF_SIZES, (2, torch.cat)),
     "unbind": (1, torch.stack),
 }
-Like = tuple[Any, torch.dtype, torch.device]
+Outline = tuple[Any, torch.dtype, torch.device]
 
 
 def parted(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -48,9 +48,9 @@ class _TakenApart:
     join: Callable[..., Tensor]
     dim: int
 
-    def joined(self, parts: Iterable[Tensor | None], likes: Iterable[Like]) -> Tensor:
+    def joined(self, parts: Iterable[Tensor | None], outlines: Iterable[Outline]) -> Tensor:
         """Zeros are in the place of parts that there are not."""
-        filled = [self._zeros(*like) if x is None else x for x, like in zip(parts, likes, strict=True)]
+        filled = [self._zeros(*like) if x is None else x for x, like in zip(parts, outlines, strict=True)]
         whole: Tensor = _Joined.apply(self, *filled)
         return whole
 
@@ -69,7 +69,7 @@ class _TakenApart:
         return zeros
 
 
-def _likes(parts: Iterable[Tensor]) -> list[Like]:
+def _outlines(parts: Iterable[Tensor]) -> list[Outline]:
     return [(part.shape, part.dtype, part.device) for part in parts]
 
 
@@ -81,11 +81,11 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.cut, ctx.likes = inputs[0], _likes(output)
+        ctx.cut, ctx.outlines = inputs[0], _outlines(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, ctx.cut.joined(grads, ctx.likes)
+        return None, ctx.cut.joined(grads, ctx.outlines)
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor) -> Any:
@@ -105,7 +105,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.cut, ctx.likes = inputs[0], _likes(inputs[1:])
+        ctx.cut, ctx.outlines = inputs[0], _outlines(inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -113,7 +113,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        return ctx.cut.joined(tangents, ctx.likes)
+        return ctx.cut.joined(tangents, ctx.outlines)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], cut: _TakenApart, *parts: Tensor) -> tuple[Tensor, int]:

@@ -89,7 +89,7 @@ def _run(made: _Python, seed: int, tensors: list[Tensor]) -> list[Any]:
         out = made(given, seed)
     if before != [one._version for x in tensors for one in blocks_of(x)]:
         raise write_of_python()
-    _check_closed(out, given)
+    _check_closed_over(out, given)
     return [_tape(given, out), *map(Tensor.detach, out)]
 
 
@@ -102,7 +102,7 @@ def _tape(given: list[Tensor], out: list[Tensor]) -> _Tape | None:
     return _Tape(given, out) if any(x.requires_grad for x in out) else None
 
 
-def apart(out: Iterable[Any], given: Iterable[Any]) -> list[Any]:
+def unaliased(out: Iterable[Any], given: Iterable[Any]) -> list[Any]:
     """Results of which each tensor is in memory of its own, that is none of the arguments'."""
     taken = set[int]().union(*(_memory(x) for x in given if isinstance(x, Tensor)))
     found = []
@@ -131,7 +131,7 @@ def _pull(tape: _Tape, cotangents: list[Tensor], follows: bool) -> list[Any]:
         outs, into = zip(*chosen, strict=True)
         found = torch.autograd.grad(outs, given, into, allow_unused=True, retain_graph=True, create_graph=follows)
         out = [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
-    return [_tape([*tape.given, *grads], out), *apart(map(Tensor.detach, out), cotangents)]
+    return [_tape([*tape.given, *grads], out), *unaliased(map(Tensor.detach, out), cotangents)]
 
 
 class _Taped(torch.autograd.Function):
@@ -199,7 +199,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _check_closed(out: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _check_closed_over(out: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Raises where gradients would go to other tensors than the arguments."""
     mine = set(map(id, given))
     waiting = [x.grad_fn for x in out if x.grad_fn is not None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.body import bound_body, state, within
 from fspmd.errors import ArgumentError, TreeError
-from fspmd.local_view.python_step import apart, as_step
+from fspmd.local_view.python_step import as_step, unaliased
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
@@ -68,7 +68,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
 
     records = recorder()
     if records is not None:
-        records.check_apart(fn)
+        records.check_opaque_step(fn)
     out_leaves, out_treedef = (mapped if records is None else as_step(mapped))(leaves, draw_seed())
     if body.checked:
         for x in out_leaves:
@@ -80,7 +80,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
 def _called(fn: Callable[..., Any], leaves: list[Any], treedef: Any, device: torch.device) -> tuple[list[Any], Any]:
     found, tree = optree.tree_flatten(fn(*treedef.unflatten(leaves)))
     numbers = [torch.tensor(x, device=device) if isinstance(x, (int, float, complex)) else x for x in found]
-    return apart(numbers, leaves), tree
+    return unaliased(numbers, leaves), tree
 
 
 def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int) -> Any:

@@ -27,7 +27,7 @@ from fspmd.local_view.modes import (
 )
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
-from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import EnableTorchFunction, is_torch_function_enabled, transforms_active
@@ -246,7 +246,7 @@ def _check_options(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_vma: 
         if given is MISSING:
             raise ArgumentError(f"shard_map got no {name}, which says how values lie on the mesh: {_CALL}")
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
+        raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     if not isinstance(check_vma, bool):
         raise ArgumentError(f"shard_map got {described(check_vma)} for check_vma; expected True or False")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
-from fspmd.local_view.empty_blocks import ConnectingMode, connected
+from fspmd.local_view.empty_blocks import ConnectingMode, call_with_empty_blocks
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
 from fspmd.local_view.modes import BodyMode, again
 from fspmd.local_view.type_rules import (
@@ -32,13 +32,13 @@ from fspmd.local_view.type_rules import (
     tensors_of,
 )
 from fspmd.local_view.uneven import (
-    apart_as,
     call_uneven,
     call_with_numbers,
     hold_alike,
     hold_each,
     numbers_frame,
     numbers_to_tensors,
+    per_rank_like,
 )
 from fspmd.ops.traits import OPS, Traits, learn
 from fspmd.pairs import Call, apply, call
@@ -46,7 +46,7 @@ from fspmd.sharded import Sharded
 from fspmd.torch_internals import is_dead_wrapper, transforms_active
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
-from fspmd.transport.rank_draws import draw_apart
+from fspmd.transport.rank_draws import draw_per_rank
 from fspmd.variance import (
     ATTRIBUTE,
     BORROWED,
@@ -139,16 +139,16 @@ class Tracker(BodyMode):
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
             args = self.cast_all(args, result)
             kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
-        if op.apart and self.simulated:
+        if op.in_copies and self.simulated:
             args, kwargs = hold_alike(args, kwargs)
-        if draws and (apart := result.varying - (self.body.mapped - self.body.unlike)):
-            out = self._random(func, args, kwargs, self.body.mesh.ordered(apart))
+        if draws and (differing := result.varying - (self.body.mapped - self.body.unlike)):
+            out = self._random(func, args, kwargs, self.body.mesh.ordered(differing))
         elif op.indexes:
             out = index_by_tensor(func, args, kwargs)
         elif UNEVEN and self.simulated:
             out = call_uneven(func, args, kwargs, numbers, op.pure)
         elif UNEVEN and self.body.uneven and op.pure:
-            out = connected(func, *args, **kwargs)
+            out = call_with_empty_blocks(func, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
         if result.unreduced and op.linear != "metadata" and not self.body.linear:
@@ -260,12 +260,12 @@ class Tracker(BodyMode):
         body, seed = self.body, draw_seed(kwargs.get("generator"))
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if self.simulated:
-            apart = call("apart", body.mesh, axes)
+            copies = call("per_rank", body.mesh, axes)
             args, kwargs = (
-                tuple(hold_each(args, apart)),
-                dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True)),
+                tuple(hold_each(args, copies)),
+                dict(zip(kwargs, hold_each(kwargs.values(), copies), strict=True)),
             )
-            with draw_apart(frame(body.mesh, axes), seed):
+            with draw_per_rank(frame(body.mesh, axes), seed):
                 return func(*args, **kwargs)
         index = int(body.transport.index(body.mesh, axes))
         with one_stream(seed, index):
@@ -310,7 +310,7 @@ class Tracker(BodyMode):
             )
         to = get_variance(output).dual
         cotangent = cotangent if to.unreduced else self.cast(cotangent, to)
-        return apart_as(cotangent, output) if UNEVEN and self.simulated else cotangent
+        return per_rank_like(cotangent, output) if UNEVEN and self.simulated else cotangent
 
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:

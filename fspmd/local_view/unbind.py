@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError
-from fspmd.tracing import take_apart
+from fspmd.tracing import note_block_use
 from fspmd.transport.frame import Frame, frame, groups, union
 from fspmd.transport.local_tensor import common_frame, frame_of, local_tensor, resolved, shards_of
 
@@ -39,7 +39,7 @@ class _Unbind(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
         whole = union(frame_of(x, held.mesh), held)
-        take_apart(x)
+        note_block_use(x)
         shards = list(map(_alias, shards_of(x, whole)))
         if whole is held:
             return tuple(shards)

@@ -130,7 +130,7 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
         out = _rank_by_rank(func, args, kwargs)
         if out is not NotImplemented:
             return out
-    copies = _held_apart(held, args, kwargs)
+    copies = _copied_per_rank(held, args, kwargs)
     try:
         with _SizesApart() if forward_ad._current_level >= 0 else nullcontext():
             return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
@@ -173,18 +173,18 @@ def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), None)
     if held is None:
         return args, kwargs
-    return _held_apart(held, args, kwargs)
+    return _copied_per_rank(held, args, kwargs)
 
 
-def apart_as(x: Tensor, like: Tensor) -> Tensor:
+def per_rank_like(x: Tensor, like: Tensor) -> Tensor:
     """A cotangent with a copy for each rank that has its output apart: of its ranks' sizes torch makes gradients."""
     held = held_frame(unwrapped(like))
-    return x if held is None else next(hold_each((x,), call("apart", held.mesh, held.axes)))
+    return x if held is None else next(hold_each((x,), call("per_rank", held.mesh, held.axes)))
 
 
-def _held_apart(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    apart = call("apart", held.mesh, held.axes)
-    return tuple(hold_each(args, apart)), dict(zip(kwargs, hold_each(kwargs.values(), apart), strict=True))
+def _copied_per_rank(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    copies = call("per_rank", held.mesh, held.axes)
+    return tuple(hold_each(args, copies)), dict(zip(kwargs, hold_each(kwargs.values(), copies), strict=True))
 
 
 def differentiated(x: Tensor, forward: bool = False) -> bool:
@@ -206,7 +206,7 @@ def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     assert held is not None  # called with an uneven block or number among the arguments
     way: Way = "apart"
     if torch.is_grad_enabled() and not is_transformed():
-        way = way_of(func, args, kwargs, functools.partial(_of_first, held), functools.partial(_held_apart, held))
+        way = way_of(func, args, kwargs, functools.partial(_of_first, held), functools.partial(_copied_per_rank, held))
     if way == "at once":
         return NotImplemented
     results = []
@@ -237,7 +237,7 @@ def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
         if not is_simulated(unwrapped(value)):
             if not differentiated(value, forward=True):
                 return (value,) * held.volume
-            value = apply(value, call("apart", held.mesh, held.axes))  # each rank's gradient is its own
+            value = apply(value, call("per_rank", held.mesh, held.axes))  # each rank's gradient is its own
         return unbind(value, held)
     if type(value) in (list, tuple, torch.Size):
         columns = [_rank_column(one, held) for one in value]

@@ -185,10 +185,10 @@ class Mesh(Grid):
         return load_mesh, (_VERSION, axes, self._offset, ranks, self.device_type, self.transport)
 
 
-def mesh_instead(given: object) -> str:
+def mesh_advice(given: object) -> str:
     """What to write for something that was given in the place of a mesh.
 
-    >>> mesh_instead(8)
+    >>> mesh_advice(8)
     "make_mesh((4,), ('x',))"
     """
     return "Mesh.from_device_mesh(mesh)" if type(given).__name__ == "DeviceMesh" else "make_mesh((4,), ('x',))"
@@ -309,7 +309,7 @@ class set_mesh:
     def __init__(self, mesh: Mesh | None) -> None:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise MeshError(
-                f"set_mesh takes a mesh, or None, but got {type(mesh).__name__}; make one: {mesh_instead(mesh)}"
+                f"set_mesh takes a mesh, or None, but got {type(mesh).__name__}; make one: {mesh_advice(mesh)}"
             )
         self._mesh, self._previous = mesh, _ambient.get()
         _ambient.set(mesh)

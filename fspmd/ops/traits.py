@@ -44,7 +44,7 @@ class Traits:
     backward: tuple[str, int, str] | None = None  # runs backward: its outputs' name, its cotangents' place and name
     hook: bool = False  # registers a function of the gradient
     dual: bool = False  # gives the gradient of its operand
-    apart: bool = False  # writes into values it makes of its operands: in a simulation all must be held alike
+    in_copies: bool = False  # writes into values it makes of its operands: in a simulation all must be held alike
     calls: str = ""  # the parameter that takes a function of tensors
     constant: bool = False  # takes only dtype and device of its first operand, and makes a value of other data
     linear: str = ""  # sum, product, first (`linearity.py`), or metadata: see the table below
@@ -64,7 +64,7 @@ class Traits:
     def pure(self) -> bool:
         """Whether a call computes new values of its operands and nothing else."""
         special = self.special or self.sometimes or self.linear == "metadata"
-        return self.name == "batch_norm" or self.apart or not special
+        return self.name == "batch_norm" or self.in_copies or not special
 
 
 def _names(text: str) -> frozenset[str]:
@@ -311,7 +311,7 @@ def learn(func: Any) -> Traits:
         "backward": _BACKWARD.get(func),
         "hook": name == "register_hook",
         "dual": name == "get grad",
-        "apart": name in _APART,
+        "in_copies": name in _APART,
         "calls": _CALLS.get(name, ""),
         "constant": name == "new_tensor",
     }

@@ -37,12 +37,12 @@ def chunks_of(x: Sharded) -> Iterator[tuple[Offsets, Tensor]]:
     for at, block in placed_blocks(x.local, mesh):
         coordinate = tuple(at.values())
         offsets = spec.offset(coordinate)
-        if (block.numel() or _stands_for_nothing(spec, coordinate)) and offsets not in seen:
+        if (block.numel() or _writes_empty_tensor(spec, coordinate)) and offsets not in seen:
             seen.add(offsets)
             yield offsets, block
 
 
-def _stands_for_nothing(spec: TensorSpec, coordinate: tuple[int, ...]) -> bool:
+def _writes_empty_tensor(spec: TensorSpec, coordinate: tuple[int, ...]) -> bool:
     """Whether a tensor without elements is written by whoever stands here."""
     return 0 in spec.shape and not any(coordinate)
 

@@ -17,7 +17,7 @@ import optree
 from fspmd.entries import Entry, Factors, Flat, axes_within, blocks, entry_of, factors_of, joined
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import foreign_name
-from fspmd.meshes.mesh import Mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.outside import check_outside
 from fspmd.sharded import Sharded
@@ -54,7 +54,7 @@ def from_dtensor(tree: Any, *, mesh: Mesh | None = None) -> Any:
     """
     check_outside("from_dtensor")
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"from_dtensor got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
+        raise ArgumentError(f"from_dtensor got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     return optree.tree_map(lambda x: _taken(x, mesh), tree, none_is_leaf=True)
 
 

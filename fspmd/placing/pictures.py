@@ -186,7 +186,7 @@ def _values(x: Sharded) -> str:
     if not _has_values(x):
         return ""
     with torch.no_grad(), DisableTorchFunction():
-        text = repr(_whole(x.local.detach(), x.spec))
+        text = repr(_global_tensor(x.local.detach(), x.spec))
     if not is_number(x):
         return text
     number = text.removeprefix("tensor(").split(",")[0].rstrip(")")
@@ -204,7 +204,7 @@ def is_number(x: Sharded) -> bool:
     return not x.spec.shape and not x.spec.partition.unreduced and _has_values(x)
 
 
-def _whole(x: Tensor, spec: TensorSpec) -> Tensor:
+def _global_tensor(x: Tensor, spec: TensorSpec) -> Tensor:
     """The global tensor, of the blocks of a simulation; of a process its block."""
     if spec.mesh.transport != "simulation":
         return x

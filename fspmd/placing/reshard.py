@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.body import state
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, MeshError
-from fspmd.meshes.mesh import Mesh, current_mesh, mesh_instead
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.outside import check_outside, the_mesh
 from fspmd.placing.scatter import check_leaves
@@ -163,7 +163,7 @@ _told: Callable[[Sharded, TensorSpec], Sharded] | None = None
 
 
 @contextmanager
-def telling(told: Callable[[Sharded, TensorSpec], Sharded]) -> Iterator[None]:
+def with_reshard_as(told: Callable[[Sharded, TensorSpec], Sharded]) -> Iterator[None]:
     """While the block runs, ``told`` has the `Sharded` that are to lie in some way, and gives what they become."""
     global _told
     _told = told
@@ -190,7 +190,7 @@ def _checked(tree: Any, leaves: list[Any], specs: Any, mesh: Mesh | None, what: 
     """For each leaf where it is to lie: its partition, and its mesh (None: a plain tensor stays as it is)."""
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_instead(mesh)}")
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     meshes = [_mesh_of(leaf, partition, mesh, what) for leaf, partition in zip(leaves, partitions, strict=True)]
     check_leaves(leaves, partitions, leaf_paths(tree, "tree"), meshes, what)

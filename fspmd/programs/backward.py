@@ -47,7 +47,7 @@ class Halves(AutogradFacts):
     draws: bool  # random numbers
     moved: tuple[Communication, ...]  # the communication of backward
     shared: tuple[int, ...]  # kept values that share memory with results
-    apart: tuple[int, ...]  # results that share memory with another one or an argument
+    aliased: tuple[int, ...]  # results that share memory with another one or an argument
 
 
 def differentiated(
@@ -64,7 +64,7 @@ def differentiated(
     """
     closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
     for node, x in closed.items():
-        if x.grad_fn is not None and _reached([x], [y for other, y in closed.items() if other is not node]):
+        if x.grad_fn is not None and _is_downstream([x], [y for other, y in closed.items() if other is not node]):
             raise RecordError(
                 f"jit cannot record a function that closes over a tensor of shape {tuple(x.shape)} and over another "
                 "that it was computed from; pass them as arguments, or compute the one from the other in the function"
@@ -117,7 +117,7 @@ def halves_of(
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
     theirs = {*program.inputs, *program.constants}
-    apart = tuple(
+    aliased = tuple(
         i
         for i, node in enumerate(program.results)
         if node in program.results[:i] or (i in facts.constants and (owner(node) is not node or node in theirs))
@@ -136,7 +136,7 @@ def halves_of(
         any(has_randomness(node) for node in program.steps),
         known_communication(program.deferred),
         shared,
-        apart,
+        aliased,
     )
 
 
@@ -152,10 +152,10 @@ def replay(halves: Halves) -> Callable[..., Any]:
     return run
 
 
-def _cotangent(x: Tensor, apart: Frame | None) -> Tensor:
+def _cotangent(x: Tensor, held: Frame | None) -> Tensor:
     """Zeros for a result. A reduced result has a pending cotangent, one for each simulated rank."""
     zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    return zeros if apart is None else expand(zeros, apart).clone()
+    return zeros if held is None else expand(zeros, held).clone()
 
 
 def _zeros_like(x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _like(x: Tensor, g: Tensor) -> Tensor:
     """A cotangent, contiguous, and held by simulated ranks as the recorded one ``x`` was."""
     held, have = held_frame(x), held_frame(g)
     if held is not None and (have is None or set(have.axes) < set(held.axes)):
-        g = apply(g, call("apart", held.mesh, held.axes))
+        g = apply(g, call("per_rank", held.mesh, held.axes))
     return g.contiguous()
 
 
@@ -177,7 +177,7 @@ class _ReplayFunction(torch.autograd.Function):
         ctx.drawn = kept_states() if halves.draws else None
         every = halves.forward(*inputs)
         outs, saved = list(every[: halves.results]), list(every[halves.results :])
-        for i in halves.apart:  # each needs a cotangent of its own
+        for i in halves.aliased:  # each needs a cotangent of its own
             outs[i] = outs[i].detach()
         for i in halves.shared:  # results are new values to autograd, and these would be views of the old ones
             saved[i] = saved[i].detach()
@@ -296,7 +296,7 @@ def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any]) -> tuple[
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
     """Gradients with a graph of their own: the function runs again, with the random numbers that it drew."""
-    if _reached([x for x in inputs if x.requires_grad], halves.closed):
+    if _is_downstream([x for x in inputs if x.requires_grad], halves.closed):
         raise RecordError(
             "jit cannot give gradients that are differentiated again of a tensor that the jitted function closes over "
             "and that an argument was computed from; pass it as an argument, too"
@@ -334,7 +334,7 @@ def _hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-def _reached(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+def _is_downstream(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     """Whether the graph of some tensors goes through others."""
     return any(_made_of(x, targets) for x in sources if x.grad_fn is not None) if targets else False
 

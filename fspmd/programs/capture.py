@@ -16,7 +16,7 @@ from fspmd.errors import RecordError
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
 from fspmd.programs.fake_tensors import like, without_gaps
 from fspmd.programs.program import Program
-from fspmd.programs.reachable import reached
+from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.refusals import constant_of, not_compiled
 from fspmd.sharded import Sharded
@@ -69,7 +69,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         given, named = filled(values)
         return _tensors(function(*given, **named))
 
-    recorder = ProgramRecorder(reached(function, *leaves), is_fake)
+    recorder = ProgramRecorder(reachable_from(function, *leaves), is_fake)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     had_gradient = [x.requires_grad for x in tensors]

@@ -20,7 +20,7 @@ def of_first_rank(program: Program) -> Program:
     """The same program without the steps of other ranks, as a process would record it; itself where it is one's."""
     if not any(map(_is_simulated, program.graph.nodes)):
         return program
-    others = _of_others(program)
+    others = _steps_of_other_ranks(program)
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
@@ -62,7 +62,7 @@ def _numbers(args: Any) -> Any:
     return map_aggregate(args, one)
 
 
-def _of_others(program: Program) -> set[fx.Node]:
+def _steps_of_other_ranks(program: Program) -> set[fx.Node]:
     """Steps that use what other ranks alone have, and those whose results they alone use; idle repetitions."""
     steps = [*program.steps, *program.deferred]
     found: set[fx.Node] = set()

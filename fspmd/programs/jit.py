@@ -17,9 +17,9 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
-from fspmd.programs.keys import guard, kinds_of, not_hashable, taken_apart, without_key
+from fspmd.programs.keys import flatten_call, guard, kinds_of, not_hashable, without_key
 from fspmd.programs.lower import Lowered
-from fspmd.programs.options import Names, Numbers, check_apart, chosen
+from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, replayed
@@ -179,7 +179,7 @@ def jit(
         raise ArgumentError(f"jit takes a function, but got {described(f)}; write jit(f), not jit(f(x))")
     static = chosen(f, "static", static_argnums, static_argnames)
     donate = chosen(f, "donate", donate_argnums, donate_argnames)
-    check_apart(f, static, donate)
+    check_static_not_donated(f, static, donate)
     recordable = Recordable(f, static, donate, changes, maker(backend))
     return _Checked(recordable) if check else Jitted(recordable)
 
@@ -293,7 +293,7 @@ class Jitted(Generic[Q, R]):
         named: dict[str, Any] = kwargs
         if self._has_static:
             positional, named = self._recordable.marked(positional, named)
-        leaves, around = taken_apart(positional, named)
+        leaves, around = flatten_call(positional, named)
         records = self._records
         try:
             near = records.near.get(around)

@@ -42,12 +42,12 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
     Strides are no part of the key, since they may differ from process to process.
     """
-    leaves, around = taken_apart(args, kwargs)
+    leaves, around = flatten_call(args, kwargs)
     kinds, values, strides = kinds_of(leaves)
     return (around, kinds), values, strides
 
 
-def taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The leaves of the arguments of a call, and all of its key but the kinds of these."""
     leaves, structure = flatten_in_order((args, kwargs)) if kwargs else flatten_args(args)
     casts = autocasts() if is_any_autocast_enabled() else ()

@@ -65,7 +65,7 @@ def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -
     return Chosen(frozenset({*found, *(i for i, name in enumerate(positional) if name in named)}), frozenset(named))
 
 
-def check_apart(f: Any, static: Chosen, donate: Chosen) -> None:
+def check_static_not_donated(f: Any, static: Chosen, donate: Chosen) -> None:
     """Raise `ArgumentError` where an argument is to be static and donated."""
     if both := [*sorted(static.numbers & donate.numbers), *sorted(static.names & donate.names)]:
         raise ArgumentError(

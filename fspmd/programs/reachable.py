@@ -36,7 +36,7 @@ _WRAPPERS: Final = (types.MethodType, types.BuiltinMethodType, property, staticm
 _HOLDERS: Final = (*_WRAPPERS, list, tuple, set, frozenset, deque, dict)  # made in C
 
 
-def reached(*given: Any) -> Iterator[Any]:
+def reachable_from(*given: Any) -> Iterator[Any]:
     """The objects, each once, at most twelve steps from those given."""
     seen: dict[int, Any] = {}
     waiting: deque[tuple[Any, int]] = deque((x, 0) for x in given)
@@ -106,7 +106,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(one)
 
 
-def check_reached(function: Callable[..., Any], recorder: Any) -> None:
+def check_reachable(function: Callable[..., Any], recorder: Any) -> None:
     """Raise `RecordError` where a function, before it runs, reaches values of the record."""
     if recorder.is_fake:
         raise recorder.refusal(
@@ -115,7 +115,7 @@ def check_reached(function: Callable[..., Any], recorder: Any) -> None:
                 f"or lower the parts before and after it{line()}"
             )
         )
-    for x in reached(function):
+    for x in reachable_from(function):
         _check_stranger(x.local if type(x) is Sharded else x, recorder)
 
 

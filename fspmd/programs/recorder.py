@@ -17,12 +17,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.global_view.interceptors import Dispatch, instead_of_dispatch
+from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.generators import Generators
-from fspmd.programs.reachable import check_reached, given_alone
+from fspmd.programs.reachable import check_reachable, given_alone
 from fspmd.programs.refusals import RefusingMode, check, check_writes, not_compiled, shape_of_values
 from fspmd.programs.steps import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.tensor_indices import REPLACEMENTS
@@ -214,9 +214,9 @@ class ProgramRecorder(Values):
         except RecordError as error:
             raise self.refusal(error) from None
 
-    def check_apart(self, function: Callable[..., Any]) -> None:
+    def check_opaque_step(self, function: Callable[..., Any]) -> None:
         """Raise `RecordError` where a function that runs as one step reaches values of the record."""
-        check_reached(function, self)
+        check_reachable(function, self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class ProgramRecorder(Values):
                 forgetting(),
                 self.generators.recording(),
                 self.refusing.refused(concerns),
-                instead_of_dispatch(self._typed),
+                intercept_dispatch(self._typed),
                 torch.autograd.set_detect_anomaly(False),  # it looks at values; it looks at a replay as a whole
             ):
                 yield

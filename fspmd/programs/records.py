@@ -183,8 +183,8 @@ def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> 
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
         run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated))
-        if apart := _apart(found):
-            run = _detaching(run, apart)
+        if shared := _results_to_detach(found):
+            run = _detaching(run, shared)
         if any(x.requires_grad for x in (*found.leaves, *found.closed)):
             run = below_autograd(run)
     else:
@@ -208,23 +208,23 @@ def _handing_on(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., 
     return lambda *values: in_place_of(run(*values), same, values)
 
 
-def _apart(found: Capture) -> tuple[int, ...]:
+def _results_to_detach(found: Capture) -> tuple[int, ...]:
     """Results that share memory with an argument, a tensor closed over or another result, and are other tensors."""
     program = found.program
     given = dict(zip(program.inputs, found.leaves, strict=True)) | program.constants
-    apart, seen = [], dict[Any, list[Tensor]]()
+    shared, seen = [], dict[Any, list[Tensor]]()
     for i, (node, x) in enumerate(zip(program.results, found.results, strict=True)):
         before = seen.setdefault(node, [given[node]] if node in given else [])
         is_other = bool(before) or owner(node) in given
         if is_other and i not in found.same and not any(x is one for one in before):
-            apart.append(i)
+            shared.append(i)
         before.append(x)
-    return tuple(apart)
+    return tuple(shared)
 
 
-def _detaching(run: Callable[..., Any], apart: Sequence[int]) -> Callable[..., Any]:
+def _detaching(run: Callable[..., Any], shared: Sequence[int]) -> Callable[..., Any]:
     """``run`` with some results as tensors of their own, without a gradient."""
-    return lambda *values: tuple([x.detach() if i in apart else x for i, x in enumerate(run(*values))])
+    return lambda *values: tuple([x.detach() if i in shared else x for i, x in enumerate(run(*values))])
 
 
 def settled(found: Capture, donation: Donation, make: Maker) -> Donation:

@@ -19,7 +19,7 @@ from fspmd.transport.rows import Routes
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: kernels that change the type of a value; only simulations have steps for them
-NAMES_ALONE: Final = frozenset({"alias", "apart", "pick"})
+NAMES_ALONE: Final = frozenset({"alias", "per_rank", "pick"})
 #: facts that a new step has from the step that it is made for
 _INHERITED = ("cause", "backward", "deferred", "repeats")
 

@@ -180,7 +180,7 @@ _KERNELS: Final = {
     "broadcast_once": "broadcast",
 }
 _IN_PARTS: Final = frozenset({"gather", "reduce_scatter", "exchange"})  # a message is what two ranks' blocks share
-_VIEWS: Final = frozenset({"alias", "apart", "pick", "slice", "view"})  # kernels that read and write nothing
+_VIEWS: Final = frozenset({"alias", "per_rank", "pick", "slice", "view"})  # kernels that read and write nothing
 
 
 def moves(kernel: str) -> bool:

@@ -131,7 +131,7 @@ def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tup
     finer = refined(*([n for n, _ in spec.factors[dim]] for spec in (source, target)))
     if finer is None:
         return None
-    before, after = (spec.taken_apart(dim, finer) for spec in (source, target))
+    before, after = (spec.unflattened_axes(dim, finer) for spec in (source, target))
     return None if before is None or after is None else (finer, before, after)
 
 

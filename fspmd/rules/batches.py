@@ -15,7 +15,7 @@ def batched(*trailing: int) -> Rule:
             return NO_RULE
         text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
         batch = match(parse(f"{text} -> ..."), whole.shapes)
-        return batch._replace(results=tuple((*batch.results[0], *_whole(whole, i, batch)) for i in _each(whole)))
+        return batch._replace(results=tuple((*batch.results[0], *_whole_dims(whole, i, batch)) for i in _each(whole)))
 
     return rule
 
@@ -32,7 +32,7 @@ def _each(whole: Whole) -> range:
     return range(len(whole.results))
 
 
-def _whole(whole: Whole, result: int, batch: Factors) -> Dims:
+def _whole_dims(whole: Whole, result: int, batch: Factors) -> Dims:
     return (None,) * (len(whole.results[result]) - len(batch.results[0]))
 
 

@@ -39,7 +39,7 @@ def _take(x: Any, index: Any) -> Any:
     return x[(index, *places)]
 
 
-def _apart(x: Any) -> Any:
+def _centred(x: Any) -> Any:
     """The observations of each variable, less their mean."""
     dtype = torch.ones((2,) * x.dim(), dtype=x.dtype).cov().dtype  # raises what torch does
     rows = (x if x.dim() == 2 else x.reshape(1, -1)).to(dtype)
@@ -48,13 +48,13 @@ def _apart(x: Any) -> Any:
 
 def _cov(x: Any, *, correction: int = 1, **_: None) -> Any:
     """Of sharded observations the sums of products are pending."""
-    apart = _apart(x)
-    return (apart @ apart.mH / max(apart.size(1) - correction, 0)).squeeze()
+    centred = _centred(x)
+    return (centred @ centred.mH / max(centred.size(1) - correction, 0)).squeeze()
 
 
 def _corrcoef(x: Any) -> Any:
-    apart = _apart(x)
-    unit = apart / torch.linalg.vector_norm(apart, dim=1, keepdim=True)
+    centred = _centred(x)
+    unit = centred / torch.linalg.vector_norm(centred, dim=1, keepdim=True)
     found = (unit @ unit.mH).squeeze()
     if not found.is_complex():
         return found.clip(-1, 1)

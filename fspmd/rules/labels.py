@@ -39,7 +39,7 @@ def class_dim(ndim: int) -> int:
     return min(1, ndim - 1)
 
 
-def _on_blocks(site: Site, x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+def _sharded_loss(site: Site, x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """An all-reduce of the maximum of each row, and one of its sum and of its label's logit; none backward."""
     d = class_dim(x.dim())
     x = widened(x)
@@ -57,7 +57,7 @@ def _time(lying: BodyLayout) -> float:
     return lying.price("reduce", size, size) + lying.price("reduce", 2 * size, 2 * size)
 
 
-labelled_on_blocks = Bodied(_on_blocks, _time, 0.0)
+labelled_on_blocks = Bodied(_sharded_loss, _time, 0.0)
 
 
 def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:

@@ -39,7 +39,7 @@ def gather(whole: Whole) -> Factors:
     """One element of x per element of the index: along ``dim`` the index may be sharded."""
     x, index = whole.shapes[:2]
     if not x or len(index) != len(x):
-        return _nothing(whole, _SECOND)
+        return _no_dims(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     taken: Dims = tuple(len(x) if d == dim else d if size == x[d] else None for d, size in enumerate(index))
     place = len(x)
@@ -53,7 +53,7 @@ def scatter(whole: Whole) -> Factors:
     """The index and the source lie as x does, where they are as long, except along ``dim``."""
     x, *others = whole.shapes
     if not x:
-        return _nothing(whole, _SECOND)
+        return _no_dims(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     shared = {d for d in range(len(x)) if d != dim and all(len(s) == len(x) and s[d] == x[d] for s in others)}
     dims: Dims = tuple(d if d in shared else None for d in range(len(x)))
@@ -65,7 +65,7 @@ def select(whole: Whole) -> Factors:
     """Slices of x by a vector of places, which may be sharded."""
     x = whole.shapes[0]
     if not x or len(whole.shapes[1]) != 1:
-        return _nothing(whole, _SECOND)
+        return _no_dims(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     result: Dims = tuple(len(x) if d == dim else d for d in range(len(x)))
     one = frozenset({dim})
@@ -76,7 +76,7 @@ def put_slices(whole: Whole) -> Factors:
     """Slices set by a vector of places: the source lies as x, except along ``dim``."""
     x, _, *sources = whole.shapes
     if not x:
-        return _nothing(whole, _SECOND)
+        return _no_dims(whole, _SECOND)
     dim = whole.argument(1, "dim") % len(x)
     kept: Dims = tuple(None if d == dim else d for d in range(len(x)))
     every: Dims = tuple(range(len(x)))
@@ -105,7 +105,7 @@ def index_put(whole: Whole) -> Factors:
     """The dims that are not indexed may be sharded; with masks none."""
     found = _looked_up(whole)
     if found is None:
-        return _nothing(whole, frozenset(range(1, len(whole.shapes) - 1)))
+        return _no_dims(whole, frozenset(range(1, len(whole.shapes) - 1)))
     kept, places, at, shapes = found
     joint = max((len(s) for s in shapes), default=0)
     rest = [factor for d, factor in enumerate(kept) if d not in places]
@@ -148,12 +148,12 @@ def _broadcast(shapes: Sequence[Shape], first: int) -> tuple[Dims, list[Dims]]:
     return tuple(range(first, first + n)), each
 
 
-def _nothing(whole: Whole, places: frozenset[int] = frozenset()) -> Factors:
+def _no_dims(whole: Whole, places: frozenset[int] = frozenset()) -> Factors:
     operands = tuple((None,) * len(shape) for shape in whole.shapes)
     return Factors(operands, tuple((None,) * len(shape) for shape in whole.results), places=places)
 
 
-def taken_whole(whole: Whole) -> Factors:
+def take_by_element(whole: Whole) -> Factors:
     """From the whole of x, by the elements of an index of any shape."""
     dims = tuple(range(len(whole.shapes[1])))
     return Factors(((None,) * whole.ndim, dims), (dims,), places=_SECOND)
@@ -177,6 +177,6 @@ def embedding_bag(whole: Whole) -> Factors:
     """Bags of equal size, or one after another, of a table; whole for what looks at all places, or writes."""
     others = zip((3, 5, 7), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
     if any(whole.argument(place, name) for place, name in others):
-        return _nothing(whole)
+        return _no_dims(whole)
     text = "n [i], [v] d, n [i] -> n d" if whole.ndim == 2 else "[n], [v] d, [o], [n] -> 1 d"
     return match(parse(text), whole.shapes)

@@ -16,12 +16,12 @@ NONE: Final[Kinds] = frozenset()
 class Free(NamedTuple):
     """The numbers of a function that do not count: of these ``kinds``, ints at these ``places`` (or by these names).
 
-    Numbers that are ``apart`` each have a plan of their own; others have one.
+    Numbers that are ``distinct`` each have a plan of their own; others have one.
     """
 
     kinds: Kinds = FLOATS
     places: frozenset[int | str] = frozenset()
-    apart: frozenset[float] = frozenset()
+    distinct: frozenset[float] = frozenset()
 
 
 #: ints that are values, of functions of which others are dims or sizes
@@ -44,5 +44,5 @@ _APART: Final = dict.fromkeys(
 
 def free(name: str, kinds: Kinds) -> Free:
     """Of a function of a name, which by its row has these kinds."""
-    apart = _APART.get(name, frozenset[float]())
-    return Free(kinds - {float} if apart else kinds, _VALUES.get(name, frozenset()), apart)
+    distinct = _APART.get(name, frozenset[float]())
+    return Free(kinds - {float} if distinct else kinds, _VALUES.get(name, frozenset()), distinct)

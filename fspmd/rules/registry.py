@@ -17,7 +17,7 @@ from fspmd.rules.labels import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, free
 from fspmd.rules.reductions import over
-from fspmd.rules.spectra import whole_along
+from fspmd.rules.spectra import gathered_along
 from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch
 from fspmd.torch_internals import OpOverloadPacket
@@ -34,7 +34,7 @@ _ROWS: Final[dict[Any, Row]] = {
     of_labels: Row(labelled, body=labelled_on_blocks),
     ratio: Row(notation("[a] -> ")),
     sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
-    whole_along: Row(over(1, "dims", kept=True), "first"),
+    gathered_along: Row(over(1, "dims", kept=True), "first"),
 }
 
 

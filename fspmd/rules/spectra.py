@@ -33,18 +33,18 @@ SPECTRA: Final = {
 }
 
 
-def whole_along(x: Any, dims: Sequence[int]) -> Any:
+def gathered_along(x: Any, dims: Sequence[int]) -> Any:
     """The operand, which need not be whole along other dims."""
     return x
 
 
-def _whole(x: Any, dims: Sequence[int]) -> Any:
+def _gathered_once(x: Any, dims: Sequence[int]) -> Any:
     """The same, once, before transforms along several dims, where another dim can be sharded in their stead."""
     ranks = [x.spec.mesh.axis_size(axes) for axes in map(axes_within, (x.spec.partition[d] for d in dims)) if axes]
     others = [x.shape[d] for d in range(x.dim()) if d not in dims]
     if len(ranks) != 1 or max(others, default=0) < ranks[0]:
         return x
-    return call_torch(whole_along, (x, list(dims)))
+    return call_torch(gathered_along, (x, list(dims)))
 
 
 def _check(function: Callable[..., Any], x: Any, *args: Any) -> None:
@@ -66,7 +66,7 @@ def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any
         dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
         places = [d % x.dim() for d in dims]
         sizes = [None] * len(places) if s is None else [None if n == -1 else n for n in s]
-        x = _whole(x, places)
+        x = _gathered_once(x, places)
         steps = sorted(zip(places, sizes, strict=True), key=lambda step: bool(x.spec.partition[step[0]]))
         for d, n in steps:
             x = along(x, n, d, norm)
@@ -92,7 +92,7 @@ def _of_reals(name: str) -> Callable[..., Any]:
         *sizes, length = [-1] * (len(places) + 1) if s is None else s
         for d, n in zip(places, sizes, strict=True):
             x = x.narrow(d, 0, n) if -1 < n < x.shape[d] else x
-        x = _whole(x, [*places, end])
+        x = _gathered_once(x, [*places, end])
         x = last(x, None if length == -1 else length, end, norm) if real_first else x
         x = others(x, sizes, places, norm) if places else x
         return x if real_first else last(x, None if length == -1 else length, end, norm)

@@ -302,7 +302,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{
         name: Row(lookups.index_put, body=tables.index_put, sets=True) for name in _names("index_put _unsafe_index_put")
     },
-    "take": Row(lookups.taken_whole),
+    "take": Row(lookups.take_by_element),
     "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
     "searchsorted": Row(lookups.searched),
     "histc": Row(reductions.histogram, free=NONE),  # bounds that are equal are those of the elements

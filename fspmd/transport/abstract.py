@@ -13,7 +13,7 @@ from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant
 from fspmd.transport.call import Layout, Options, Transport
-from fspmd.transport.neutral import nothing_like
+from fspmd.transport.neutral import neutral_like
 from fspmd.transport.pending import Pending
 
 Axes = tuple[str, ...]
@@ -87,7 +87,7 @@ class AbstractTransport(Transport):
     pick = alias
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        return Pending(x.clone() if _place(mesh, axes, o)[1] == o.root else nothing_like(x))
+        return Pending(x.clone() if _place(mesh, axes, o)[1] == o.root else neutral_like(x))
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
         return complaint

@@ -144,7 +144,7 @@ class Transport:
         """``A`` on every rank ``=> [A] [0] [0]``: the terms of a pending sum, or of a gradient; moves nothing."""
         raise NotImplementedError
 
-    def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def per_rank(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         """The same value with a copy for each rank, where the transport would hold it once."""
         return self.alias(x, mesh, axes, o)
 

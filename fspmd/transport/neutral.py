@@ -11,6 +11,6 @@ def nothing(x: Tensor) -> complex:
     return complex(-0.0, -0.0) if x.is_complex() else -0.0
 
 
-def nothing_like(x: Tensor) -> Tensor:
+def neutral_like(x: Tensor) -> Tensor:
     """A tensor of it."""
     return torch.full_like(x, nothing(x))

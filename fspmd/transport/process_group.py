@@ -18,7 +18,7 @@ from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.neutral import nothing, nothing_like
+from fspmd.transport.neutral import neutral_like, nothing
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, is_idle
 
@@ -56,7 +56,7 @@ class ProcessGroupTransport(Transport):
     """One rank per process."""
 
     coalesces = True
-    views = frozenset({"alias", "apart", "pick"})
+    views = frozenset({"alias", "per_rank", "pick"})
     in_place = frozenset({"reduce", "reduce_once", "at_root"})
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -328,7 +328,7 @@ class ProcessGroupTransport(Transport):
         return Pending(x.view_as(x))
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else nothing_like(x))
+        return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else neutral_like(x))
 
     def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x)))

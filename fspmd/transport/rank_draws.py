@@ -16,7 +16,7 @@ from fspmd.transport.randomness import per_rank_generators, streams
 
 
 @contextmanager
-def draw_apart(held: Frame, seed: int) -> Iterator[None]:
+def draw_per_rank(held: Frame, seed: int) -> Iterator[None]:
     """Random ops inside draw from the streams of ``seed`` over the coordinates of ``held``.
 
     So do those on tensors that the function makes of sizes alone, as dropout under ``torch.func`` does.
@@ -36,11 +36,11 @@ class _MadeApart(DispatchMode):
         kwargs = kwargs or {}
         if not _makes_tensor(func):
             return func(*args, **kwargs)
-        return _made_apart(self.frame, func, args, kwargs)
+        return _draw_each_rank(self.frame, func, args, kwargs)
 
 
 @step
-def _made_apart(held: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_each_rank(held: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with per_rank_generators(held) as switch:
         ranks = iter(range(held.volume))
 

@@ -14,7 +14,7 @@ from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits
 from fspmd.transport.frame import Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
-from fspmd.transport.neutral import nothing_like
+from fspmd.transport.neutral import neutral_like
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import coordinates, parts
 
@@ -183,7 +183,7 @@ class SimulationTransport(Transport):
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(LocalTensor(x.shards, x.frame, x.borrowed) if type(x) is LocalTensor else x.view_as(x))
 
-    def apart(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def per_rank(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         if not axes:
             return self.alias(x, mesh, axes, o)
         wide = expand(x, frame(mesh, axes))
@@ -202,7 +202,7 @@ class SimulationTransport(Transport):
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         wide = expand(x, frame(mesh, axes))
         roots = {group[o.root] for group in groups(wide.frame, axes)[1]}
-        shards = [shard.clone() if i in roots else nothing_like(shard) for i, shard in enumerate(wide.shards)]
+        shards = [shard.clone() if i in roots else neutral_like(shard) for i, shard in enumerate(wide.shards)]
         return Pending(local_tensor(shards, wide.frame))
 
     def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:

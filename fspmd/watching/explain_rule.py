@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, FspmdError
 from fspmd.global_view.choices import passed_on
 from fspmd.global_view.dispatch import dispatch
-from fspmd.global_view.interceptors import instead_of_dispatch
+from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
@@ -142,7 +142,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         suppress(FspmdError, RuntimeError, TypeError, ValueError),  # of what gives no tensors
         torch.random.fork_rng([]),
         torch.no_grad(),
-        instead_of_dispatch(lambda _: told),
+        intercept_dispatch(lambda _: told),
     ):
         if takes_tensors_alone(func):
             told(func, (), given, named)

@@ -163,7 +163,7 @@ def _solved(
         rows = [f"a sharded body, {micros(ways[0].body)} of collectives"]
         whole = next((way for way in ways if not way.by_body), None)
         without = [_needed(one, whole, i) for i, one in enumerate(ordered)] if whole else []
-    return rows, needs, _others(question, ordered, ways[1:]), without
+    return rows, needs, _other_strategies(question, ordered, ways[1:]), without
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def _price(operands: Sequence[_NamedOperand], way: Strategy) -> Price:
     return total
 
 
-def _others(question: Question, operands: Sequence[_NamedOperand], ways: list[Strategy]) -> list[str]:
+def _other_strategies(question: Question, operands: Sequence[_NamedOperand], ways: list[Strategy]) -> list[str]:
     """Strategies, the cheapest first; what a body would communicate is in their time."""
     found = []
     for way in ways:

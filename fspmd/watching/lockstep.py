@@ -78,7 +78,7 @@ class _Lockstep(Watcher):
         if count > 1:  # which all have read that are here
             self.store.delete_key(f"{name}/{count - 1}/{me}")
         if len({(one[0], one[1] if one[2] else "", one[3]) for one in found.values()}) > 1:
-            raise LockstepError(_apart(found))
+            raise LockstepError(_rank_by_rank_text(found))
 
     def leave(self, error: BaseException | None = None) -> None:
         """All groups meet once more, unless there is an error; who waits for this rank yet is told that it left."""
@@ -119,7 +119,7 @@ _ADVICE: Final = (
 )
 
 
-def _apart(found: dict[int, Any]) -> str:
+def _rank_by_rank_text(found: dict[int, Any]) -> str:
     lines = ["ranks came to different collectives, or after different writes:"]
     for rank, (what, where, _, writes, last) in found.items():
         after = f", after {counted(writes, 'write')}" if any(one[3] for one in found.values()) else ""

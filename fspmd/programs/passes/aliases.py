@@ -80,7 +80,7 @@ class Aliases:
         first = bisect_right(places, self.place[after])
         return first < len(places) and (before is None or places[first] < self.place[before])
 
-    def escapes(self, node: fx.Node) -> bool:
+    def is_in_results(self, node: fx.Node) -> bool:
         """Whether results of the program lie in the memory of a value."""
         return self.of(node) in self.escaping
 
@@ -99,9 +99,9 @@ class Aliases:
         first = min(node, other, key=self.place.__getitem__)
         if self.is_written(node, first) or self.is_written(other, first):
             return False
-        seen = [self.escapes(one) or self.is_outside(one) for one in (node, other)]
+        seen = [self.is_in_results(one) or self.is_outside(one) for one in (node, other)]
         kept = any(self.of(one) in self.kept for one in (node, other))
-        return not all(seen) and not (kept and (self.escapes(node) or self.escapes(other)))
+        return not all(seen) and not (kept and (self.is_in_results(node) or self.is_in_results(other)))
 
 
 def is_view(node: fx.Node) -> bool:

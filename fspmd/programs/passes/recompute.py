@@ -106,7 +106,12 @@ class _Recomputation:
         for step in late:
             for node in step.all_input_nodes:
                 root = memory.of(node)
-                if node.op != "call_function" or node in self.late or memory.is_outside(node) or memory.escapes(node):
+                if (
+                    node.op != "call_function"
+                    or node in self.late
+                    or memory.is_outside(node)
+                    or memory.is_in_results(node)
+                ):
                     continue
                 self.first.setdefault(root, step)
                 group = self.groups.setdefault(root, [])

@@ -23,7 +23,7 @@ aten: Final = torch.ops.aten
 
 SUMS: Final = ("reduce", "reduce_once")
 GATHERS: Final = ("gather", "gather_once")
-NAMES: Final = ("alias", "apart", "pick")  # other types of the same value; simulations have steps for them
+NAMES: Final = ("alias", "per_rank", "pick")  # other types of the same value; simulations have steps for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _rewritten(memory: Aliases, node: fx.Node) -> fx.Node | None:
         found = row.result(one, two) if one.pair.kernel in row.first and two.pair.kernel in row.second else None
         if found is None or one.mesh != two.mesh:
             continue
-        why = _apart(memory, first, between, node)
+        why = _why_separate(memory, first, between, node)
         new = None
         if not why and found.pair.kernel in NAMES:
             new = _as_it_was(memory, node, x, found)
@@ -155,7 +155,7 @@ def _may_be_second(node: fx.Node) -> bool:
     return is_collective(node, *_SECONDS) and bool(node.meta["waits"])
 
 
-def _apart(memory: Aliases, first: fx.Node, between: list[fx.Node], second: fx.Node) -> str:
+def _why_separate(memory: Aliases, first: fx.Node, between: list[fx.Node], second: fx.Node) -> str:
     """Why two steps stay apart: writes, or casts that the second does not undo; empty for no reason."""
     one, two = first.meta["call"], second.meta["call"]
     if one.options.index_groups or two.options.index_groups:

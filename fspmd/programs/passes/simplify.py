@@ -29,7 +29,7 @@ def equal_steps(program: Program) -> int:
     ends = {*program.results, *program.gradients}
     gone = 0
     for node in list(program.graph.nodes):
-        key = _key(node) if _may_stand_for_others(node) else None
+        key = _key(node) if _may_be_shared(node) else None
         if key is None or (program.places and _has_numbers(node)):
             continue
         first = known.setdefault(key, node)
@@ -37,7 +37,7 @@ def equal_steps(program: Program) -> int:
             continue
         memory = memory or Aliases(program)
         by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
-        if why := _apart(program, node, by_size) or _in_memory(memory, ends, first, node):
+        if why := _why_kept(program, node, by_size) or _in_memory(memory, ends, first, node):
             known[key] = node
             if is_collective(node):
                 leave(node, "equal_steps", why, first)
@@ -50,7 +50,7 @@ def equal_steps(program: Program) -> int:
     return gone
 
 
-def _apart(program: Program, node: fx.Node, by_size: bool) -> str:
+def _why_kept(program: Program, node: fx.Node, by_size: bool) -> str:
     """Why a collective may not go, since other ranks might keep theirs; empty for no reason."""
     if not is_collective(node):
         return ""
@@ -68,7 +68,7 @@ def _in_memory(memory: Aliases, ends: Container[fx.Node | None], first: fx.Node,
     return ""
 
 
-def _may_stand_for_others(node: fx.Node) -> bool:
+def _may_be_shared(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if is_collective(node):
