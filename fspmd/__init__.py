@@ -47,6 +47,12 @@ from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cach
 from fspmd.global_view.methods import install as _install_methods
 from fspmd.global_view.refusals import NoRuleError
 from fspmd.global_view.rule import rule
+from fspmd.inspection.communication_log import CommunicationLog, communication_log
+from fspmd.inspection.explain_rule import explain_rule
+from fspmd.inspection.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
+from fspmd.inspection.implicit import Implicit
+from fspmd.inspection.lockstep import lockstep
+from fspmd.inspection.watch import Communication
 from fspmd.layout_search.auto_spec import auto_spec
 from fspmd.layout_search.found_layouts import Layouts
 from fspmd.local_view.hooks import install as _install_hooks
@@ -54,8 +60,9 @@ from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
 from fspmd.modules.clipping import clip_by_global_norm, global_norm
-from fspmd.modules.initial import init_sharded
-from fspmd.modules.modules import Attached, attach, attached, functional_call
+from fspmd.modules.data_parallel import install as _install_wrappers
+from fspmd.modules.functional_call import Attached, attach, attached, functional_call
+from fspmd.modules.init_sharded import init_sharded
 from fspmd.modules.optim import install as _install_optim
 from fspmd.modules.parallel import parallelize
 from fspmd.modules.plans import ParallelPlan
@@ -70,10 +77,9 @@ from fspmd.modules.styles import (
     Style,
     VocabParallel,
 )
-from fspmd.modules.wrappers import install as _install_wrappers
-from fspmd.placing.broadcast import broadcast, pad_to_blocks, unpad
-from fspmd.placing.chunks import install as _install_chunks
-from fspmd.placing.creation import (
+from fspmd.placement.broadcast import broadcast, pad_to_blocks, unpad
+from fspmd.placement.checkpoint_chunks import install as _install_chunks
+from fspmd.placement.creation import (
     arange,
     empty,
     eye,
@@ -87,12 +93,12 @@ from fspmd.placing.creation import (
     randperm,
     zeros,
 )
-from fspmd.placing.dtensors import from_dtensor, to_dtensor
-from fspmd.placing.measure import measure_topology
-from fspmd.placing.pictures import visualize_sharding
-from fspmd.placing.placement import device_get, device_put, from_callback, from_local, scatter
-from fspmd.placing.processes import assert_equal, barrier, from_process_local, process_allgather
-from fspmd.placing.reshard import Explanation, explain, reshard, with_spec
+from fspmd.placement.device_put import device_get, device_put, from_callback, from_local, scatter
+from fspmd.placement.dtensors import from_dtensor, to_dtensor
+from fspmd.placement.measure import measure_topology
+from fspmd.placement.pictures import visualize_sharding
+from fspmd.placement.processes import assert_equal, barrier, from_process_local, process_allgather
+from fspmd.placement.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.cache_misses import CacheMiss, explain_cache_misses
 from fspmd.programs.debug_print import debug_print
 from fspmd.programs.jit import Jitted, jit
@@ -107,12 +113,6 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.upper import install as _install_upper
 from fspmd.value_types import typeof
-from fspmd.watching.communication_log import CommunicationLog, communication_log
-from fspmd.watching.explain_rule import explain_rule
-from fspmd.watching.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
-from fspmd.watching.implicit import Implicit
-from fspmd.watching.lockstep import lockstep
-from fspmd.watching.watch import Communication
 
 _install_methods()
 _install_upper()

@@ -17,8 +17,8 @@ from fspmd.foreign import refuse_foreign
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
+from fspmd.pickled_blocks import Place, check_place, place_of, refuse_checkpoint
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
-from fspmd.saved import Place, check_place, place_of, refuse_checkpoint
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer

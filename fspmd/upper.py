@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fspmd.autodiff.engine import backward, gradients, on_gradient
 from fspmd.autodiff.transforms import dual, parts
-from fspmd.placing.pictures import html, is_number, text
+from fspmd.placement.pictures import html, is_number, text
 from fspmd.sharded import provide
 
 

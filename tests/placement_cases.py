@@ -14,7 +14,7 @@ from collective_cases import ADDED, DIFFERENTIABLE, MOVED, NAMES, chunks, draw
 from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, from_callback, from_local, make_mesh
-from fspmd.placing.scatter import ScatterRoute, _Scatter
+from fspmd.placement.scatter import ScatterRoute, _Scatter
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
 

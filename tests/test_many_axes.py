@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from full import FULL
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, explain, make_mesh, reshard
-from fspmd.global_view.choices import ways
+from fspmd.global_view.axis_choices import ways
 from fspmd.global_view.propagate import ask
 from fspmd.messages import micros
 from fspmd.redistribution import straight

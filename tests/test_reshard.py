@@ -34,10 +34,10 @@ from fspmd import (
     shard_map,
     with_spec,
 )
+from fspmd.inspection.watch import communicates
 from fspmd.redistribution.routes import Route
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
-from fspmd.watching.watch import communicates
 
 F64 = torch.float64
 

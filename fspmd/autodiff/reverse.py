@@ -36,7 +36,7 @@ from fspmd.local_view.closures import INNER, uses_closed_over
 from fspmd.local_view.modes import leave_to_python
 from fspmd.local_view.tracking import own
 from fspmd.remembered import ask_gradient, hold_casts, let_go
-from fspmd.saved_tensors import KeptTensors, is_checkpointed, without_saved_tensor_hooks
+from fspmd.saved_tensor_hooks import KeptTensors, is_checkpointed, without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 from fspmd.trees import parameter_names

@@ -19,9 +19,9 @@ from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import working
 from fspmd.global_view.operands import places_of
-from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.propagate import OpPlan, Question, opaque_plan
 from fspmd.global_view.refusals import shown
+from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.global_view.unruled import Run
 from fspmd.meshes.mesh import Mesh

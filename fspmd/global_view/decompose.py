@@ -285,7 +285,7 @@ def _does_something(node: fx.Node) -> bool:
 
 def _symbols() -> Any:
     """Imported when it is needed, as what it needs of torch takes a second."""
-    from fspmd.global_view.symbols import Symbols
+    from fspmd.global_view.symbolic_floats import Symbols
 
     return Symbols()
 

@@ -18,11 +18,11 @@ from fspmd.forms import Strided
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
 from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
-from fspmd.global_view.outcomes import begun
 from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_strides import with_strides
+from fspmd.global_view.result_types import begun
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import as_copies, share_memory
-from fspmd.global_view.outcomes import Kind, Shape
+from fspmd.global_view.result_types import Kind, Shape
 from fspmd.local_view.uneven import call_uneven, numbers_frame
 from fspmd.rules.views import of_sizes
 from fspmd.spec import TensorSpec

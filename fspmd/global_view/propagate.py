@@ -27,7 +27,8 @@ from fspmd.global_view.local_calls import (
     untouched,
     view_or_copy,
 )
-from fspmd.global_view.outcomes import (
+from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
+from fspmd.global_view.result_types import (
     Kind,
     Lying,
     Outcome,
@@ -41,7 +42,6 @@ from fspmd.global_view.outcomes import (
     on_one_element,
     views_any,
 )
-from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.sharded_bodies import as_local_call
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.empty_blocks import call_with_empty_blocks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.rules import writes
-from fspmd.saved_tensors import without_saved_tensor_hooks
+from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import hidden, outside_transforms

@@ -7,9 +7,9 @@ from typing import Any
 
 from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.operands import places_of, tensors_of
-from fspmd.global_view.outcomes import Outcome, begun, on_meta
 from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import shown
+from fspmd.global_view.result_types import Outcome, begun, on_meta
 from fspmd.ops.signatures import at
 from fspmd.rules import ENGINE, writes
 from fspmd.sharded import Sharded, laid, lies, relay

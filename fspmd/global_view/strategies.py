@@ -18,7 +18,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, axes_within, entry_axes
-from fspmd.global_view.choices import Combination, combinations
+from fspmd.global_view.axis_choices import Combination, combinations
 from fspmd.global_view.layouts import CallLayouts, aligned, layouts_of, working
 from fspmd.redistribution.bounds import closely
 from fspmd.redistribution.cost import Topology

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fspmd.entries import entry_of
-from fspmd.global_view.choices import passed_on
+from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.flat_dims import viewed_call
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.propagate import Question

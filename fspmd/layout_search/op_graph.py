@@ -22,14 +22,14 @@ from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.operands import places_of, tensors_of
-from fspmd.global_view.outcomes import joined, on_meta
 from fspmd.global_view.propagate import Question
 from fspmd.global_view.refusals import shown
+from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.unruled import gathered
 from fspmd.layout_search.move_counts import Counting, Trips
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
-from fspmd.placing.reshard import with_reshard_as
+from fspmd.placement.reshard import with_reshard_as
 from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.sharded import Sharded, is_plain

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fspmd.local_view.modes import BodyMode
 from fspmd.ops.traits import OPS, learn
-from fspmd.saved_tensors import without_saved_tensor_hooks
+from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 
 

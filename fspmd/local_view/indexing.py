@@ -22,7 +22,7 @@ from fspmd.local_view.uneven import (
     rank_number,
 )
 from fspmd.ops.traits import OPS, learn
-from fspmd.saved_tensors import without_saved_tensor_hooks
+from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport.frame import UNEVEN

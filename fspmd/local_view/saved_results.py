@@ -16,7 +16,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.ops.traits import tensors_in
 from fspmd.remembered import ASKING
-from fspmd.saved_tensors import without_saved_tensor_hooks
+from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.tracing import hidden
 from fspmd.transport.local_tensor import blocks_of
 

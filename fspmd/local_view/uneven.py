@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError, VarianceError
-from fspmd.local_view.parts import PARTS, parted
 from fspmd.local_view.saved_results import Way, unasked, way_of
 from fspmd.local_view.unbind import bind, unbind
+from fspmd.local_view.uneven_parts import PARTS, parted
 from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, apply, call, is_transformed
 from fspmd.torch_internals import (

@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError, TreeError
+from fspmd.inspection.module_paths import name_modules_of
 from fspmd.messages import Failure, described, quoted, refuse
-from fspmd.modules.arranged import hook, stands
 from fspmd.modules.paths import leaves_by_name, near
 from fspmd.modules.plans import ParallelPlan
+from fspmd.modules.style_hooks import hook, stands
 from fspmd.sharded import is_sharded
 from fspmd.tracing import RecomputeContext, recomputed_in
-from fspmd.watching.module_paths import name_modules_of
 
 # --- names -----------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
-from fspmd.placing.placement import device_get
-from fspmd.placing.reshard import reshard
+from fspmd.placement.device_put import device_get
+from fspmd.placement.reshard import reshard
 from fspmd.sharded import Sharded
 
 

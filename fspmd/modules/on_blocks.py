@@ -19,7 +19,7 @@ from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.modules.styles import Layout, laid_out
-from fspmd.placing.reshard import with_spec
+from fspmd.placement.reshard import with_spec
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.utils.clip_grad
 from torch import Tensor
 
-from fspmd.placing.placement import device_get, device_put
+from fspmd.placement.device_put import device_get, device_put
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
 

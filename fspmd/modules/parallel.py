@@ -14,8 +14,8 @@ from fspmd.modules.paths import leaves_by_name
 from fspmd.modules.plans import ParallelPlan, make_plan
 from fspmd.modules.styles import Style
 from fspmd.outside import the_mesh
-from fspmd.placing.placement import put
-from fspmd.placing.scatter import PLANNED, lacks_values
+from fspmd.placement.device_put import put
+from fspmd.placement.scatter import PLANNED, lacks_values
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.errors import RecordError
+from fspmd.inspection.watch import Communication, hears_of_records, tell
 from fspmd.pairs import apply, call, is_watched
 from fspmd.programs.communication import known_communication
 from fspmd.programs.program import Program, owner
@@ -21,7 +22,6 @@ from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import expand, held_frame, per_block
 from fspmd.transport.randomness import go_on, kept_states
-from fspmd.watching.watch import Communication, hears_of_records, tell
 
 
 @dataclass(frozen=True, slots=True)

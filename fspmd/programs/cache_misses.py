@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.inspection.causes import trace
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
 from fspmd.ops.traits import autocasts
@@ -20,7 +21,6 @@ from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import blocks_of, held_frame
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
-from fspmd.watching.causes import trace
 
 #: the parts of a key: by path of a leaf, or "" for the surroundings, values by name
 Facts = dict[str, dict[str, Any]]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.inspection.communication_log import CommunicationLog, communication_log
 from fspmd.programs.capture import copies_of
 from fspmd.transport.local_tensor import blocks_of, is_simulated
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.trees import flatten, flatten_in_order, leaf_paths
-from fspmd.watching.communication_log import CommunicationLog, communication_log
 
 Call = Callable[..., Any]
 

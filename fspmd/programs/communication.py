@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fspmd.inspection.causes import Cause
+from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
 from fspmd.pairs import Call, is_watched
 from fspmd.programs.program import Program, Value
 from fspmd.programs.steps import Routed
 from fspmd.redistribution.cost import Price, Topology
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Routes
-from fspmd.watching.causes import Cause
-from fspmd.watching.watch import Communication, communicates, hears_of_records, price_of, tell
 
 
 def report_when_run(program: Program) -> None:

@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.placing.placement import device_get
+from fspmd.placement.device_put import device_get
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import DisableTorchFunction, batch_dim_of, is_batched, is_wrapped, level_of, wrapped_by
 from fspmd.tracing import outside_transforms, reading

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Prot
 from fspmd.body import state
 from fspmd.errors import ArgumentError, RecordError
 from fspmd.first_use import begin
+from fspmd.inspection.watch import hears_of_records, tell
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.pairs import is_seen, is_watched
@@ -25,7 +26,6 @@ from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, replayed
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
-from fspmd.watching.watch import hears_of_records, tell
 
 Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, MeshError, RecordError
+from fspmd.inspection.communication_log import CommunicationLog
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
 from fspmd.programs.cache_misses import Facts, call_facts, differences
@@ -26,7 +27,6 @@ from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import is_sharded
 from fspmd.torch_internals import FakeTensor
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
-from fspmd.watching.communication_log import CommunicationLog
 
 
 class Compiled:

@@ -18,15 +18,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
+from fspmd.inspection.causes import trace
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.generators import Generators
 from fspmd.programs.reachable import check_reachable, given_alone
+from fspmd.programs.recorded_values import Values
 from fspmd.programs.refusals import RefusingMode, check, check_writes, not_compiled, shape_of_values
 from fspmd.programs.steps import NAMES_ALONE, Routed, runner, way_back
 from fspmd.programs.tensor_indices import REPLACEMENTS
-from fspmd.programs.values import Values
 from fspmd.remembered import forgetting
 from fspmd.torch_internals import (
     DataDependentOutputException,
@@ -37,7 +38,6 @@ from fspmd.torch_internals import (
 )
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
-from fspmd.watching.causes import trace
 
 aten: Final = torch.ops.aten
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.inspection.watch import Communication
 from fspmd.ops.traits import autocasts
 from fspmd.programs.backward import Halves, halves_of, replay
 from fspmd.programs.cache_misses import Facts
@@ -25,7 +26,6 @@ from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.trees import filling, flatten
-from fspmd.watching.watch import Communication
 
 
 class Closed:

@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
 from fspmd.foreign import ADVICE, IS, foreign_name
+from fspmd.inspection.causes import trace
 from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.variance import unwrapped
-from fspmd.watching.causes import trace
 
 
 def line() -> str:

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from fspmd.inspection.causes import Cause
+from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
 from fspmd.torch_internals import OpOverload, TensorBase, VariableFunctions, profiler, set_grad_enabled
 from fspmd.transport.randomness import draw_seed
-from fspmd.watching.causes import Cause
-from fspmd.watching.watch import communicates, label
 
 
 class ProgramPart(NamedTuple):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fspmd.inspection.causes import Cause
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, micros
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.program import Left, Program, owner
 from fspmd.spec import TensorSpec, describe
 from fspmd.torch_internals import OpOverload
-from fspmd.watching.causes import Cause
 
 _WIDEST = (44, 44, 56, 28)  # of columns, in characters
 Row = tuple[str, ...]

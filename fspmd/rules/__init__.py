@@ -7,8 +7,8 @@ from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.global_call import Rule, Whole
 from fspmd.rules.handlers import ENGINE, handler_of
 from fspmd.rules.numbers import FLOATS, NONE, Free
-from fspmd.rules.registry import IN_C, free_numbers, is_registered, register, row_of
 from fspmd.rules.table import Row, composite_of, is_ragged, may_be_composite, without_write, writes
+from fspmd.rules.user_rules import IN_C, free_numbers, is_registered, register, row_of
 
 __all__ = [
     "ENGINE",

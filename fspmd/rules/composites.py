@@ -19,7 +19,7 @@ from fspmd.rules.grouped import grouped_mm
 from fspmd.rules.losses import LOSSES
 from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
-from fspmd.rules.values import check_values
+from fspmd.rules.value_checks import check_values
 from fspmd.rules.views import vanishing
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P, TensorSpec

@@ -21,7 +21,7 @@ from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, intege
 from fspmd.random.poisson import counts
 from fspmd.remembered import wrote
 from fspmd.rules.like_functions import Handler, Value, drawn_like, settle, settled
-from fspmd.rules.values import check_values
+from fspmd.rules.value_checks import check_values
 from fspmd.sharded import Sharded, call_torch, is_sharded, pair
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import transforms_active

@@ -19,7 +19,7 @@ from fspmd.rules.dropouts import DROPOUTS
 from fspmd.rules.foreach import of_lists, unscale
 from fspmd.rules.like_functions import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
-from fspmd.rules.values import check_matrices
+from fspmd.rules.value_checks import check_matrices
 from fspmd.sharded import upper
 from fspmd.torch_internals import DisableTorchFunction, VariableFunctions
 from fspmd.tracing import refuse_tracer

@@ -1,7 +1,7 @@
 """Functions that take elements, or set them, by tensors of places.
 
-Where the dim looked along is sharded a body (`tables.py`) sees to the places in each block; what it takes is a pending
-sum.
+Where the dim looked along is sharded a body (`gather_scatter.py`) sees to the places in each block. What it takes is a
+pending sum.
 """
 
 from __future__ import annotations

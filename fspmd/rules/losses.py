@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
 from fspmd.rules.batches import gathered
+from fspmd.rules.cross_entropy import reduction_of
 from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.global_call import Whole
-from fspmd.rules.labels import reduction_of
 from fspmd.rules.reductions import along
-from fspmd.rules.values import check_values
+from fspmd.rules.value_checks import check_values
 from fspmd.sharded import Sharded, call_torch
 
 #: of elements; but for their reduction

@@ -24,7 +24,7 @@ from fspmd.rules.bodies import (
     widened,
 )
 from fspmd.rules.extremes import extreme
-from fspmd.rules.moments import root
+from fspmd.rules.variances import root
 from fspmd.torch_internals import aten_cdist, aten_pdist
 
 

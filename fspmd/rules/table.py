@@ -19,10 +19,10 @@ from fspmd.ops.traits import is_tagged, name_of
 from fspmd.rules import (
     attention,
     diagonals,
+    gather_scatter,
     halos,
     joins,
     lookups,
-    moments,
     norms,
     pools,
     range_writes,
@@ -30,7 +30,7 @@ from fspmd.rules import (
     reductions,
     regroups,
     softmaxes,
-    tables,
+    variances,
     views,
 )
 from fspmd.rules.batches import batched, gathered, solved
@@ -58,10 +58,10 @@ from fspmd.rules.contractions import (
     matmul,
     with_added,
 )
+from fspmd.rules.cross_entropy import cross_entropy, has_labels
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.global_call import Rule, notation
-from fspmd.rules.labels import cross_entropy, has_labels
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
@@ -223,11 +223,11 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "tril": Row(views.triangle, body=joins.tril),
     "triu": Row(views.triangle, body=joins.triu),
     **{name: Row(views.unfolded, local=views.unfold, body=joins.unfold) for name in _names("unfold unfold_copy")},
-    **{name: Row(over(), body=body) for name, body in moments.MOMENTS.items()},
-    "layer_norm": Row(reductions.layer_norm, kept=True, body=moments.layer_norm),
-    "native_layer_norm": Row(reductions.layer_norm, body=moments.native_layer_norm),
-    "rms_norm": Row(reductions.layer_norm, kept=True, body=moments.rms_norm),
-    "embedding": Row(lookups.torch_embedding, body=tables.torch_embedding),
+    **{name: Row(over(), body=body) for name, body in variances.MOMENTS.items()},
+    "layer_norm": Row(reductions.layer_norm, kept=True, body=variances.layer_norm),
+    "native_layer_norm": Row(reductions.layer_norm, body=variances.native_layer_norm),
+    "rms_norm": Row(reductions.layer_norm, kept=True, body=variances.rms_norm),
+    "embedding": Row(lookups.torch_embedding, body=gather_scatter.torch_embedding),
     **{name: Row(permuted(views.transposed)) for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order)) for name in _names("permute permute_copy")},
     **{name: Row(permuted(views.moved)) for name in _names("movedim moveaxis")},
@@ -282,25 +282,26 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "col2im": Row(halos.folded, empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     **{name: Row(recurrent.sequences, free=NONE, empty=False, body=body) for name, body in recurrent.LAYERS.items()},
-    "gather": Row(lookups.gather, body=tables.gather, weighs=True),
+    "gather": Row(lookups.gather, body=gather_scatter.gather, weighs=True),
     **{
-        name: Row(lookups.scatter, body=tables.setting(getattr(torch, name)), sets=name != "scatter_reduce")
+        name: Row(lookups.scatter, body=gather_scatter.setting(getattr(torch, name)), sets=name != "scatter_reduce")
         for name in _SCATTERS
     },
-    "index_select": Row(lookups.select, body=tables.index_select),
+    "index_select": Row(lookups.select, body=gather_scatter.index_select),
     **{
         name: Row(
             lookups.put_slices,
-            body=tables.setting(getattr(torch, name)),
+            body=gather_scatter.setting(getattr(torch, name)),
             weighs=True,
             sets=name != "index_reduce",
         )
         for name in _SLICE_WRITES
     },
-    "index_fill": Row(lookups.put_slices, body=tables.setting(torch.index_fill, wraps=True), sets=True),
-    **{name: Row(lookups.index, body=tables.index) for name in _names("index _unsafe_index")},
+    "index_fill": Row(lookups.put_slices, body=gather_scatter.setting(torch.index_fill, wraps=True), sets=True),
+    **{name: Row(lookups.index, body=gather_scatter.index) for name in _names("index _unsafe_index")},
     **{
-        name: Row(lookups.index_put, body=tables.index_put, sets=True) for name in _names("index_put _unsafe_index_put")
+        name: Row(lookups.index_put, body=gather_scatter.index_put, sets=True)
+        for name in _names("index_put _unsafe_index_put")
     },
     "take": Row(lookups.take_by_element),
     "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
@@ -325,7 +326,7 @@ def _rows(by_dims: dict[str, Row]) -> dict[str, Row]:
 ROWS: Final = _rows(_BY_DIMS)
 #: of functions that share a name with another
 _OWN: Final[dict[Any, Row]] = {
-    F.embedding: Row(lookups.embedding, body=tables.embedding),
+    F.embedding: Row(lookups.embedding, body=gather_scatter.embedding),
     F.embedding_bag: Row(lookups.embedding_bag, empty=False),
     torch.ops.aten.view.dtype: Row(views.bits),
 }

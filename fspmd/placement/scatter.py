@@ -13,15 +13,15 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, SpecError, TreeError
 from fspmd.foreign import ADVICE, IS, foreign_name
+from fspmd.inspection.watch import announce
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
-from fspmd.placing.sources import Source
+from fspmd.placement.source_rank import Source
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_of
 from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
-from fspmd.watching.watch import announce
 
 
 @dataclass(frozen=True, slots=True)

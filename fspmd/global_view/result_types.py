@@ -16,7 +16,7 @@ from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.rules import Factors, Rule, Whole
 from fspmd.rules.elementwise import elementwise
-from fspmd.saved_tensors import without_saved_tensor_hooks
+from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float
 from fspmd.torch_internals import (

@@ -18,7 +18,7 @@ from fspmd.errors import ArgumentError, MeshError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.outside import check_outside, the_mesh
-from fspmd.placing.scatter import check_leaves
+from fspmd.placement.scatter import check_leaves
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import begun, redistribute, to_blocks

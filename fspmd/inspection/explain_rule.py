@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, FspmdError
-from fspmd.global_view.choices import passed_on
+from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
 from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.inspection.trials import takes_tensors_alone, trials
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.ops.signatures import required
 from fspmd.rules import composite_of, handler_of, is_registered
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.watching.trials import takes_tensors_alone, trials
 
 
 def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fspmd.inspection.watch import Communication, Watcher, add, remove
 from fspmd.messages import counted, micros, style_by_rows
 from fspmd.spec import short_dtype
-from fspmd.watching.watch import Communication, Watcher, add, remove
 
 
 class CommunicationLog(list[Communication], Watcher):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
-from fspmd.modules.recording import INITS, InitRecorder, RecordedCall, Ref
+from fspmd.modules.constructor_record import INITS, InitRecorder, RecordedCall, Ref
 from fspmd.ops.traits import name_of
-from fspmd.placing import creation
-from fspmd.placing.placement import device_put
+from fspmd.placement import creation
+from fspmd.placement.device_put import device_put
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P
 from fspmd.torch_internals import trunc_normal_without_grad

@@ -14,9 +14,9 @@ from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
 from fspmd.outside import the_mesh
-from fspmd.placing.placement import device_get, put
-from fspmd.placing.scatter import check_leaves
-from fspmd.placing.sources import hear_all
+from fspmd.placement.device_put import device_get, put
+from fspmd.placement.scatter import check_leaves
+from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 from fspmd.torch_internals import DisableTorchFunction

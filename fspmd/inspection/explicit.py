@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from fspmd.errors import ArgumentError, CommunicationError
+from fspmd.inspection.causes import Trace
+from fspmd.inspection.implicit import Implicit, implied, report
+from fspmd.inspection.watch import Watcher, add, remove
 from fspmd.messages import described, quoted
 from fspmd.pairs import Call
-from fspmd.watching.causes import Trace
-from fspmd.watching.implicit import Implicit, implied, report
-from fspmd.watching.watch import Watcher, add, remove
 
 Mode = Literal["raise", "warn", "off"]
 _MODES: Final = ("raise", "warn", "off")

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
+from fspmd.modules.constructor_record import InitRecorder, Ref, ref_of
+from fspmd.modules.constructor_replay import Replay
 from fspmd.modules.plans import make_plan
-from fspmd.modules.recording import InitRecorder, Ref, ref_of
-from fspmd.modules.replaying import Replay
 from fspmd.modules.styles import Style
 from fspmd.outside import the_mesh
-from fspmd.placing.placement import device_get, device_put
+from fspmd.placement.device_put import device_get, device_put
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fspmd.inspection.causes import Cause, Trace, trace
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
@@ -22,7 +23,6 @@ from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import RankRoute
 from fspmd.transport.windows import is_idle, traffic
-from fspmd.watching.causes import Cause, Trace, trace
 
 _lock: Final = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()

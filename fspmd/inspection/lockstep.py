@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from fspmd.errors import ArgumentError, LockstepError
+from fspmd.inspection.causes import Cause, trace
+from fspmd.inspection.watch import Communication, Watcher, add, remove
 from fspmd.meshes import world
 from fspmd.messages import counted, described
 from fspmd.pairs import PAIRS
 from fspmd.remembered import hear_writes
 from fspmd.spec import short_dtype
 from fspmd.torch_internals import store_of_ranks
-from fspmd.watching.causes import Cause, trace
-from fspmd.watching.watch import Communication, Watcher, add, remove
 
 _SHOWN: Final = 5  # writes of each rank
 _POLL: Final = 0.05  # seconds between looks for who is late, at most

@@ -14,8 +14,8 @@ import optree
 import torch
 
 from fspmd.global_view.refusals import shown
+from fspmd.inspection.module_paths import path_of
 from fspmd.torch_internals import current_autograd_node
-from fspmd.watching.module_paths import path_of
 
 _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # which run what the user gave them

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fspmd import tracing
 from fspmd.body import state
 from fspmd.errors import RecordError
+from fspmd.inspection.causes import Cause, trace
 from fspmd.programs.fake_tensors import active_mode, stand_in
 from fspmd.programs.program import Value, memory_of, value_of
 from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
@@ -33,7 +34,6 @@ from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import LocalTensor, blocks_of, held_frame, is_simulated, is_uneven
 from fspmd.variance import unwrapped
-from fspmd.watching.causes import Cause, trace
 
 aten: Final = torch.ops.aten
 

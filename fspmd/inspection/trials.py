@@ -13,11 +13,11 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.refusals import shown
+from fspmd.inspection.communication_log import communication_log
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.watching.communication_log import communication_log
 
 
 def takes_tensors_alone(func: Any) -> bool:

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.global_view.outcomes import differentiated
 from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
+from fspmd.global_view.result_types import differentiated
 from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.inspection.causes import Cause, Trace
+from fspmd.inspection.expressions import expression_at, operands_of
+from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
 from fspmd.ops.operators import REFLECTED
@@ -34,9 +37,6 @@ from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import leaf_paths
-from fspmd.watching.causes import Cause, Trace
-from fspmd.watching.expressions import expression_at, operands_of
-from fspmd.watching.watch import communicates, price_of
 
 _grad_enabled = torch.is_grad_enabled
 _WAYS = 4  # that a report shows besides the one taken

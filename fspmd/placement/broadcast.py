@@ -17,7 +17,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.outside import the_mesh
 from fspmd.pairs import apply, call
-from fspmd.placing.sources import source_of
+from fspmd.placement.source_rank import source_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, complain, describe
 from fspmd.transport import Options

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from fspmd.collectives import psum
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, widened
 from fspmd.rules.factors import Factors
+from fspmd.rules.gather_scatter import filled, in_block, own
 from fspmd.rules.global_call import Whole
 from fspmd.rules.softmaxes import peak
-from fspmd.rules.tables import filled, in_block, own
 from fspmd.sharded import call_torch
 from fspmd.torch_internals import legacy_reduction
 
