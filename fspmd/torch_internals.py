@@ -15,7 +15,6 @@ import torch._functorch.eager_transforms
 import torch._functorch.pyfunctorch
 import torch._functorch.vmap
 import torch._meta_registrations
-import torch._prims_common
 import torch._subclasses.fake_tensor
 import torch._subclasses.meta_utils
 import torch.fx.experimental.proxy_tensor
@@ -61,8 +60,6 @@ wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 module_call: Any = torch.nn.Module._call_impl
 #: what `nn.utils.rnn.pad_packed_sequence` calls
 pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
-#: whether an aten function has a kernel for a key
-has_kernel_for: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 #: what aten functions are made of, as export takes it; instead: `torch.export.default_decompositions`
 core_aten_decompositions: Any = torch._decomp.core_aten_decompositions
 #: what aten functions are made of, all that torch knows; instead: `torch.export.default_decompositions`
@@ -82,8 +79,6 @@ aten_zero_tensor: Any = torch.ops.aten._efficientzerotensor.default
 aten_embedding_bag: Any = torch.ops.aten._embedding_bag
 #: products of groups of rows, as dispatch sees them
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
-#: products of groups of rows; instead: `F.grouped_mm`
-torch_grouped_mm: Any = torch._grouped_mm
 #: what forward derivatives ask of a tangent
 aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
 #: `x.item()`, as dispatch sees it; instead: `torch.ops.aten.item`
@@ -98,10 +93,6 @@ foreach_copy_: Any = torch._foreach_copy_
 fan_of: Any = torch.nn.init._calculate_correct_fan
 #: what `trunc_normal_` calls
 trunc_normal_without_grad: Any = torch.nn.init._no_grad_trunc_normal_
-#: the reduction that `size_average` and `reduce` mean
-legacy_reduction: Any = torch.nn.functional._Reduction.legacy_get_string  # type: ignore[attr-defined]
-#: whether strides leave no gaps
-is_non_overlapping_and_dense: Any = torch._prims_common.is_non_overlapping_and_dense_or_false
 
 # Python that sees calls: functions and modes
 

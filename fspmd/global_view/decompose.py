@@ -33,7 +33,6 @@ from fspmd.torch_internals import (
     aten_embedding_bag,
     core_aten_decompositions,
     decomposition_table,
-    has_kernel_for,
 )
 from fspmd.tracing import outside_transforms
 
@@ -307,12 +306,12 @@ def _own(func: Function) -> dict[Any, Function]:
     overloads = [getattr(packet, name) for name in packet.overloads()]
     found = {one: decomposition_table[one] for one in overloads if one in decomposition_table}
     for one in overloads:
-        has = functools.partial(has_kernel_for, one.name())
-        if one not in found and has(_EXPLICIT) and not has("Autograd"):
-            found[one] = functools.partial(one._op_dk, getattr(DispatchKey, _EXPLICIT))
+        has = one.has_kernel_for_dispatch_key
+        if one not in found and has(_EXPLICIT) and not has(DispatchKey.Autograd):
+            found[one] = functools.partial(one._op_dk, _EXPLICIT)
     return found
 
 
-_EXPLICIT: Final = "CompositeExplicitAutograd"
+_EXPLICIT: Final = DispatchKey.CompositeExplicitAutograd
 #: options of theirs bear on the gradient alone (``scale_grad_by_freq``), and decompositions leave them out
 _OWN_GRADIENTS: Final = (torch.ops.aten.embedding, aten_embedding_bag)

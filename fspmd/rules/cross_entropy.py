@@ -19,7 +19,6 @@ from fspmd.rules.gather_scatter import filled, in_block, own
 from fspmd.rules.global_call import Whole
 from fspmd.rules.softmaxes import peak
 from fspmd.sharded import call_torch
-from fspmd.torch_internals import legacy_reduction
 
 
 def of_labels(x: Any, target: Any, ignore_index: int) -> Any:
@@ -72,7 +71,9 @@ def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
     """The name of a reduction, which older options, if given, stand for."""
     if size_average is None and reduce is None:
         return reduction
-    return str(legacy_reduction(size_average, reduce))
+    if reduce is not None and not reduce:
+        return "none"
+    return "mean" if size_average is None or size_average else "sum"
 
 
 def cross_entropy(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -19,7 +20,6 @@ from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.global_call import Rule, Whole
 from fspmd.rules.windows import block_places, per_rank, still
 from fspmd.sharded import call_torch
-from fspmd.torch_internals import torch_grouped_mm
 
 
 def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -89,7 +89,7 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape):
         return a @ b.sum(0)
     columns = b.shape[2]
-    out: Tensor = torch_grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
+    out: Tensor = F.grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
     return out[:, :columns].masked_fill(past, 0)
 
 
@@ -104,7 +104,7 @@ def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape, *offs.shape):
         return (a @ b).expand(offs.shape[0], -1, -1).clone()
     rows, columns = a.shape[0], b.shape[1]
-    out: Tensor = torch_grouped_mm(_fitting(a), _fitting(b), offs=offs)
+    out: Tensor = F.grouped_mm(_fitting(a), _fitting(b), offs=offs)
     return out[:, :rows, :columns].contiguous()
 
 
