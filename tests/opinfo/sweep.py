@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -27,6 +28,7 @@ import optree
 import torch
 import torch.testing._internal.common_methods_invocations as common
 from torch import Tensor
+from torch.testing._internal import common_utils
 
 from fspmd import FspmdError, Mesh, P, Sharded, device_get, device_put, make_mesh
 from fspmd.rules import Bodied
@@ -79,13 +81,23 @@ def dtype_of(op: Any) -> torch.dtype | None:
 _OF_OWN_SIZES = frozenset({"_segment_reduce.offsets", "_segment_reduce.lengths", "argwhere", "cumprod", "prod"})
 
 
+def _seed(seed: int = common_utils.SEED) -> None:
+    """As torch's `set_rng_seed`, for the CPU alone: for each other kind of device that one formats the stack."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+common_utils.set_rng_seed = _seed  # which runs before each sample
+
+
 def samples(op: Any, dtype: torch.dtype, sizes: str, most: int) -> Iterator[Any]:
     sizes = "uneven" if name_of(op) in _OF_OWN_SIZES else sizes
     before = {name: getattr(common, name) for name in SIZES[sizes]}
     try:
         for name, size in SIZES[sizes].items():
             setattr(common, name, size)
-        torch.manual_seed(0)
+        _seed(0)
         every = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
     finally:
         for name, size in before.items():
@@ -192,7 +204,7 @@ def run_sample(op: Any, sample: Any, mesh: Mesh, most: int, report: Report, writ
         for i, x in zip(places, values, strict=True):
             filled[i] = x
         first, args, kwargs = treedef.unflatten(filled)
-        torch.manual_seed(1)
+        _seed(1)
         out = function(first, *args, **kwargs)
         return optree.tree_flatten(out, is_leaf=lambda x: isinstance(x, Sharded))[0], type(out)
 
