@@ -137,7 +137,7 @@ def test_values_and_gradients(mesh: str, model: str, layout: str) -> None:
         for name, parameter in module.named_parameters():
             grad = placed[name].grad
             assert grad is not None
-            torch.testing.assert_close(device_get(grad), parameter.grad, msg=f"{name} {grad}")
+            torch.testing.assert_close(device_get(grad), parameter.grad, msg=f"{name} {grad!r}")
 
 
 def test_the_module_is_as_it_was_after_a_call_and_after_an_error() -> None:

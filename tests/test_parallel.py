@@ -177,7 +177,7 @@ def check_module(
         grad = leaves[name].grad
         assert grad is not None
         assert grad.spec.partition == leaves[name].spec.partition
-        torch.testing.assert_close(device_get(grad), parameter.grad, msg=f"{name}: {grad}")
+        torch.testing.assert_close(device_get(grad), parameter.grad, msg=f"{name}: {grad!r}")
 
 
 def _at(tree: Any, name: str) -> Any:

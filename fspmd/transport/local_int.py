@@ -23,7 +23,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def local_int(held: Frame, values: Sequence[int]) -> Any:
     """A plain int where all ranks agree, else a ``torch.SymInt`` with one value per rank of ``held``."""
     first = values[0]
-    if all(value == first for value in values):
+    if values.count(first) == len(values):
         return first
     UNEVEN.add(held.mesh)
     return torch.SymInt(LocalInt(held, list(values)))
@@ -70,7 +70,7 @@ class LocalInt:
     # --- what kind of number, and is it the same on all ranks -----------------------------------------------------
 
     def _agreed(self) -> bool:
-        return all(value == self.values[0] for value in self.values)
+        return self.values.count(self.values[0]) == len(self.values)
 
     def is_int(self) -> bool:
         return type(self.values[0]) is int
