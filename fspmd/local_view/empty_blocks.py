@@ -1,7 +1,7 @@
-"""Gradients of calls on empty blocks that depend on what they depend on where blocks are not empty.
+"""Calls on empty blocks whose gradients are connected to the graph, as those of blocks with elements are.
 
-Where a block is empty torch often gives new zeros as its gradient, which depend on nothing. In gradients of gradients
-this rank would then leave out the collectives that such a gradient came through, and the others would wait for it.
+For an empty block torch often makes new zeros as the gradient, which depend on nothing. In gradients of gradients this
+rank would then skip the collectives on that path, and the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fspmd.torch_internals import DisableTorchFunction, execution_engine, transf
 
 
 def call_with_empty_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``func(*args, **kwargs)``, a call without side effects; empty operands have gradients as others would."""
+    """Calls a function without side effects. The gradient of an empty operand depends on what others' would."""
     if not torch.is_grad_enabled() or transforms_active() or not any(map(_is_empty, (*args, *kwargs.values()))):
         return func(*args, **kwargs)
     leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
@@ -34,7 +34,7 @@ def call_with_empty_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 class ConnectingMode(BodyMode):
-    """In an unchecked body of uneven blocks on processes, where no tracker sees the torch calls."""
+    """The mode of an unchecked body of uneven blocks on processes, in which no tracker sees the torch calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,29 +49,29 @@ def _is_empty(x: Any) -> bool:
 
 
 def _zero_depending_on(x: Tensor) -> Tensor:
-    """Zero, which depends on ``x``; nothing is kept for it: `checkpoint` stops when all is there that was kept."""
-    nothing = x.flatten()[:0].sum()
-    return nothing.real if nothing.is_complex() else nothing
+    """Returns a zero that depends on ``x`` and saves nothing: `checkpoint` counts what is saved."""
+    zero = x.flatten()[:0].sum()
+    return zero.real if zero.is_complex() else zero
 
 
 def _outline(x: Any) -> Any:
-    """A tensor like ``x`` whose dims of no size are of size one, to try a call on; what is no tensor is itself."""
+    """Returns a meta tensor like ``x`` with size 1 in place of 0, for a trial; another value as it is."""
     if not isinstance(x, Tensor):
         return x
     return torch.empty([max(1, size) for size in x.shape], dtype=x.dtype, device="meta")
 
 
 class _AnchoredCall:
-    """One call: its operands' anchors, the gradients that have arrived at its results, and a way to try it."""
+    """One call: anchors of its operands, the gradients that have arrived at its results, and a way to try it."""
 
     def __init__(self, call: tuple[Any, list[Any], Any], followed: Sequence[int], anchors: list[Tensor]) -> None:
         self.call = call
         self.followed = followed
         self.anchors = anchors
-        self.arrived: list[Tensor] = []  # in place of those that have not, zeros
+        self.arrived: list[Tensor] = []  # zeros until they arrive
 
     def result(self, x: Any) -> Any:
-        """A result of the call, whose gradient will be noted."""
+        """Returns a result of the call, whose gradient will be noted."""
         if not isinstance(x, Tensor) or not x.requires_grad:
             return x
         self.arrived.append(x.new_zeros(()))
@@ -81,19 +81,19 @@ class _AnchoredCall:
         """Note the gradient of a result until backward ends: its graph may hold this."""
         self.arrived[place] = g
         if g.requires_grad:
-            nothing = g.new_zeros(())
-            execution_engine.queue_callback(lambda: self.arrived.__setitem__(place, nothing))
+            zero = g.new_zeros(())
+            execution_engine.queue_callback(lambda: self.arrived.__setitem__(place, zero))
 
     def sources(self, place: int) -> list[Tensor]:
-        """What the gradient of an operand depends on where blocks are not empty: operands, gradients of results."""
-        found = _dependencies(*self.call, self.followed)
-        if found is None:  # the call could not be tried: what is true of any
+        """Returns what the gradient of a non-empty operand would depend on: operands, and gradients of results."""
+        dependencies = _dependencies(*self.call, self.followed)
+        if dependencies is None:  # the trial failed; any gradient depends on those of results
             return self.arrived
-        return [x for x, needed in zip((*self.anchors, *self.arrived), found[place], strict=True) if needed]
+        return [x for x, needed in zip((*self.anchors, *self.arrived), dependencies[place], strict=True) if needed]
 
 
 def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence[int]) -> list[list[bool]] | None:
-    """For each operand whether its gradient depends on each operand, and on the gradient of each result."""
+    """Returns for each operand whether its gradient depends on each operand, and on the gradient of each result."""
     leaves = list(leaves)
     operands = [leaves[i].requires_grad_() for i in followed]
     try:
@@ -104,7 +104,7 @@ def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence
             given = [torch.empty_like(x).requires_grad_() for x in results]
             gradients = torch.autograd.grad(results, operands, given, create_graph=True, allow_unused=True)
             return [
-                [one is not None for one in torch.autograd.grad(g.abs().sum(), [*operands, *given], allow_unused=True)]
+                [h is not None for h in torch.autograd.grad(g.abs().sum(), [*operands, *given], allow_unused=True)]
                 if g is not None and g.requires_grad
                 else [False] * (len(operands) + len(given))
                 for g in gradients
@@ -114,7 +114,7 @@ def _dependencies(func: Any, leaves: list[Any], treedef: Any, followed: Sequence
 
 
 class _TiedToAnchors(torch.autograd.Function):
-    """The identity, whose gradient depends on what it depends on elsewhere."""
+    """The identity. Its gradient depends on the sources of the call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: _AnchoredCall, place: int) -> Tensor:
@@ -124,14 +124,14 @@ class _TiedToAnchors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
-            for one in ctx.link.sources(ctx.place):
-                if one.requires_grad:
-                    g = g + _zero_depending_on(one).to(g.dtype)
+            for source in ctx.link.sources(ctx.place):
+                if source.requires_grad:
+                    g = g + _zero_depending_on(source).to(g.dtype)
         return g, None, None
 
 
 class _NotedGradient(torch.autograd.Function):
-    """The identity, which notes its gradient."""
+    """The identity. It notes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, link: _AnchoredCall, place: int) -> Tensor:

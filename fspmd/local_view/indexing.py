@@ -1,7 +1,8 @@
 """Indexing by integers that differ from rank to rank: ``x[axis_index("x")]``, ``x[i : i + 2]``, ``x.narrow(0, i, 2)``.
 
-Torch would ask such a 0-d tensor for one Python int. Where it stands alone it goes through ``aten.index``, which takes
-0-d tensors as they are; as the bound of a slice, or beside other index tensors, it becomes a number per rank.
+Torch would ask such a 0-d tensor for one Python int. An index without other index tensors goes through ``aten.index``,
+which takes 0-d tensors as they are. The bound of a slice, and an index beside other index tensors, becomes a number per
+rank.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def _differs(entry: Any) -> bool:
 
 
 def _number(entry: Any) -> Any:
-    """What is a 0-d tensor as a number, one per rank where it differs: beside uneven blocks it would be taken apart."""
+    """Makes a number of a 0-d integer tensor: one per rank where it differs from rank to rank."""
     if _differs(entry):
         return rank_number(entry)
     return int(entry) if _is_number(entry) and recorder() is None else entry
 
 
 def _place(entry: Any) -> Any:
-    """The same of where so many rows begin, from which no other step of a record follows."""
+    """Makes a number of the start of a `narrow`. A record may keep it as a tensor, since no shape follows from it."""
     records = recorder() if _differs(entry) else None
     with nullcontext() if records is None else records.placing():
         return _number(entry)
@@ -79,12 +80,12 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def as_index(input: Any, dim: int, index: Any) -> tuple[Any, tuple[Any, ...]]:
-    """``input.select(dim, index)`` as what ``[]`` takes."""
+    """Writes ``input.select(dim, index)`` as the arguments of ``[]``."""
     return input, (*[slice(None)] * range(input.ndim)[dim], index)
 
 
 def _by_selecting(func: Any, x: Tensor, entries: tuple[Any, ...], alone: list[bool], value: list[Any]) -> Any:
-    """Integers first, each a number per rank, as views; then the rest of the index."""
+    """Selects by the integers that differ, each a number per rank, as views; then applies the rest of the index."""
     dims = _dims(x, entries)
     for entry, differs, dim in reversed(list(zip(entries, alone, dims, strict=True))):
         if differs:
@@ -94,7 +95,7 @@ def _by_selecting(func: Any, x: Tensor, entries: tuple[Any, ...], alone: list[bo
 
 
 def _dims(x: Tensor, entries: tuple[Any, ...]) -> list[int]:
-    """The dim of ``x`` that each entry of an index begins at."""
+    """Returns the dim of ``x`` at which each entry of an index begins."""
     taken = [_width(entry) for entry in entries]
     widths = [x.ndim - sum(taken) if entry is Ellipsis else width for entry, width in zip(entries, taken, strict=True)]
     return [sum(widths[:i]) for i in range(len(widths))]
@@ -136,7 +137,7 @@ def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
         elif not isinstance(entry, (int, torch.SymInt)) or isinstance(entry, bool):
             dim += 1
     if not value:
-        with without_saved_tensor_hooks():  # a view, of which this is the copy, saves no index: no checkpoint needs it
+        with without_saved_tensor_hooks():  # this copy stands for a view, which saves no index for backward
             out = torch.ops.aten.index.Tensor(view, tensors)
         if (records := recorder()) is not None:
             records.copied(out, x)
@@ -150,9 +151,9 @@ def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
 
 
 def _agreed(x: Any, asking: str) -> Any:
-    """The one value that all ranks have, such as after a psum, in lists too: Python may ask for that."""
+    """Returns the value that all ranks have, such as after a psum, in lists too: Python may ask for it."""
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        return type(x)([_agreed(one, asking) for one in x])
+        return type(x)([_agreed(entry, asking) for entry in x])
     first, *others = blocks_of(x)
     if not all(torch.equal(first, other) for other in others):
         refuse_python_value(x, asking)
@@ -160,7 +161,7 @@ def _agreed(x: Any, asking: str) -> Any:
 
 
 class IndexMode(BodyMode):
-    """In an unchecked simulated body, where no tracker sees the torch calls."""
+    """The mode of an unchecked simulated body, in which no tracker sees the torch calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
-"""Functions whose derivative is in terms of what they gave, such as ``exp``, on uneven simulated blocks.
+"""Functions whose derivative uses their result, such as ``exp``, on uneven simulated blocks.
 
-In derivatives of derivatives their result has one more gradient, which hooks on it are to see. The results of ranks
-that have been computed one by one have theirs where no hook of the value they are bound to would see it.
+In derivatives of derivatives the result then gets one more gradient, which hooks on it must see. Where ranks are
+computed one after another, that gradient reaches each rank's own result, and a hook on the joined value misses it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from fspmd.transport.local_tensor import blocks_of
 
 Function = Callable[..., Any]
 Convert = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-Way = Literal["apart", "at once", "unseen"]
+Way = Literal["rank by rank", "at once", "without hooks"]
 _known: Final[dict[Any, Way]] = {}
 _MAXSIZE: Final = 4096
 
 
 def way_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], alone: Convert, together: Convert) -> Way:
-    """How a call runs: rank by rank, ``apart``; at once; or apart, and nobody may hook its results.
+    """Returns how a call runs: rank by rank; at once; or rank by rank, and hooks on its results are refused.
 
-    What it saves for its derivative is seen on the arguments of one rank, which ``alone`` makes of those of all.
-    ``together`` makes those of a call at once, which torch may not differentiate where it asks for plain sizes.
+    A trial on the arguments of one rank, ``alone``, shows whether the derivative uses the result. A second trial on the
+    blocks of all ranks, ``together``, shows whether torch can differentiate the call at once, without plain sizes.
     """
     key = func, *map(_facts, args), *kwargs, *map(_facts, kwargs.values())
     try:
-        found = _known.get(key)
+        way = _known.get(key)
     except TypeError:  # an argument has no hash
         return _tried(func, args, kwargs, alone, together)
-    if found is None:
+    if way is None:
         if len(_known) >= _MAXSIZE:
             _known.clear()
-        found = _known[key] = _tried(func, args, kwargs, alone, together)
-    return found
+        way = _known[key] = _tried(func, args, kwargs, alone, together)
+    return way
 
 
 def _facts(value: Any) -> Any:
@@ -58,25 +58,25 @@ def _tried(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], alone:
     with torch.enable_grad(), without_saved_tensor_hooks():
         row, named = alone(args, kwargs)
         if not _are_saved(func(*row, **named)):
-            return "apart"
+            return "rank by rank"
         try:
             row, named = together(args, kwargs)
-            found: Any = func(*row, **named)
+            values: Any = func(*row, **named)
             for order in range(3):
-                outs = [x for x in tensors_in((found,)) if x.requires_grad]
-                found = torch.autograd.grad(
+                outs = [x for x in tensors_in((values,)) if x.requires_grad]
+                grads = torch.autograd.grad(
                     outs, inputs, list(map(torch.ones_like, outs)), create_graph=True, allow_unused=True
                 )
-                if order == 0 and None in found:  # zeros that the engine would make, of sizes that are no numbers
-                    return "apart" if not any(x is not None for x in found) else "unseen"
-                found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+                if order == 0 and None in grads:  # the engine would make zeros, for which it needs plain sizes
+                    return "rank by rank" if not any(g is not None for g in grads) else "without hooks"
+                values = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
         except (RuntimeError, ShapeError, VarianceError):
-            return "unseen"
+            return "without hooks"
     return "at once"
 
 
 def _are_saved(results: Any) -> bool:
-    nodes = {one.grad_fn for one in tensors_in((results,)) if one.grad_fn is not None}
+    nodes = {x.grad_fn for x in tensors_in((results,)) if x.grad_fn is not None}
     return any(_saves_own(node, name) for node in nodes for name in _saved_names(type(node)))
 
 
@@ -101,16 +101,16 @@ def _leaves(values: Iterable[Any]) -> tuple[Any, ...]:
     )
 
 
-def unasked(out: Any, name: str) -> Any:
-    """Results of which nobody may ask for a gradient of their own."""
-    for one in tensors_in((out,)):
-        for method in ASKING if one.grad_fn is not None else ():
-            setattr(one, method, functools.partial(_refuse, method, name))
+def without_hooks(out: Any, name: str) -> Any:
+    """Makes hooks on results, and questions for their own gradients, raise `ArgumentError`."""
+    for x in tensors_in((out,)):
+        for method in ASKING if x.grad_fn is not None else ():
+            setattr(x, method, functools.partial(_refuse, method, name))
     return out
 
 
 def _refuse(method: str, name: str, *_: Any) -> NoReturn:
     raise ArgumentError(
-        f"{method}() of what {name} gave of blocks that are uneven, in a simulation, where not all of its gradient is "
-        "seen if that is differentiated again; write y = y * 1 and ask for that of the product"
+        f"{method}() of a result of {name} on uneven simulated blocks would miss a part of its gradient in derivatives "
+        "of derivatives; write y = y * 1, and call it on the product"
     )

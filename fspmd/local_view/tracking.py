@@ -1,7 +1,7 @@
-"""Types of values in a checked body: every torch call is seen, its operands cast to one type, its results typed.
+"""Types of values in a checked body. A mode sees each torch call, casts the operands to one type, and types results.
 
 An invariant operand beside a varying one is cast to varying; the cast's backward is the all-reduce. A value is cast
-once per body and all its uses share the cast.
+once per body, and all its uses share the cast.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tracker(BodyMode):
     def __init__(self, body: Body) -> None:
         self.body = body
         self.simulated = body.mesh.transport == "simulation"
-        self.marks_invariant = False  # inside a custom Function: results must be told from tensors never seen
+        self.marks_invariant = False  # in a custom Function, results must differ from tensors that no call has given
         self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
         self.borrowed: Borrowed = {}
 
@@ -105,7 +105,7 @@ class Tracker(BodyMode):
     def _general(
         self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
     ) -> Any:
-        """Any call. ``numbers``: the frame of sizes among the arguments that differ from rank to rank."""
+        """Handles any call. ``numbers`` is the frame of sizes among the arguments that differ from rank to rank."""
         tensors = list(tensors_of(args[1:] if op.constant else args))
         if kwargs:
             tensors.extend(tensors_of(kwargs.values()))
@@ -159,7 +159,7 @@ class Tracker(BodyMode):
     def _in_parts(
         self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[list[int]]
     ) -> Any:
-        """A call on lists of tensors, such as ``torch._foreach_add_``, whose entries have different types."""
+        """Handles a call on lists of tensors of different types, such as ``torch._foreach_add_``."""
         count = sum(map(len, parts))
         results: dict[int, Any] = {}
         for positions in parts:
@@ -172,14 +172,14 @@ class Tracker(BodyMode):
         return [results[i] for i in range(count)] if results else None
 
     def _invariant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Invariant operands give an invariant result."""
+        """Handles a call on invariant operands, whose result is invariant."""
         out = func(*args, **kwargs)
         if self.marks_invariant:
             mark_invariant(out)
         return out
 
     def _uneven(self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call in a simulation of uneven blocks: sizes that differ from rank to rank make the result vary."""
+        """Handles a call in a simulation of uneven blocks. Sizes that differ from rank to rank make the result vary."""
         numbers = numbers_frame((*args, *kwargs.values()))
         if numbers is None:
             return self._general(op, func, args, kwargs)
@@ -188,13 +188,13 @@ class Tracker(BodyMode):
             out = call_with_numbers(func, args, kwargs, numbers)
             annotate(out, Variance(varying=numbers.axes))
             return out
-        if not self.body.linear:  # whose sizes are alike over the axes of pending sums
+        if not self.body.linear:  # in which sizes agree over the axes of pending sums
             check_known_to_vary(op, operands, numbers)
         args, kwargs = numbers_to_tensors(op.name, args, kwargs, numbers)
         return self._general(op, func, args, kwargs, numbers)
 
     def _seen(self, function: Any, name: str, to: Variance) -> Any:
-        """A function that torch calls, run as a part of the body; its result a value of type ``to``."""
+        """Wraps a function that torch calls: it runs as a part of the body, and its result is cast to type ``to``."""
 
         def run(*args: Any) -> Any:
             with again(state.body, self):
@@ -209,13 +209,13 @@ class Tracker(BodyMode):
         return run
 
     def borrow(self, x: Tensor, source: Variance) -> None:
-        """``x`` aliases a value of the type ``source``; writing into it, or into a view of it, is refused."""
+        """Notes that ``x`` aliases a value of type ``source``. Writes into it, or into a view of it, are refused."""
         setattr(x, BORROWED, True)
         if not self.simulated:  # simulated values know it themselves
             self.borrowed[storage_of(x)] = x, source
 
     def cast_all(self, values: Iterable[Any], to: Variance) -> tuple[Any, ...]:
-        """Every tensor among the values, in lists and tuples too, cast to one type; lists without tensors stay."""
+        """Casts every tensor among the values, in lists and tuples too, to one type. Lists without tensors stay."""
         return tuple(
             [
                 self.cast(value, to)
@@ -230,7 +230,7 @@ class Tracker(BodyMode):
         )
 
     def cast(self, x: Tensor, to: Variance) -> Tensor:
-        """``x`` as a value of type ``to``; made once per body, shared by all uses."""
+        """Casts ``x`` to type ``to``. The cast is made once per body, and all uses share it."""
         if getattr(x, ATTRIBUTE, None) is to or not torch.is_grad_enabled():
             return x
         if not (x.requires_grad or transforms_active()):
@@ -238,10 +238,10 @@ class Tracker(BodyMode):
         known = self.casts.get(id(x))
         if known is None or known[0] is not x or known[1] != x._version:
             known = self.casts[id(x)] = (x, x._version, {})
-        found = known[2].get(to)
-        if found is None or is_dead_wrapper(found):
-            found = known[2][to] = self._cast(x, to)
-        return found
+        y = known[2].get(to)
+        if y is None or is_dead_wrapper(y):
+            y = known[2][to] = self._cast(x, to)
+        return y
 
     def _cast(self, x: Tensor, to: Variance) -> Tensor:
         variance = get_variance(x)
@@ -256,7 +256,7 @@ class Tracker(BodyMode):
         return convert(x, variance, to, self.body)
 
     def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], axes: tuple[str, ...]) -> Any:
-        """Draw from one stream per coordinate over axes, on every transport alike."""
+        """Draws from one stream per coordinate over axes, on every transport alike."""
         body, seed = self.body, draw_seed(kwargs.get("generator"))
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if self.simulated:
@@ -274,9 +274,9 @@ class Tracker(BodyMode):
     def _backward(
         self, signature: tuple[str, int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call that runs backward: cotangents are cast to what their outputs take, each gradient is the input's dual.
+        """Handles a call that runs backward: casts cotangents to the dual types of outputs, and types the gradients.
 
-        Inputs are places in the graph, not operands.
+        The inputs of such a call are places in the graph, not operands.
         """
         name, place, cotangents = signature
         outputs = args[0] if args else kwargs[name]
@@ -314,7 +314,7 @@ class Tracker(BodyMode):
 
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
-    """A hook that runs in the body again: its gradient typed, its axes bound."""
+    """Wraps a hook: it runs in the body again, with axes bound and a typed gradient."""
     body, dual = state.body, get_variance(x).dual
 
     def run(gradient: Tensor) -> Any:
@@ -335,9 +335,9 @@ _PLAIN: Final = frozenset({int, float, bool, type(None), str, torch.dtype})  # t
 
 
 def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
-    """The type of a result of the tensors among the values, in lists and tuples too, and whether all have that type.
+    """Joins the types of the tensors among the values, in lists and tuples too.
 
-    None without tensors.
+    Returns the type of a result, None without tensors, and whether all tensors have it.
     """
     result: Variance | None = None
     alike = True
@@ -347,10 +347,10 @@ def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
         if isinstance(value, Tensor):
             variance = getattr(value, ATTRIBUTE, None) or first_seen(value)
         elif isinstance(value, (tuple, list)):
-            found, same = _joined(value)
-            if found is None:
+            inner, same = _joined(value)
+            if inner is None:
                 continue
-            variance, alike = found, alike and same
+            variance, alike = inner, alike and same
         else:
             continue
         if result is None:
@@ -364,7 +364,7 @@ def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
 def convert(
     x: Tensor, variance: Variance, to: Variance, body: Body, cast: Callable[[Tensor, Call], Tensor] = apply
 ) -> Tensor:
-    """Differentiable casts from one type to another."""
+    """Casts a value from one type to another, differentiably."""
     for source, target, name in _CASTS:
         axes = tuple(a for a in body.mesh.axis_names if variance.state(a) == source and to.state(a) == target)
         if axes:
@@ -373,7 +373,7 @@ def convert(
 
 
 def own(x: Any) -> Any:
-    """A value to differentiate by: where axes stand for a mapped dim each element has a gradient, not their sum."""
+    """Casts a value to differentiate by: where axes stand for a mapped dim, each element gets its own gradient."""
     body, tracker = state.body, state.tracker
     if tracker is None or body is None or not body.mapped or not isinstance(x, Tensor):
         return x
@@ -383,22 +383,22 @@ def own(x: Any) -> Any:
 
 
 def annotate(out: Any, variance: Variance) -> None:
-    """Keep the type on every tensor of a result."""
+    """Sets the type of every tensor of a result."""
     if isinstance(out, Tensor):
         set_variance(out, variance)
     elif isinstance(out, (tuple, list)):
-        for one in out:
-            annotate(one, variance)
+        for x in out:
+            annotate(x, variance)
 
 
 def mark_invariant(out: Any) -> None:
-    """Say of a result that it was seen, and is invariant."""
+    """Marks a result as invariant, and as given by a call."""
     for x in tensors_of((out,)):
         setattr(x, ATTRIBUTE, INVARIANT)
 
 
 def mode_for(body: Body | None, typed_by: Body | None) -> BodyMode | None:
-    """What sees the torch calls when a body runs again, in backward: its types tracked as in ``typed_by``."""
+    """Returns the mode of a body that runs again, in backward: a tracker where ``typed_by`` is given."""
     if typed_by is not None:
         return Tracker(typed_by)
     if body is None:

@@ -1,7 +1,7 @@
 """A simulated value as the tensors of its ranks, and back; differentiable in every mode and any number of times.
 
-A value that is equal along an axis, and held once there, may get a cotangent that is not: then the tensor of one rank
-is itself a simulated value, over the axes that are left.
+A value may be equal along an axis and its cotangent not. The tensor of one rank is then itself a simulated value, over
+the axes that are left.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _alias = torch.ops.aten.alias.default
 
 
 def unbind(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
-    """The block of each coordinate of ``held``."""
+    """Returns the block of each coordinate of ``held``."""
     return _Unbind.apply(x, held)  # type: ignore[no-any-return]
 
 
 def bind(shards: tuple[Tensor, ...], held: Frame) -> Tensor:
-    """One simulated value of the blocks of all coordinates; their shapes may differ, their dtypes may not."""
+    """Joins the blocks of all coordinates to one simulated value. Their shapes may differ, their dtypes may not."""
     kinds = {shard.dtype for shard in shards}
     if len(kinds) > 1:
         raise ShapeError(

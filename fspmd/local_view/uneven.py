@@ -1,7 +1,8 @@
-"""Sizes of uneven simulated blocks as arguments of torch calls in a body.
+"""Torch calls in a body whose operands are uneven simulated blocks.
 
-Such a size is a Python number that differs from rank to rank (`LocalInt`). Torch takes it as a size of a value that is
-itself held apart per rank; here the other operands are brought into that form before the call.
+A size of such a block is a Python number that differs from rank to rank (`LocalInt`). Torch takes it as a size of a
+value that has a block per rank, so all operands get a block per rank before the call. A call without side effects that
+autograd follows runs on the plain blocks of one rank after another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError, VarianceError
-from fspmd.local_view.saved_results import Way, unasked, way_of
+from fspmd.local_view.saved_results import Way, way_of, without_hooks
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.local_view.uneven_parts import PARTS, parted
 from fspmd.ops.traits import tensors_in
@@ -49,7 +50,7 @@ _SYMBOLS = frozenset(SYMBOLS)
 
 
 def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
-    """The frame of the numbers among the values that differ from rank to rank, in lists and slices too; or None."""
+    """Returns the frame of the numbers that differ from rank to rank, in lists and slices too; None without any."""
     for value in values:
         kind = type(value)
         if kind in _SYMBOLS:
@@ -63,23 +64,23 @@ def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | N
 
 
 def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
-    """A call without tensors, such as ``torch.zeros(x.shape)``: once per rank."""
-    if func.__name__.lstrip("_").startswith("sym_"):  # arithmetic on sizes, which know it themselves
+    """Calls a function without tensors, such as ``torch.zeros(x.shape)``, once per rank."""
+    if func.__name__.lstrip("_").startswith("sym_"):  # arithmetic on sizes, which `LocalInt` has
         return func(*args, **kwargs)
     with outside_transforms(), per_rank_generators(held) as switch:
-        count = iter(range(held.volume))
+        ranks = iter(range(held.volume))
 
-        def one(*row: Any, **named: Any) -> Any:
-            switch(next(count))
+        def call_on_rank(*row: Any, **named: Any) -> Any:
+            switch(next(ranks))
             return func(*row, **named)
 
-        return call_per_rank(one, args, kwargs, held)
+        return call_per_rank(call_on_rank, args, kwargs, held)
 
 
 def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> tuple[Any, Any]:
-    """Numbers that take part in arithmetic (``x * n``) as 0-d tensors; those that are sizes stay as they are."""
-    found = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    dtype = next((d for d in found if d.is_floating_point), torch.get_default_dtype())
+    """Makes 0-d tensors of the numbers that take part in arithmetic (``x * n``). Sizes stay numbers."""
+    dtypes = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    dtype = next((d for d in dtypes if d.is_floating_point), torch.get_default_dtype())
 
     def converted(place: int | str, value: Any) -> Any:
         if type(value) not in _SYMBOLS or not isinstance(value.node, LocalInt) or not _takes_tensor(name, place):
@@ -96,7 +97,7 @@ def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @functools.lru_cache(maxsize=1024)
 def _takes_tensor(name: str, place: int | str) -> bool:
-    """Whether an argument of a torch function is a value (a tensor would do), not a size or a dim."""
+    """Whether an argument of a torch function may be a tensor; sizes and dims may not."""
     if name.strip("_") in _COMPARISONS:
         return False
     if name.startswith("__"):
@@ -115,10 +116,10 @@ def _takes_tensor(name: str, place: int | str) -> bool:
 
 
 def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None, pure: bool) -> Any:
-    """A torch call whose operands may be uneven blocks, or have sizes over ``numbers``.
+    """Calls a torch function whose operands may be uneven blocks, or sizes over the frame ``numbers``.
 
-    ``pure``: it writes nothing, draws nothing and gives no views of other kinds than torch's own. Such a call runs rank
-    by rank where autograd follows it: what torch does in backward often needs the sizes of a block as plain numbers.
+    A ``pure`` call writes nothing and draws nothing, and its views are those that torch knows. Such a call runs rank by
+    rank where autograd follows it, because torch's backward often needs the sizes of a block as plain numbers.
     """
     held = uneven_frame((*args, *kwargs.values()), numbers)
     if held is None:
@@ -134,22 +135,22 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number
     try:
         with _SizesApart() if forward_ad._current_level >= 0 else nullcontext():
             return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
-    except (ShapeError, VarianceError, RuntimeError) as error:  # the call may need plain sizes
+    except (ShapeError, VarianceError, RuntimeError) as error:  # torch may need plain sizes
         out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
         if out is not NotImplemented:
             return out
         if not isinstance(error, RuntimeError) or forward_ad._current_level < 0:
             raise
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise ShapeError(
-            f"{name}() failed on blocks whose sizes differ from rank to rank: {said}. Where its derivative needs "
+            f"{name}() failed on blocks whose sizes differ from rank to rank: {message}. Where its derivative needs "
             "plain sizes, compute a new value in place of a write, y = y * 2 or torch.where; or run it per rank with "
             "rank_map; or let the number of ranks divide the sizes"
         ) from error
 
 
 class _SizesApart(DispatchMode):
-    """What torch makes of sizes for a tangent, such as zeros where a value has none, are each rank's own."""
+    """Torch makes tensors of sizes for a tangent, such as zeros where a value has none. They get a block per rank."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,17 +160,17 @@ class _SizesApart(DispatchMode):
         return call_per_rank(torch.zeros if func is aten_zero_tensor else func, args, kwargs, held)
 
 
-#: functions that torch computes otherwise where a dim has the size 1
+#: functions that torch computes in another way where a dim has size 1
 _OF_SIZE_ONE: Final = ("einsum", "tensordot", "bilinear")
-_COMPARISONS: Final = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # which torch makes no tensors of numbers for
+_COMPARISONS: Final = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # torch compares with numbers as they are
 
 
 def _name_of(func: Any) -> str:
-    return getattr(getattr(func, "func", func), "__name__", "")  # of a partial, what it calls
+    return getattr(getattr(func, "func", func), "__name__", "")  # a partial has the name of its function
 
 
 def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The operands of a call that writes into values it makes of some of them: all held apart where one is."""
+    """Gives all operands a block per rank where one has it: the call writes into values that it makes of them."""
     held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), None)
     if held is None:
         return args, kwargs
@@ -177,7 +178,7 @@ def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def per_rank_like(x: Tensor, like: Tensor) -> Tensor:
-    """A cotangent with a copy for each rank that has its output apart: of its ranks' sizes torch makes gradients."""
+    """Gives a cotangent a block for each rank that has a block of the output: torch takes sizes from the cotangent."""
     held = held_frame(unwrapped(like))
     return x if held is None else next(hold_each((x,), call("per_rank", held.mesh, held.axes)))
 
@@ -188,7 +189,7 @@ def _copied_per_rank(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def differentiated(x: Tensor, forward: bool = False) -> bool:
-    """Whether reverse mode (or also forward mode) follows a value, at any level of ``torch.func`` transforms."""
+    """Whether reverse mode, or with ``forward`` also forward mode, follows a value, at any level of transforms."""
     forward = forward and forward_ad._current_level >= 0
     while not x.requires_grad and not (forward and is_gradtracking(x)):
         if not is_wrapped(x):
@@ -198,13 +199,14 @@ def differentiated(x: Tensor, forward: bool = False) -> bool:
 
 
 def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call on each rank's plain blocks; NotImplemented where a result is a view, which would lose its base.
+    """Calls a function on the plain blocks of one rank after another.
 
-    And where it has a gradient in its own derivative, and the call may be differentiated on the blocks of all ranks.
+    Returns NotImplemented where a result is a view, which would lose its base. So too where hooks on the result must
+    see a gradient that comes through its own derivative, and torch can differentiate the blocks of all ranks at once.
     """
     held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
-    assert held is not None  # called with an uneven block or number among the arguments
-    way: Way = "apart"
+    assert held is not None  # an uneven block or number is among the arguments
+    way: Way = "rank by rank"
     if torch.is_grad_enabled() and not is_transformed():
         way = way_of(func, args, kwargs, functools.partial(_of_first, held), functools.partial(_copied_per_rank, held))
     if way == "at once":
@@ -216,13 +218,13 @@ def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return NotImplemented
         results.append(out)
     out = _bound(results, held)
-    return unasked(out, _name_of(func)) if way == "unseen" else out
+    return without_hooks(out, _name_of(func)) if way == "without hooks" else out
 
 
 def _rows(
     held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of each rank."""
+    """Yields the arguments of each rank."""
     columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
     for row in zip(*columns, strict=True):
         yield row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True))
@@ -247,13 +249,7 @@ def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
-    found: set[int] = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            found.add(storage_of(value))
-        elif isinstance(value, (list, tuple)):
-            found |= _storages(value)
-    return found
+    return set(map(storage_of, tensors_in(values)))
 
 
 def _bound(results: list[Any], held: Frame) -> Any:
@@ -267,20 +263,20 @@ def _bound(results: list[Any], held: Frame) -> Any:
     return first if all(result == first for result in results) else NotImplemented
 
 
-def hold_each(values: Iterable[Any], apart: Call) -> Iterator[Any]:
-    """Every tensor among the values, in lists and tuples too, with a copy for each rank of the axes of ``apart``."""
+def hold_each(values: Iterable[Any], copies: Call) -> Iterator[Any]:
+    """Yields the values; each tensor, in lists and tuples too, has a block for each rank of the axes of ``copies``."""
     for value in values:
         if isinstance(value, Tensor):
             have = held_frame(unwrapped(value))
-            yield value if have is not None and set(apart.axes).issubset(have.axes) else apply(value, apart)
+            yield value if have is not None and set(copies.axes).issubset(have.axes) else apply(value, copies)
         elif type(value) is list or type(value) is tuple:
-            yield type(value)(hold_each(value, apart))
+            yield type(value)(hold_each(value, copies))
         else:
             yield value
 
 
 def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
-    """The common frame of the uneven blocks among the values, or None."""
+    """Returns the common frame of the uneven blocks among the values, or None."""
     for value in values:
         if isinstance(value, Tensor):
             inner = unwrapped(value)
@@ -292,7 +288,7 @@ def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | No
 
 
 def rank_number(x: Tensor) -> Any:
-    """A 0-d integer tensor as a Python int: one per rank in a simulation."""
+    """Returns a 0-d integer tensor as a Python int; in a simulation, one that has a value per rank."""
     with DisableTorchFunction():
         held = held_frame(x)
         return int(x) if held is None else local_int(held, [int(block) for block in blocks_of(x)])

@@ -1,7 +1,7 @@
-"""Parts of an uneven simulated block, all of them views taken at once, which are differentiated as torch's own are.
+"""`split`, `chunk` and `unbind` of an uneven simulated block: parts that are views, differentiated as torch does.
 
-Torch's backward joins the gradients of all parts; of a part that has none it makes zeros, for which it needs plain
-sizes, and so does its forward mode for tangents of what is joined.
+Torch's own backward makes zeros for a part that has no gradient, and needs plain sizes for them. Its forward mode does
+so for tangents. Here the zeros have sizes that differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fspmd.tracing import outside_transforms
 from fspmd.transport.local_tensor import call_per_rank, common_frame
 
 _OF_SIZES: Final = ("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-#: functions that take a value apart along a dim, which argument that is, and what joins their results again
+#: functions that split a value along a dim: the position of that argument, and the function that joins the parts
 PARTS: Final[dict[str, tuple[int, Callable[..., Tensor]]]] = {
     **dict.fromkeys(_OF_SIZES, (2, torch.cat)),
     "unbind": (1, torch.stack),
@@ -27,7 +27,7 @@ Outline = tuple[Any, torch.dtype, torch.device]
 
 
 def parted(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What a function of `PARTS` gives."""
+    """Calls a function of `PARTS`."""
     place, join = PARTS[name]
     dim = kwargs.get("dim", args[place] if place < len(args) else 0)
     (x,) = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
@@ -36,27 +36,27 @@ def parted(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: d
         row = [other if arg is x else arg for arg in args]
         return tuple(func(*row, **{name: other if arg is x else arg for name, arg in kwargs.items()}))
 
-    found: tuple[Tensor, ...] = _Parts.apply(_TakenApart(cut, join, dim), x)
-    return found
+    parts: tuple[Tensor, ...] = _Parts.apply(_Split(cut, join, dim), x)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
-class _TakenApart:
-    """How a value is taken apart, and what makes one of such parts."""
+class _Split:
+    """A way to split a value, and to join the parts."""
 
-    apart: Callable[[Tensor], tuple[Tensor, ...]]
+    split: Callable[[Tensor], tuple[Tensor, ...]]
     join: Callable[..., Tensor]
     dim: int
 
     def joined(self, parts: Iterable[Tensor | None], outlines: Iterable[Outline]) -> Tensor:
-        """Zeros are in the place of parts that there are not."""
-        filled = [self._zeros(*like) if x is None else x for x, like in zip(parts, outlines, strict=True)]
-        whole: Tensor = _Joined.apply(self, *filled)
-        return whole
+        """Joins parts; zeros stand for those that are None."""
+        filled = [self._zeros(*outline) if x is None else x for x, outline in zip(parts, outlines, strict=True)]
+        x: Tensor = _Joined.apply(self, *filled)
+        return x
 
-    def batched(self) -> _TakenApart:
-        """The same of values with one more dim in front."""
-        return _TakenApart(torch.vmap(self.apart), self.join, self.dim + (self.dim >= 0))
+    def batched(self) -> _Split:
+        """Returns the same for values with one more dim in front."""
+        return _Split(torch.vmap(self.split), self.join, self.dim + (self.dim >= 0))
 
     def _zeros(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         with outside_transforms():
@@ -75,8 +75,8 @@ def _outlines(parts: Iterable[Tensor]) -> list[Outline]:
 
 class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(cut: _TakenApart, x: Tensor) -> tuple[Tensor, ...]:
-        return cut.apart(x)
+    def forward(cut: _Split, x: Tensor) -> tuple[Tensor, ...]:
+        return cut.split(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -89,17 +89,17 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor) -> Any:
-        return ctx.cut.apart(tangent)
+        return ctx.cut.split(tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[None, int], cut: _TakenApart, x: Tensor) -> Any:
-        found = _Parts.apply(cut.batched(), x.movedim(in_dims[1], 0))
-        return found, (0,) * len(found)
+    def vmap(info: Any, in_dims: tuple[None, int], cut: _Split, x: Tensor) -> Any:
+        parts = _Parts.apply(cut.batched(), x.movedim(in_dims[1], 0))
+        return parts, (0,) * len(parts)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(cut: _TakenApart, *parts: Tensor) -> Tensor:
+    def forward(cut: _Split, *parts: Tensor) -> Tensor:
         return cut.join(parts, cut.dim)
 
     @staticmethod
@@ -116,7 +116,7 @@ class _Joined(torch.autograd.Function):
         return ctx.cut.joined(tangents, ctx.outlines)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], cut: _TakenApart, *parts: Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], cut: _Split, *parts: Tensor) -> tuple[Tensor, int]:
         rows = [
             part.expand(info.batch_size, *[-1] * part.ndim) if dim is None else part.movedim(dim, 0)
             for part, dim in zip(parts, in_dims[1:], strict=True)

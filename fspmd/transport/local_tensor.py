@@ -84,14 +84,14 @@ class LocalTensor(Tensor):
         return apply_per_rank(func, args, kwargs or {})
 
     def at(self, held: Frame) -> list[Tensor]:
-        """The shards in the order of a frame that includes this one's."""
+        """Returns the shards in the order of a frame that includes this one's."""
         if held is self.frame:
             return self.shards
         return [self.shards[i] for i in spread(self.frame, held)]
 
     @property
     def data(self) -> Tensor:
-        """The same blocks, not followed by autograd."""
+        """The same blocks, without a graph."""
         return _DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -170,7 +170,7 @@ def _refuse_layout(x: Tensor) -> NoReturn:
 
 
 def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
-    """Sizes and strides of blocks whose shapes differ."""
+    """Returns the sizes and strides of blocks whose shapes differ."""
     first = shards[0]
     if any(shard.ndim != first.ndim for shard in shards):
         raise ShapeError(
@@ -184,12 +184,12 @@ def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
 
 
 def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
-    """The block of each coordinate of ``held``; a plain tensor is equal on all."""
+    """Returns the block of each coordinate of ``held``. A plain tensor is equal on all."""
     return x.at(held) if type(x) is LocalTensor else [resolved(x)] * held.volume
 
 
 def blocks_of(x: Tensor) -> Sequence[Tensor]:
-    """Those of all simulated ranks, or the tensor: what lies in memory."""
+    """Returns the blocks of all simulated ranks, or the tensor itself."""
     return x.shards if type(x) is LocalTensor else [x]
 
 
@@ -199,12 +199,12 @@ def is_simulated(x: Any) -> bool:
 
 
 def held_frame(x: Any) -> Frame | None:
-    """The frame in whose order a value has a block for each simulated rank; None of any other value."""
+    """Returns the frame in whose order a value has a block per simulated rank; None for another value."""
     return x.frame if type(x) is LocalTensor else None
 
 
 def per_block(function: Callable[..., Tensor], x: Any, *others: Tensor) -> Tensor:
-    """A function of tensors, applied to the blocks of each simulated rank that ``x`` has, or to ``x`` itself."""
+    """Applies a function of tensors to the blocks of each simulated rank, or to ``x`` itself."""
     if type(x) is not LocalTensor:
         return function(x, *others)
     rows = zip(x.shards, *(shards_of(other, x.frame) for other in others), strict=True)
@@ -212,7 +212,7 @@ def per_block(function: Callable[..., Tensor], x: Any, *others: Tensor) -> Tenso
 
 
 def placed_blocks(x: Tensor, mesh: Mesh) -> Iterator[tuple[dict[str, int], Tensor]]:
-    """The blocks of a value, each with the coordinate of the first rank that has it, by axis."""
+    """Yields the blocks of a value, each with the coordinate by axis of the first rank that has it."""
     if type(x) is not LocalTensor:
         yield dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=True)), x
         return
@@ -221,19 +221,19 @@ def placed_blocks(x: Tensor, mesh: Mesh) -> Iterator[tuple[dict[str, int], Tenso
 
 
 def resolved(x: Tensor) -> Tensor:
-    """``x`` in memory: torch resolves lazy conjugates, negatives and zeros above the dispatch to a `LocalTensor`."""
+    """Makes lazy conjugates, negatives and zeros of ``x`` real: torch does so above the dispatch to a `LocalTensor`."""
     if x._is_zerotensor():
         return torch.zeros_like(x)
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def local_tensor(shards: Sequence[Tensor], held: Frame, borrowed: bool = False) -> Tensor:
-    """A LocalTensor, or the plain tensor itself where the frame has no axes."""
+    """Makes a LocalTensor; where the frame has no axes, returns the one plain tensor."""
     return LocalTensor(list(shards), held, borrowed) if held.axes else shards[0]
 
 
 def block_type(held: Frame | None) -> type[Tensor]:
-    """The type of a block: of simulated ranks that hold values apart over axes, or of a process."""
+    """Returns the type of a block: `LocalTensor` for simulated ranks, `torch.Tensor` for a process."""
     return LocalTensor if held is not None and held.axes else Tensor
 
 
@@ -242,7 +242,7 @@ BLOCKS: Final = frozenset((Tensor, torch.nn.Parameter, LocalTensor))
 
 
 def frame_of(x: Tensor, mesh: Mesh) -> Frame:
-    """The axes over which a simulated value is held apart; none for a plain tensor."""
+    """Returns the frame of a simulated value; that of a plain tensor has no axes."""
     return x.frame if type(x) is LocalTensor else frame(mesh, ())
 
 
@@ -254,7 +254,7 @@ def is_uneven(x: Tensor) -> bool:
 
 
 def expand(x: Tensor, held: Frame) -> LocalTensor:
-    """``x`` held apart over at least the axes of ``held``; the new shards are the old tensors, marked borrowed."""
+    """Gives ``x`` a block per rank over at least the axes of ``held``. Blocks share memory, and are marked borrowed."""
     if type(x) is LocalTensor:
         whole = union(x.frame, held)
         return x if whole is x.frame else LocalTensor(x.at(whole), whole, borrowed=True)
@@ -265,7 +265,7 @@ def expand(x: Tensor, held: Frame) -> LocalTensor:
 
 
 def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply an aten op to each rank's blocks; plain arguments go to every rank as they are."""
+    """Applies an aten op to each rank's blocks. Plain arguments go to every rank as they are."""
     facts = FACTS.get(func) or learn(func)
     if facts.asks:
         if facts.asks == "value" and args[0].dtype is torch.bool and _looks_for_nan():
@@ -310,7 +310,7 @@ def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
-    """A torch function of numbers that differ from rank to rank over ``held``, such as ``torch.zeros(x.shape)``."""
+    """Calls a torch function of numbers that differ over ``held``, such as ``torch.zeros(x.shape)``, for each rank."""
     columns = [column(value, held) for value in (*args, *kwargs.values())]
     rows = zip(*columns, strict=True)
     results = [func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True))) for row in rows]
@@ -318,7 +318,7 @@ def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held
 
 
 def common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
-    """The smallest frame in which every LocalTensor and local number among ``values`` is held."""
+    """Returns the smallest frame that includes those of all LocalTensors and local numbers among ``values``."""
     for value in values:
         kind = type(value)
         if kind is LocalTensor:
@@ -331,19 +331,18 @@ def common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
 
 
 def column(value: Any, held: Frame) -> list[Any]:
-    """One argument as seen by each rank."""
+    """Returns one argument as each rank has it."""
     kind = type(value)
-    found: list[Any]
     if kind is LocalTensor:
-        found = value.shards if value.frame is held else value.at(held)
-        return found
+        shards: list[Any] = value.shards if value.frame is held else value.at(held)
+        return shards
     if kind in _SEQUENCES:
         if any(type(v) is LocalTensor or type(v) in _SEQUENCES or type(v) in _SYMBOLS for v in value):
             kind = tuple if kind is torch.Size else kind
             return [kind(row) for row in zip(*(column(v, held) for v in value), strict=True)]
     elif kind in _SYMBOLS and isinstance(value.node, LocalInt):
-        found = value.node.at(held)
-        return found
+        numbers: list[Any] = value.node.at(held)
+        return numbers
     return [value] * held.volume
 
 
@@ -351,7 +350,10 @@ def column(value: Any, held: Frame) -> list[Any]:
 
 
 def _parts_by_frame(args: tuple[Any, ...]) -> dict[Frame | None, list[int]] | None:
-    """The positions of lists such as those of ``torch._foreach_add_`` by the frame of their tensors, if they differ."""
+    """Groups positions of lists, such as those of ``torch._foreach_add_``, by the frame of their tensors.
+
+    Returns None where all have one frame.
+    """
     lists = [arg for arg in args if type(arg) is list and arg]
     parts: dict[Frame | None, list[int]] = {}
     for i in range(len(lists[0])):
@@ -398,9 +400,9 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: s
 
 def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
     for target in facts.written(args, kwargs):
-        for one in target if isinstance(target, (list, tuple)) else (target,):
-            if isinstance(one, Tensor):
-                yield one
+        for x in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(x, Tensor):
+                yield x
 
 
 def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> None:
@@ -417,7 +419,7 @@ def _name_of(func: Any) -> str:
 
 
 def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], results: list[Any], held: Frame) -> Any:
-    """In-place and out= ops return the very tensors they wrote into."""
+    """Returns what an in-place or out= op returns: the very tensors that it wrote into."""
     if facts.resizes:
         _check_resized(func, facts, args, kwargs)
     returns = func._schema.returns
@@ -456,7 +458,7 @@ def _view(results: list[Tensor], held: Frame, base: LocalTensor) -> LocalTensor:
 
 
 def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, base: Any = None) -> Any:
-    """One value of the results of all ranks; ``base`` is what they are views of."""
+    """Joins the results of all ranks to one value; ``base`` is the value that they are views of."""
     first = results[0]
     if isinstance(first, Tensor):
         return LocalTensor(results, held) if type(base) is not LocalTensor else _view(results, held, base)
@@ -468,7 +470,7 @@ def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, b
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
             return local_int(held, results)
-        if func is aten_same_storage_size:  # torch asks whether a tangent may stay as it is
+        if func is aten_same_storage_size:  # torch asks whether a tangent needs a copy
             return False
         raise VarianceError(
             f"{func} gave different Python values on different ranks; make its operands equal first (psum, pmax, "
