@@ -1,4 +1,4 @@
-"""Seven places where torch hides a call, or drops an argument, or an attribute of a tracked tensor, wrapped once.
+"""Eight places where torch hides a call, or drops an argument, or an attribute of a tracked tensor, wrapped once.
 
 * ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
 * The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
@@ -6,6 +6,7 @@
 * ``torch.func`` sees what it differentiates by, which in a mapped function is each element's own.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
 * TorchScript calls torch below Python.
+* ``torch.cond``, ``flex_attention`` and their kin compile a function, which fails in Dynamo's words.
 * ``F.l1_loss`` hands all its arguments on but ``weight``, so a weighted loss would come out as one without.
 
 Outside a body each wrapper goes straight to torch; only a `Sharded`, which ``apply`` would cut off from autograd, it
@@ -14,6 +15,7 @@ refuses.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -61,6 +63,7 @@ def install() -> None:
     _wrap_recomputation()
     _wrap_script()
     _wrap_tracers()
+    _wrap_compile()
     _hand_on_weight()
 
 
@@ -330,6 +333,28 @@ def _wrap_tracers() -> None:
 
     for owner, name in JIT_TRACERS:
         setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def _wrap_compile() -> None:
+    """A function of torch's own that it compiles to call it at once runs as it is on a `Sharded`, and is refused."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **options: Any) -> Any:
+        compiled = original(model, **options)
+        if not getattr(model, "__module__", "").startswith(_COMPILING):
+            return compiled
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves: Any = optree.tree_leaves((args, kwargs), none_is_leaf=True)
+            return (model if Sharded in map(type, leaves) else compiled)(*args, **kwargs)
+
+        return run
+
+    setattr(torch, "compile", compile)  # noqa: B010 (its signature is overloaded)
+
+
+_COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.")
 
 
 def _hand_on_weight() -> None:
