@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import note_block_use
 from fspmd.transport.frame import Frame, frame, groups, union
 from fspmd.transport.local_tensor import common_frame, frame_of, local_tensor, resolved, shards_of
@@ -21,7 +22,8 @@ _alias = torch.ops.aten.alias.default
 
 def unbind(x: Tensor, held: Frame) -> tuple[Tensor, ...]:
     """Returns the block of each coordinate of ``held``."""
-    return _Unbind.apply(x, held)  # type: ignore[no-any-return]
+    apply = _Unbind.apply if transforms_active() else _apply_unbind
+    return apply(x, held)  # type: ignore[no-any-return]
 
 
 def bind(shards: tuple[Tensor, ...], held: Frame) -> Tensor:
@@ -32,7 +34,8 @@ def bind(shards: tuple[Tensor, ...], held: Frame) -> Tensor:
             f"the blocks of one value have different dtypes on different ranks: {[shard.dtype for shard in shards]}; "
             "convert them to one dtype on every rank"
         )
-    return _Bind.apply(held, *shards)  # type: ignore[no-any-return]
+    apply = _Bind.apply if transforms_active() else _apply_bind
+    return apply(held, *shards)  # type: ignore[no-any-return]
 
 
 class _Unbind(torch.autograd.Function):
@@ -94,3 +97,8 @@ class _Bind(torch.autograd.Function):
             for shard, dim in zip(shards, in_dims[1:], strict=True)
         ]
         return bind(tuple(rows), held), 0
+
+
+# what Function.apply calls when no transform is active, after it has read the signature of forward
+_apply_unbind = super(torch.autograd.Function, _Unbind).apply
+_apply_bind = super(torch.autograd.Function, _Bind).apply
