@@ -323,7 +323,9 @@ class Sharded(Tensor):
         return _marked(alike(self.block, self), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        return _marked(alike(copy.deepcopy(self.block, memo), self), self)
+        made = memo[id(self)] = alike(copy.deepcopy(self.block, memo), self)
+        made.__dict__.update(copy.deepcopy(_attributes(self), memo))
+        return made
 
     def __dir__(self) -> list[str]:
         return list(object.__dir__(self))

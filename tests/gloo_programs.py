@@ -27,6 +27,7 @@ from fspmd import (
     from_local,
     make_mesh,
     pbroadcast,
+    pcast,
     pmax,
     ppermute,
     process_allgather,
@@ -119,6 +120,45 @@ def _float8(collective: Callable[[Tensor], Any]) -> Any:
     return run
 
 
+@torch.library.custom_op("fspmd_mistakes::write", mutates_args=("x",))
+def _write(x: Tensor, by: Tensor) -> None:
+    x.copy_(by)
+
+
+@torch.library.custom_op("fspmd_mistakes::neg", mutates_args=())
+def _linear_by_name(x: Tensor) -> Tensor:
+    return x.abs()
+
+
+_OPS = torch.ops.fspmd_mistakes
+
+
+def _write_by(write: Callable[[Tensor, Tensor], Any]) -> Any:
+    """Into a value that is equal on all ranks, of one that is not."""
+
+    def run(mesh: Mesh) -> None:
+        def body(w: Tensor, x: Tensor) -> Tensor:
+            whole = w * 1
+            write(whole, x)
+            return whole
+
+        shard_map(body, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())(torch.ones(2), torch.arange(8.0))
+
+    return run
+
+
+def _no_sum(function: Callable[[Tensor], Tensor]) -> Any:
+    """Of a pending sum."""
+
+    def run(mesh: Mesh) -> None:
+        def body(x: Tensor) -> Tensor:
+            return function(pcast(x, "x", to="unreduced"))
+
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P(unreduced={"x"}))(torch.arange(4.0) - 2)
+
+    return run
+
+
 def _ragged(change: Callable[[int, list[Tensor]], None], odd: bool = False) -> Any:
     """An exchange of one row with each rank, after ``change`` of a rank's four lists of numbers."""
 
@@ -199,6 +239,12 @@ MISTAKES: dict[str, Callable[[Mesh], None]] = {
     "ragged place outside": _ragged(_set(3, 2, 0, 4)),
     "ragged received size": _ragged(_set(3, 3, 0, 2)),
     "ragged rows of other lengths": _ragged(_set(0, 0, 0, 0), odd=True),
+    "write by an op": _write_by(_OPS.write),
+    "write by an op's overload": _write_by(_OPS.write.default),
+    "write by an op, by name": _write_by(lambda w, x: _OPS.write(by=x, x=w)),
+    "write by name": _write_by(lambda w, x: torch.clamp_(input=w, min=x)),
+    "no sum of an op": _no_sum(_OPS.neg),
+    "no sum of an op's overload": _no_sum(_OPS.neg.default),
     "put of a long spec": _put({"w": torch.ones(4)}, P(None, "x")),
     "put of an unknown axis": _put(torch.ones(4), P("z")),
     "put from a rank outside": _put(torch.ones(4), P("x"), src=9),

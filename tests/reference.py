@@ -46,10 +46,10 @@ def shard_map(
 def _block(x: Tensor, spec: Spec, mesh: dict[str, int], at: dict[str, int]) -> Tensor:
     """The part of ``x`` that lies at a coordinate: of n blocks each has ceil(size / n) elements, the last ones less."""
     for dim, entry in enumerate(spec):
-        n, i = _place(entry, mesh, at)
-        size = -(-x.shape[dim] // n)
-        start = min(i * size, x.shape[dim])
-        x = x.narrow(dim, start, min(size, x.shape[dim] - start))
+        for axis in _axes(entry):
+            size = -(-x.shape[dim] // mesh[axis])
+            start = min(at[axis] * size, x.shape[dim])
+            x = x.narrow(dim, start, min(size, x.shape[dim] - start))
     return x
 
 

@@ -5,8 +5,9 @@ Scatters, blocks and gradients case by case, on processes beside the simulation,
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -29,8 +30,11 @@ from fspmd import (
     from_local,
     grad,
     make_mesh,
+    reshard,
     set_mesh,
+    shard_map,
     typeof,
+    with_spec,
 )
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import shards_of
@@ -252,6 +256,48 @@ def shared(transport: str) -> list[str]:
                 if not (ones == 1).all() or not (got == 1).all():
                     wrong.append(f"{spec} on {mesh!r}, requires_grad={requires_grad}")
     return wrong
+
+
+def _added(mesh: Mesh, spec: P, checked: bool) -> Callable[[Any], Any]:
+    def add(block: Tensor) -> Tensor:
+        return block.detach().add_(1)
+
+    return shard_map(add, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+
+
+def _handed_on(mesh: Mesh, spec: P) -> Callable[[Any], Any]:
+    return shard_map(lambda block: block, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+#: what cuts a part off a whole value, and a write into the part
+CUTS: dict[str, Callable[[Any, P, Mesh], Any]] = {
+    "a body": lambda x, spec, mesh: _added(mesh, spec, True)(x),
+    "an unchecked body": lambda x, spec, mesh: _added(mesh, spec, False)(x.detach()),
+    "a body that gives its argument": lambda x, spec, mesh: _handed_on(mesh, spec)(x).detach().add_(1),
+    "reshard": lambda x, spec, mesh: reshard(x, spec, mesh=mesh).detach().add_(1),
+    "reshard in flight": lambda x, spec, mesh: reshard(x, spec, mesh=mesh, wait=False).wait().detach().add_(1),
+    "with_spec": lambda x, spec, mesh: with_spec(x, spec).detach().add_(1),
+    "device_put": lambda x, spec, mesh: device_put(x, spec, mesh=mesh).detach().add_(1),
+}
+
+
+def seen(transport: str) -> list[str]:
+    """What cuts a part off a value so that a write into the part shows in the value; and what loses the write."""
+    wrong = []
+    for mesh in (line(transport), make_mesh((4, 1), ("y", "x"), transport=transport, device="cpu")):
+        for name, spec, laid, requires_grad in itertools.product(CUTS, SPECS[1:3], (False, True), (False, True)):
+            whole = torch.ones(5, 4, dtype=F64)
+            x = (device_put(whole, P(), mesh=mesh) if laid else whole).requires_grad_(requires_grad)
+            with set_mesh(mesh):
+                part = CUTS[name](x, spec, mesh)
+            if not (device_get(part) == 2).all() or not (device_get(x.detach()) == 1).all():
+                wrong.append(f"{name}, {spec} on {mesh!r}, of a Sharded={laid}, requires_grad={requires_grad}")
+    return wrong
+
+
+def test_a_write_into_a_part_does_not_show_in_what_it_was_cut_off(four: Processes) -> None:
+    assert seen("simulation") == []
+    assert four.run(seen, "process_group") == [[]] * 4
 
 
 def test_blocks_and_what_is_taken_off_have_memory_of_their_own(four: Processes) -> None:

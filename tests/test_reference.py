@@ -50,6 +50,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Any], tuple[Any, ...]]] = {
         (None, None),
     ),
     "replicated operand": (lambda c, a, b: (a @ b).sin(), [(("x", "y"), None), (None, None)], (("x", "y"), None)),
+    "blocks of blocks": (
+        lambda c, a, b: a.cumsum(0) * b.sum(),
+        [(("x", "y"), None), (None, None)],
+        (("x", "y"), None),
+    ),
 }
 
 

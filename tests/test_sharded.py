@@ -96,6 +96,10 @@ def test_saved_and_loaded(x: Any) -> None:
         assert torch.equal(device_get(copied.detach()), PLAIN)
     assert loaded["leaf"].requires_grad
     assert torch.equal(device_get(copy.deepcopy(leaf).grad), device_get(leaf.grad))
+    leaf.seen = [leaf]
+    copied = copy.deepcopy(leaf)
+    assert copied.seen is not leaf.seen
+    assert copied.seen[0] is copied
 
 
 def test_a_copy_in_place_of_a_view_is_saved_and_copied() -> None:

@@ -14,7 +14,7 @@ from fspmd.foreign import ADVICE, IS, foreign_name
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.cost import topology
-from fspmd.redistribution.redistribute import cuts, redistribute
+from fspmd.redistribution.redistribute import cuts, moved, redistribute
 from fspmd.sharded import Sharded, is_plain, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import transforms_active
@@ -114,13 +114,13 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
 
         return typed
 
-    def moved(local: Tensor) -> Tensor:
+    def enter(local: Tensor) -> Tensor:
         x = redistribute(local, source, target)
         if widen is not None and (x.requires_grad or transforms_active()):
             x = apply(x, widen)
         return x if variance is None else set_variance(x, variance)
 
-    return moved
+    return enter
 
 
 def _plain_entry(
@@ -143,8 +143,7 @@ def _plain_entry(
                 if not spec.even:
                     body.mark_uneven()
                 calls = cuts_of[x.shape, x.dtype] = cuts(spec, topology())
-            for one in calls:
-                y = apply(y, one)
+            y = moved(x, calls)
         if widen is not None and (y.requires_grad or transforms_active()):
             y = apply(y, widen)
         if variance is None:

@@ -96,8 +96,8 @@ def shard_map(
             ``torch.compile`` has made run as they are; `jit` with ``backend="inductor"`` compiles around types.
 
     Arguments are plain tensors (a global value known to every process) or `Sharded` (moved only if the spec
-    differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes. A block is
-    a view of its argument where nothing moved: a write into it goes through, on each rank into its own block alone.
+    differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes. A write into
+    a block goes through to an argument of which nothing moved and nothing was cut; other blocks are copies.
 
     Raises:
         SpecError, TreeError, MeshError, ArgumentError: before any communication, naming every leaf that fails.

@@ -293,13 +293,13 @@ def learn(func: Any) -> Traits:
     name = name_of(func)
     if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
         raise ArgumentError(f"{name}() runs functions that torch compiles, not in bodies. {INSTEAD_OF_COMPILED}")
-    schema = getattr(func, "_schema", None)
+    is_op = isinstance(func, (OpOverload, OpOverloadPacket))
     elementwise = name.startswith(("_foreach_", "_fused_"))
     writes = name not in _NOT_WRITES and (
         name in _IN_PLACE_DUNDERS
         or name in ("batch_norm", "instance_norm", "set data", "set grad")
         or (name.endswith("_") and not name.startswith("__"))
-        or (schema is not None and schema.is_mutable)
+        or (is_op and bool(_written_arguments(func)))
     )
     traits: dict[str, Any] = {
         "python_value": _BRANCHES.get(name),
@@ -317,7 +317,7 @@ def learn(func: Any) -> Traits:
     }
     plain = plain_name(name)
     linear = "metadata" if name in _METADATA or name.startswith("get ") else LINEAR.get(plain, "")
-    sometimes = _SOMETIMES.get(name) if schema is None and not writes else None
+    sometimes = _SOMETIMES.get(name) if not is_op and not writes else None
     special = any(traits.values()) and sometimes is None
     when = WHEN.get(plain, _ALWAYS)
     op = OPS[func] = Traits(name, special, sometimes, asks=name in _ASKS, linear=linear, linear_when=when, **traits)
@@ -327,8 +327,9 @@ def learn(func: Any) -> Traits:
 @functools.lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """The name of a torch function, method, property or op; of a property that tells of its operand ``get name``."""
-    if isinstance(func, OpOverload):
-        return str(func._schema.name.split("::")[-1])
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        qualified: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+        return qualified.removeprefix("aten::")
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -359,18 +360,29 @@ def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[
         if _argument(args, kwargs, 5, *training):
             first = 1 if functional else 3
             targets += [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    elif op.writes and args:
-        schema = getattr(func, "_schema", None)
-        if schema is None:
-            targets.append(args[0])
-        else:
-            for i, arg in enumerate(schema.arguments):
-                if arg.alias_info is not None and arg.alias_info.is_write:
-                    targets.append(args[i] if i < len(args) else kwargs.get(arg.name))
+    elif op.writes:
+        is_op = isinstance(func, (OpOverload, OpOverloadPacket))
+        for i, name in _written_arguments(func) if is_op else ((0, "input"),):
+            targets.append(args[i] if i < len(args) else kwargs.get(name))
     for target in targets:
         for one in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(one, Tensor):
                 yield one
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an op from ``torch.ops`` writes into, by position and name; of all its overloads, but for
+    ``out=`` of those.
+    """
+    overloads = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]
+    written = {
+        (i, arg.name)
+        for overload in overloads
+        for i, arg in enumerate(overload._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write and (overload is func or not arg.kwarg_only)
+    }
+    return tuple(sorted(written))
 
 
 def autocasts() -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from fspmd.messages import described
 from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.scatter import check_leaves, description, scatter_from
 from fspmd.placement.source_rank import source_of
-from fspmd.redistribution.redistribute import from_blocks, redistribute, to_blocks
+from fspmd.redistribution.redistribute import borrowed_blocks, from_blocks, redistribute
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
@@ -102,7 +102,7 @@ def _put(leaf: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Shard
         target = TensorSpec(mesh, partition, leaf.shape, leaf.dtype)
         return alike(redistribute(leaf.local, leaf.spec, target), leaf, target)
     spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
-    x = to_blocks(leaf if leaf.is_meta or leaf.device == mesh.device else leaf.to(mesh.device), spec)
+    x = borrowed_blocks(leaf if leaf.is_meta or leaf.device == mesh.device else leaf.to(mesh.device), spec)
     # in memory of its own: an optimizer may write into the global tensor; empty blocks, too, have strides of their own
     order = torch.contiguous_format if x.is_contiguous() or not spec.even else torch.preserve_format
     return Sharded(x.clone(memory_format=order), spec)

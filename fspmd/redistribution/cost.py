@@ -180,7 +180,7 @@ _KERNELS: Final = {
     "broadcast_once": "broadcast",
 }
 _IN_PARTS: Final = frozenset({"gather", "reduce_scatter", "exchange"})  # a message is what two ranks' blocks share
-_VIEWS: Final = frozenset({"alias", "per_rank", "pick", "slice", "view"})  # kernels that read and write nothing
+VIEWS: Final = frozenset({"alias", "per_rank", "pick", "slice", "view"})  # kernels that read and write nothing
 
 
 def moves(kernel: str) -> bool:
@@ -214,7 +214,7 @@ def price(
     topology = topology or _current
     axes = axes or mesh.axis_names
     n, held = ranks or prod([mesh.shape[axis] for axis in axes]), before + after
-    local = 0.0 if kernel in _VIEWS or traffic is not None else held / topology.memory
+    local = 0.0 if kernel in VIEWS or traffic is not None else held / topology.memory
     local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
     name = _KERNELS.get(kernel)
     rounds, moved = (0, 0.0) if name is None or n == 1 else _FORMULAS[name](n, before, after)

@@ -16,7 +16,7 @@ from fspmd.entries import entry_axes
 from fspmd.foreign import refuse_foreign
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply, call, depart, land
-from fspmd.redistribution.cost import Topology, topology
+from fspmd.redistribution.cost import VIEWS, Topology, topology
 from fspmd.redistribution.edges import lengths
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
@@ -29,15 +29,13 @@ from fspmd.transport.windows import Regroup
 def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
     """The blocks of ``target`` from those of ``source``, by the cheapest route; on one mesh or from one to another.
 
-    Where gradients follow, that is the one that is cheaper there and back.
+    Where gradients follow, that is the one that is cheaper there and back. What was moved or cut may be written into.
     """
     if source is target:
         return x
     if source.mesh != target.mesh:
         return _to_mesh(x, source, target)
-    for one in moves(source, target, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls:
-        x = apply(x, one)
-    return x
+    return moved(x, moves(source, target, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls)
 
 
 def begun(
@@ -50,23 +48,35 @@ def begun(
     """
     before, after = (TensorSpec(spec.mesh, spec.partition, spec.shape, forward) for spec in (source, target))
     if source.mesh != target.mesh:
-        moved = redistribute(x.to(forward), before, after)
-        return lambda: moved
+        elsewhere = redistribute(x.to(forward), before, after)
+        return lambda: elsewhere
     calls = moves(before, after, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls
     same = forward == backward
-    if wait or not calls or transforms_active():  # under which nothing is split
-        there = _moved(x.to(forward), calls) if same else _Moved.apply(x, _moved, calls, forward, backward)
+    if wait or _kernels(calls) <= VIEWS or transforms_active():  # under which nothing is split
+        there = moved(x.to(forward), calls) if same else _Moved.apply(x, moved, calls, forward, backward)
         return lambda: there
-    flight = depart(_moved((x if same else x.detach()).to(forward), calls[:-1]), calls[-1])
+    flight = depart(_led((x if same else x.detach()).to(forward), calls[:-1]), calls[-1])
     if same:
         return lambda: land(flight)
     return lambda: _Moved.apply(x, lambda *_: land(flight), calls, forward, backward)
 
 
-def _moved(x: Tensor, calls: Sequence[Call]) -> Tensor:
+def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
     for one in calls:
         x = apply(x, one)
     return x
+
+
+def moved(x: Tensor, calls: Sequence[Call]) -> Tensor:
+    """``x`` led along calls. A part that was cut off has memory of its own: a write into it must not change ``x``, on
+    each rank elsewhere.
+    """
+    y, kernels = _led(x, calls), _kernels(calls)
+    return y.clone() if "slice" in kernels and kernels <= VIEWS else y
+
+
+def _kernels(calls: Sequence[Call]) -> set[str]:
+    return {one.pair.kernel for one in calls}
 
 
 class _Moved(torch.autograd.Function):
@@ -86,12 +96,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        g = _moved(g.to(ctx.backward_dtype), [one.transposed for one in reversed(ctx.calls)])
+        g = _led(g.to(ctx.backward_dtype), [one.transposed for one in reversed(ctx.calls)])
         return g.to(ctx.given), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        y = _moved(tangent.to(ctx.forward_dtype), ctx.calls)
+        y = _led(tangent.to(ctx.forward_dtype), ctx.calls)
         return y.view_as(y)
 
 
@@ -113,9 +123,18 @@ def viewed(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
 
 def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
+    return moved(_whole(x), cuts(spec, topology()))
+
+
+def borrowed_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
+    """The same, as a view that is not to be written into."""
+    return _led(_whole(x), cuts(spec, topology()))
+
+
+def _whole(x: Tensor) -> Tensor:
     if type(x) is not Tensor:
         refuse_foreign(x, "a global tensor was expected, but got")
-    return _moved(x, cuts(spec, topology()))
+    return x
 
 
 @functools.lru_cache(maxsize=8192)

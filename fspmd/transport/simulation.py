@@ -92,8 +92,12 @@ class SimulationTransport(Transport):
         held, _, shards, table = _groups(x, mesh, axes, o)
         pieces: list[Tensor] = [x] * held.volume
         for group in table:
+            found = dict[int, tuple[Tensor, ...]]()  # of one tensor, which all ranks of the group may have
             for place, i in enumerate(group):
-                pieces[i] = _split(shards[i], o.dim, o.sizes, len(group))[place]
+                x = shards[i]
+                if id(x) not in found:
+                    found[id(x)] = _split(x, o.dim, o.sizes, len(group))
+                pieces[i] = found[id(x)][place]
         return Pending(LocalTensor(pieces, held))
 
     @moves_bits

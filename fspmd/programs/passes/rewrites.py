@@ -162,10 +162,11 @@ def _why_separate(memory: Aliases, first: fx.Node, between: list[fx.Node], secon
         return "groups within an axis are taken as they are, here and in"
     if first.meta["deferred"] != second.meta["deferred"]:
         return "a step of backward is not joined with"
-    if not all({*one.axes, *two.axes}.issuperset(step.meta["call"].axes) for step in between):
+    casts = [step.meta["call"] for step in between if "call" in step.meta]
+    if not all({*one.axes, *two.axes}.issuperset(cast.axes) for cast in casts):
         return "a cast over other axes stands behind"
     (x,) = first.all_input_nodes
-    is_written = memory.is_written(x, first, second) or memory.is_written(first, first, second)
+    is_written = any(memory.is_written(step, first, second) for step in (x, first, *between))
     return "something is written into the operand, or the result, of" if is_written else ""
 
 
@@ -177,10 +178,10 @@ def _in_place(row: Rewrite, first: fx.Node, between: list[fx.Node], second: fx.N
 
 
 def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The collective whose result another one takes, and the casts between."""
+    """The collective whose result another one takes, and the casts and copies between."""
     between = []
     (before,) = node.all_input_nodes
-    while is_collective(before, *NAMES):
+    while is_collective(before, *NAMES) or before.target is aten.clone.default:
         between.append(before)
         (before,) = before.all_input_nodes
     return (before if is_collective(before, *_FIRSTS) and before.meta["waits"] else None), between
