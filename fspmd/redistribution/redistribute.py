@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
-from fspmd.foreign import refuse_foreign
+from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply, call, depart, land
 from fspmd.redistribution.cost import Topology, topology
@@ -113,8 +113,7 @@ def viewed(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
 
 def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
-    if type(x) is not Tensor:
-        refuse_foreign(x, "a global tensor was expected, but got")
+    refuse_misfit(x, "a global tensor was expected, but got")
     return _moved(x, cuts(spec, topology()))
 
 
