@@ -1,16 +1,18 @@
-"""Tensors that are another library's global tensors: they look like a tensor of this process, and are none."""
+"""Tensors that are no blocks: another library's global tensors, and what does not lie in memory by strides."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
 
 IS: Final = "torch keeps in blocks of its own"
 ADVICE: Final = "write x = fspmd.from_dtensor(x) first, a Sharded of the same blocks, for which nothing moves"
+DENSE: Final = "make it dense: x.to_dense(), x.dequantize() or torch.nested.to_padded_tensor(x, 0.0)"
 _NAMES: Final = frozenset(("DTensor", "ShardedTensor"))  # by name, since who uses neither need not import them
 
 
@@ -29,6 +31,39 @@ def foreign_name(x: Any) -> str:
     """
     kind: Any = type(x)
     return "" if kind is Tensor else _foreign_name(kind)
+
+
+def loose_kind(x: Tensor) -> str:
+    """What a tensor is that is not dense, such as "sparse_coo tensor"; "" of a dense one.
+
+    >>> import torch
+    >>> loose_kind(torch.eye(2).to_sparse()), loose_kind(torch.eye(2))
+    ('sparse_coo tensor', '')
+    """
+    if x.is_nested:
+        return "nested tensor"
+    if x.layout is not torch.strided:
+        return f"{str(x.layout).removeprefix('torch.').strip('_')} tensor"
+    return "quantized tensor" if x.is_quantized else ""
+
+
+def misfit(x: Any) -> tuple[str, str] | None:
+    """What a tensor is that can be neither a block nor a global tensor, and what to write; None of all others.
+
+    >>> import torch
+    >>> misfit(torch.eye(2))
+    """
+    if name := foreign_name(x):
+        return f"a {name} of shape {tuple(x.shape)}, which {IS}", ADVICE
+    if isinstance(x, Tensor) and (kind := loose_kind(x)):
+        return f"a {kind}, which has no dense blocks", DENSE
+    return None
+
+
+def refuse_misfit(x: Any, what: str) -> None:
+    """Raise `ArgumentError` of such a tensor; ``what``: who was given it, "device_put got"."""
+    if found := misfit(x):
+        raise ArgumentError(f"{what} {found[0]}; {found[1]}")
 
 
 def refuse_foreign(x: Any, what: str) -> None:

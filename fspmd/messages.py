@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from fspmd.errors import FspmdError, join_failures
-from fspmd.foreign import foreign_name
+from fspmd.foreign import foreign_name, loose_kind
 
 _SHOWN = 60  # characters of a value's own text, and keys of a dict
 
@@ -63,6 +63,8 @@ def described(x: Any) -> str:
         return "None"
     name = type(x).__name__
     if isinstance(x, torch.Tensor):
+        if name != "Sharded" and (kind := loose_kind(x)):
+            return f"a {kind}"
         return f"a {name if name == 'Sharded' else foreign_name(x) or 'tensor'} of shape {tuple(x.shape)}"
     if name == "ndarray":
         return f"a numpy array of shape {x.shape}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.foreign import refuse_foreign
+from fspmd.foreign import refuse_misfit
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
@@ -63,8 +63,7 @@ class Sharded(Tensor):
                 f"Sharded(local, spec) got {described(spec)} for spec; it takes a TensorSpec: for a P write "
                 "from_local(local, P(...), mesh=mesh)"
             )
-        if type(local) is not Tensor:
-            refuse_foreign(local, "Sharded(local, spec) got for local")
+        refuse_misfit(local, "Sharded(local, spec) got for local")
         return pair(local, spec)
 
     @classmethod

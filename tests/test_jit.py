@@ -1276,10 +1276,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda x: pad_packed_sequence(PackedSequence(x[:, None], x.long()), total_length=3)[0],
         r"^jit cannot record pad_packed_sequence of sizes that were computed; it, which makes",
     ),
-    "sparse": (lambda x: x.to_sparse().to_dense(), r"^jit records dense tensors, but got one of layout sparse_coo; m"),
+    "sparse": (lambda x: x.to_sparse().to_dense(), r"^jit records dense tensors, but got a sparse_coo tensor; m"),
     "nested": (
         lambda x: torch.nested.as_nested_tensor([x]),
-        r"^jit records dense tensors, but got one of layout nested",
+        r"^jit records dense tensors, but got a nested tensor",
     ),
     "cond": (
         lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
@@ -1423,7 +1423,7 @@ def test_tensors_that_are_not_dense(lay: Function) -> None:
     y = lay(x)
     for f, argument in (lambda x: x * 2, y), (lambda x: y @ x, x):
         for run in jit(f), jit(f).lower:
-            with pytest.raises(RecordError, match=r"^jit records dense tensors, but got one of layout (sparse|nested)"):
+            with pytest.raises(RecordError, match=r"^jit records dense tensors, but got a (sparse|nested)"):
                 run(argument)
 
 

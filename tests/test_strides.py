@@ -167,6 +167,23 @@ def test_calls_that_depend_on_the_device(order: tuple[int, ...]) -> None:
         assert _lies(call(x.permute(order))) == _lies(call(whole.permute(order)))
 
 
+def test_functions_whose_kernels_without_data_lay_results_out_otherwise() -> None:
+    pairs: list[Callable[..., Any]] = [
+        *(torch.copysign, torch.floor_divide, torch.xlogy, torch.special.xlog1py, torch.logaddexp, torch.logical_and),
+        *(torch.heaviside, torch.logical_xor, torch.rsub, torch.ldexp, torch.fmod),
+        lambda x, y: torch.addcmul(x, y, y),
+        lambda x, y: torch.where(y > 0, x, y),
+        lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    ]
+    whole = torch.rand(4, 5, 6, generator=torch.Generator().manual_seed(0)) + 1
+    x = device_put(whole, P("x", None, "y"), mesh=MESH)
+    others = [torch.ones(6, 5, 4), torch.ones(5, 6, 4).transpose(0, 1), torch.ones(4), torch.ones(1, 5, 1)]
+    for call, other, swapped in itertools.product(pairs, others, (False, True)):
+        operands = [(one.permute(2, 1, 0), other)[:: -1 if swapped else 1] for one in (x, whole)]
+        found, expected = [call(*each) for each in operands]
+        assert _lies(found) == _lies(expected), (call, tuple(other.shape), swapped)
+
+
 def _value() -> tuple[Tensor, Any]:
     whole = torch.arange(24.0).view(4, 6)
     return whole, device_put(whole, P("x", "y"), mesh=MESH)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fspmd.body import Body, state
 from fspmd.collectives.steps import Handle, LeafCollective, Rows
 from fspmd.errors import ArgumentError, FspmdError, VarianceError
-from fspmd.foreign import refuse_foreign
+from fspmd.foreign import refuse_misfit
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import Call
 from fspmd.sharded import Sharded, is_plain, is_sharded
@@ -27,12 +27,12 @@ WORDS = {"I": "invariant", "V": "varying", "U": "unreduced", "R": "reduced"}
 def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     """The leaves, all tensors or Python numbers, and the treedef."""
     if is_plain(tree):
-        refuse_foreign(tree, f"{what} got")
+        refuse_misfit(tree, f"{what} got")
         return [tree], _LEAF
     leaves, treedef = optree.tree_flatten(tree)
     failures = []
     for i, leaf in enumerate(leaves):
-        refuse_foreign(leaf, f"{what} got")
+        refuse_misfit(leaf, f"{what} got")
         if is_sharded(leaf) or not isinstance(leaf, (Tensor, int, float, complex)):
             label = treedef.accessors()[i].codify("x")
             if isinstance(leaf, Sharded):

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.foreign import refuse_misfit
 from fspmd.rules import Free, free_numbers
 from fspmd.sharded import Sharded, is_plain
 from fspmd.transport.local_tensor import BLOCKS, is_simulated
@@ -47,7 +48,7 @@ def hashable(arg: Any) -> Any:
     if isinstance(arg, dict):
         return dict, *((name, hashable(value)) for name, value in arg.items())
     if is_plain(arg):
-        return kind if is_simulated(arg) else (kind, arg.dtype, arg.shape, *_strides_of(arg))
+        return kind if is_simulated(arg) else (kind, arg.dtype, *_strides_of(arg), arg.shape)
     if isinstance(arg, (tuple, list)):
         return kind, *map(hashable, arg)
     return kind, arg
@@ -55,7 +56,9 @@ def hashable(arg: Any) -> Any:
 
 def _strides_of(x: Tensor) -> tuple[Any, ...]:
     """Of a tensor that lies otherwise than a new one, as results may."""
-    if x.layout is not torch.strided or (x.is_contiguous() and not x.storage_offset()):
+    if x.layout is not torch.strided or x.is_nested:
+        refuse_misfit(x, "a function of Sharded values got")
+    if x.is_contiguous() and not x.storage_offset():
         return ()
     return x.stride(), bool(x.storage_offset())
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
-from fspmd.foreign import refuse_foreign
+from fspmd.foreign import refuse_misfit
 from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.propagate import OpPlan, opaque_plan
@@ -97,7 +97,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
 def _check_beside(func: Any, tensors: list[Any]) -> None:
     """Of tensors beside a `Sharded` each must be a global value."""
     for x in tensors:
-        refuse_foreign(x, f"{shown(func)} got, beside a Sharded,")
+        refuse_misfit(x, f"{shown(func)} got, beside a Sharded,")
     if any(map(is_simulated, tensors)):
         raise ArgumentError(
             f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "

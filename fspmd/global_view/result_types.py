@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fspmd.fake_mode import FakeMode, meta_tensors_as_on
-from fspmd.forms import Laid, Strided, packed
+from fspmd.forms import Laid, Strided, Strides, order_in_memory, packed
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
-from fspmd.rules import Factors, Rule, Whole
+from fspmd.rules import Factors, Rule, Whole, row_of
 from fspmd.rules.elementwise import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
@@ -154,6 +154,62 @@ def on_meta(
     operands: Sequence[tuple[Place, TensorSpec]],
 ) -> Outcome | None:
     """What the call gives for global tensors without data; None where it is no tensors, or depends on values."""
+    found = _without_data(func, args, kwargs, operands)
+    if found is None or found.bases != [None] or operands[0][1].mesh.device_type != "cpu":
+        return found
+    given = (*args, *kwargs.values())
+    before = [_laid(at(given, place)) for place, _ in operands]
+    row = row_of(func)
+    if row is None or row.rule is not elementwise or not any(before) or any(one and not one.strides for one in before):
+        return found
+    ((shape, _),) = found.results
+    strides = _strides_of_kernel(func, args, kwargs, operands, before, shape)
+    if strides is None:
+        return found
+    as_new = all(n == 1 or step == new for n, step, new in zip(shape, strides, packed(shape), strict=True))
+    return found._replace(lying=None if as_new else [Lying(Laid(strides))])
+
+
+def _strides_of_kernel(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+    before: Sequence[Laid | None],
+    shape: Shape,
+) -> Strides | None:
+    """How a kernel lays out the result of a function of elements, of which some do otherwise without data.
+
+    It is asked of at most two elements along each dim, which lie in the order of the operands' dims.
+    """
+    count = itertools.count()
+
+    def make(spec: TensorSpec) -> Tensor:
+        laid = before[next(count)]
+        strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
+        ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
+        small = [min(n, 2) for n in spec.shape]
+        memory = torch.ones(1 << len(ranks), dtype=spec.dtype, device="cpu")
+        return memory.as_strided(small, [ranks[step] for step in strides])
+
+    try:
+        out = _on(make, func, args, kwargs, operands)
+    except Exception:  # which is told elsewhere
+        return None
+    if not isinstance(out, Tensor) or tuple(out.shape) != tuple(min(n, 2) for n in shape):
+        return None
+    found, step = [1] * len(shape), 1
+    for dim in reversed(order_in_memory(tuple(out.stride()))):
+        found[dim], step = step, step * max(shape[dim], 1)
+    return tuple(found)
+
+
+def _without_data(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+) -> Outcome | None:
     mesh = operands[0][1].mesh
     if name_of(func) in ("vector_norm", "linalg_vector_norm") and _keeps_dims_of_one():
         func = _norm_without_data

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, ShapeError, SpecError
-from fspmd.foreign import ADVICE, IS, foreign_name
+from fspmd.foreign import misfit
 from fspmd.messages import Failure, described, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.cost import topology
@@ -40,11 +40,10 @@ def argument_failure(
         if not outer_axes:
             text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
             return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
-    elif kind is not Tensor:
-        if not is_plain(leaf):
-            return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
-        if name := foreign_name(leaf):
-            return Failure(f"{label} is a {name} of shape {tuple(leaf.shape)}, which {IS}", ArgumentError, ADVICE)
+    elif not is_plain(leaf):
+        return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
+    elif found := misfit(leaf):
+        return Failure(f"{label} is {found[0]}", ArgumentError, found[1])
     wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)
     return Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError) if wrong else None
 

@@ -14,7 +14,7 @@ from fspmd.body import Body
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
-from fspmd.foreign import ADVICE, IS, foreign_name
+from fspmd.foreign import misfit
 from fspmd.local_view.entry import manual_complaint
 from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
 from fspmd.pairs import apply, call
@@ -87,21 +87,13 @@ def static_failure(x: Any, path: str) -> Failure | None:
 
 def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
     """Why a result cannot leave under this spec, or None."""
-    if type(x) not in BLOCKS:
-        if not is_plain(x):
-            return _kind_failure(x, partition, path)
-        if name := foreign_name(x):
-            text = f"{path} is a {name} of shape {tuple(x.shape)}, which {IS}, but a body returns blocks"
-            return Failure(text, ArgumentError, f"{ADVICE}, and pass it to the body as an argument")
-    if x.is_nested or x.layout is not torch.strided:
-        kind = "nested tensor" if x.is_nested else f"tensor of the layout {x.layout}"
-        return Failure(f"{path} is a {kind}, but a body returns dense blocks", ArgumentError, _DENSE)
+    if type(x) not in BLOCKS and not is_plain(x):
+        return _kind_failure(x, partition, path)
+    if found := misfit(x):
+        return Failure(f"{path} is {found[0]}, but a body returns blocks", ArgumentError, found[1])
     if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
         return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
-
-
-_DENSE = "make it dense: x.to_dense(), or torch.nested.to_padded_tensor(x, 0.0)"
 
 
 def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from fspmd import collectives
 from fspmd.body import RUNNING, state
 from fspmd.errors import ArgumentError, AxisError
-from fspmd.foreign import foreign_name
+from fspmd.foreign import misfit
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
@@ -154,9 +154,9 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
-        if x is None or (type(x) is Tensor and x.dim() >= fewest):
+        if x is None or (type(x) is Tensor and x.layout is strided and x.dim() >= fewest):
             continue
-        if not (is_plain(x) and x.dim() >= fewest) or foreign_name(x):
+        if not (is_plain(x) and x.dim() >= fewest) or misfit(x):
             plan.refuse_arguments(leaves)
     args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
     widen = plan.widen

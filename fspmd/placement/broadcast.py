@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, SpecError
-from fspmd.foreign import refuse_foreign
+from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.outside import the_mesh
@@ -68,7 +68,7 @@ def _metadata(label: str, leaf: Any) -> str:
 
 def _follows(label: str, leaf: Any) -> bool:
     """Whether gradients come back to a leaf."""
-    refuse_foreign(leaf, f"broadcast: {label} is")
+    refuse_misfit(leaf, f"broadcast: {label} is")
     if not is_plain(leaf) or is_simulated(leaf):
         raise ArgumentError(
             f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "

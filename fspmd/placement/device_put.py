@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, SpecError
-from fspmd.foreign import foreign_name, refuse_foreign
+from fspmd.foreign import misfit, refuse_misfit
 from fspmd.local_view.exit import spec_of_blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
@@ -31,7 +31,8 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
 
     ``specs`` is a pytree prefix of ``tree``. Without ``src`` every process holds the global tensors and keeps its
     blocks: nothing moves. With ``src`` only that global rank holds them: see `scatter`. A `Sharded` leaf is
-    redistributed. Backward gathers the gradient. To plan without memory, pass a `TensorSpec` leaf, which becomes one
+    redistributed. Backward gathers the gradient. The result tells the strides of a new tensor, since processes may hold
+    one that lies otherwise. To plan without memory, pass a `TensorSpec` leaf, which becomes one
     of the new layout; or, on a mesh of transport "abstract", a meta tensor, which becomes a `Sharded`.
 
     Raises:
@@ -150,10 +151,10 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
         mesh, partition = the_mesh(mesh, "from_local"), spec
     if wrong := complain(partition, mesh, None):
         raise SpecError(f"from_local: {wrong}")
-    if not is_plain(local) or foreign_name(local):
+    if not is_plain(local) or misfit(local):
         if mesh.transport != "simulation":  # the others wait for this rank's shape
             transport_of(mesh).layouts([None], mesh)
-        refuse_foreign(local, "from_local got for local")
+        refuse_misfit(local, "from_local got for local")
         raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
     found = spec_of_blocks(local, partition, mesh, "from_local")
     if isinstance(spec, TensorSpec) and found is not spec:
@@ -216,6 +217,7 @@ def _coordinate(mesh: Mesh, axes: tuple[str, ...], at: tuple[int, ...]) -> tuple
 def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, at: tuple[int, ...]) -> Any:
     spans = zip(layout.offset(at), layout.local_shape(at), strict=True)
     block = fn(tuple(slice(start, start + length) for start, length in spans))
+    refuse_misfit(block, "from_callback: the callback returned")
     if is_plain(block) and block.requires_grad:
         raise ArgumentError(
             "from_callback: the callback returned a tensor that requires grad, but its blocks are data that no "

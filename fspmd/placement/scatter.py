@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, SpecError, TreeError
-from fspmd.foreign import ADVICE, IS, foreign_name
+from fspmd.foreign import misfit
 from fspmd.inspection.watch import announce
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
@@ -86,8 +86,8 @@ def check_leaves(
             continue
         if not isinstance(leaf, taken):
             failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
-        elif name := foreign_name(leaf):
-            failures.append(Failure(f"{label} is a {name}, which {IS}", ArgumentError, ADVICE))
+        elif found := misfit(leaf):
+            failures.append(Failure(f"{label} is {found[0]}", ArgumentError, found[1]))
         elif lacks_values(leaf, mesh):
             failures.append(Failure(f"{label} is on the meta device, which has no values", ArgumentError, PLANNED))
         elif is_simulated(leaf):

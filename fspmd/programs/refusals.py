@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
-from fspmd.foreign import ADVICE, IS, foreign_name
+from fspmd.foreign import ADVICE, IS, foreign_name, loose_kind
 from fspmd.inspection.causes import trace
 from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
@@ -50,8 +50,7 @@ def not_dense(x: Tensor) -> RecordError:
     """The refusal of a tensor that is sparse, nested, or of another library."""
     if name := foreign_name(x):
         return RecordError(f"jit records tensors of this process, but got a {name}, which {IS}; {ADVICE}{line()}")
-    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-    return RecordError(f"jit records dense tensors, but got one of layout {kind}; make it dense before{line()}")
+    return RecordError(f"jit records dense tensors, but got a {loose_kind(x)}; make it dense before{line()}")
 
 
 _VALUES: Final = "{}, which makes a Python value of a tensor"
@@ -274,8 +273,7 @@ OWN_TYPES: Final = BLOCKS | {FakeTensor}
 
 def is_dense(x: Tensor) -> bool:
     """Whether a tensor lies in memory of this process, by strides."""
-    is_strided = x.layout is torch.strided and not x.is_nested
-    return is_strided and (type(x) in OWN_TYPES or not foreign_name(x))
+    return not loose_kind(x) and (type(x) in OWN_TYPES or not foreign_name(x))
 
 
 def written_while_copied(name: str) -> RecordError:

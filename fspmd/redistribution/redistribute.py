@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
-from fspmd.foreign import refuse_foreign
+from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply, call, depart, land
 from fspmd.redistribution.cost import VIEWS, Topology, topology
@@ -123,18 +123,14 @@ def viewed(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
 
 def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
-    return moved(_whole(x), cuts(spec, topology()))
+    refuse_misfit(x, "a global tensor was expected, but got")
+    return moved(x, cuts(spec, topology()))
 
 
 def borrowed_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """The same, as a view that is not to be written into."""
-    return _led(_whole(x), cuts(spec, topology()))
-
-
-def _whole(x: Tensor) -> Tensor:
-    if type(x) is not Tensor:
-        refuse_foreign(x, "a global tensor was expected, but got")
-    return x
+    refuse_misfit(x, "a global tensor was expected, but got")
+    return _led(x, cuts(spec, topology()))
 
 
 @functools.lru_cache(maxsize=8192)

@@ -16,8 +16,8 @@ from mistakes import Setting, mistake
 @mistake(ArgumentError)
 def sparse_result(m: Setting) -> None:
     """shard_map(f): the results do not fit out_specs
-      * result is a tensor of the layout torch.sparse_coo, but a body returns dense blocks
-    make it dense: x.to_dense(), or torch.nested.to_padded_tensor(x, 0.0)
+      * result is a sparse_coo tensor, which has no dense blocks, but a body returns blocks
+    make it dense: x.to_dense(), x.dequantize() or torch.nested.to_padded_tensor(x, 0.0)
     """
 
     def f(x: Tensor) -> Tensor:
