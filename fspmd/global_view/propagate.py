@@ -34,6 +34,7 @@ from fspmd.global_view.result_types import (
     Outcome,
     Shape,
     by_factors,
+    dtype_complaint,
     kernel_complaint,
     lies_as_new,
     lies_known,
@@ -203,7 +204,12 @@ def ask(
         factors = row.rule(Whole(shapes, plain, kwargs, after)) if told is None else told
     except (IndexError, TypeError) as error:  # no such dim, or no dim
         refuse_global(func, specs, error)
-    if fixed := writes(func):
+    fixed = writes(func)
+    if not fixed and row.rule is not elementwise and outcome.bases[0] is None and specs[0].mesh.device_type == "cpu":
+        complaint = dtype_complaint(func, args, kwargs, ordered, factors.whole)
+        if complaint is not None:
+            refuse_global(func, specs, complaint)
+    if fixed:
         _refuse_expanded(func, values[0])
     cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
     as_is = outcome.same and not fixed and row.as_is and all(map(lies_known, values))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,6 +99,52 @@ def kernel_complaint(
         except Exception as error:
             found.append(error)
     return found[0]
+
+
+def dtype_complaint(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+    whole: frozenset[int] = frozenset(),
+) -> Exception | None:
+    """What a kernel says of these dtypes, and not of float32 in their place, for which the meta device has no words.
+
+    It is asked of at most two elements along each dim; if those are too few for float32, too, of all along the dims of
+    the first operand that must be ``whole``. Functions of lists are not asked.
+    """
+    told = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
+    if {*told, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
+        return None
+    if any(isinstance(place, tuple) for place, _ in operands):
+        return None
+
+    def asked(all_of: frozenset[int], single: bool) -> Exception | None:
+        def kind(x: Any) -> Any:
+            return torch.float32 if single and isinstance(x, torch.dtype) else x
+
+        def ones(spec: TensorSpec) -> Tensor:
+            shape = [n if d in all_of else min(n, 2) for d, n in enumerate(spec.shape)]
+            return torch.ones(shape, dtype=kind(spec.dtype), device="cpu")
+
+        named = {name: kind(arg) for name, arg in kwargs.items()}
+        try:
+            _on(ones, func, tuple(map(kind, args)), named, operands)
+        except Exception as error:
+            return error
+        return None
+
+    sizes = dict(enumerate(operands[0][1].shape))
+    for all_of in (frozenset[int](), whole):
+        if prod(sizes.get(d, 1) for d in all_of) > _MOST_ASKED:
+            return None
+        found = asked(all_of, single=False)
+        if found is None or asked(all_of, single=True) is None:
+            return found
+    return None
+
+
+_MOST_ASKED: Final = 1 << 20  # elements of which a kernel is asked
 
 
 def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
