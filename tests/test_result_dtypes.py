@@ -88,3 +88,13 @@ def _on_a_process() -> list[str]:
 def test_processes_refuse_alike_where_some_have_no_elements() -> None:
     with Processes(2) as pool:
         assert pool.run(_on_a_process) == [[], []]
+
+
+def test_asking_draws_no_random_numbers() -> None:
+    x = device_put(torch.ones(4, 6, dtype=torch.float64), P("a"), mesh=make_mesh((2, 3), ("a", "b")))
+    after = []
+    for _ in range(2):  # the first call is planned
+        torch.manual_seed(0)
+        torch._standard_gamma(x)
+        after.append(float(torch.rand(())))
+    assert after[0] == after[1]

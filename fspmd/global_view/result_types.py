@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.fake_mode import FakeMode, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, Strides, order_in_memory, packed
 from fspmd.ops.signatures import Place, at
-from fspmd.ops.traits import name_of
+from fspmd.ops.traits import is_tagged, name_of
 from fspmd.rules import Factors, Rule, Whole, row_of
 from fspmd.rules.elementwise import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
@@ -111,12 +111,15 @@ def dtype_complaint(
     """What a kernel says of these dtypes, and not of float32 in their place, for which the meta device has no words.
 
     It is asked of at most two elements along each dim; if those are too few for float32, too, of all along the dims of
-    the first operand that must be ``whole``. Functions of lists are not asked.
+    the first operand that must be ``whole``. Functions of lists are not asked, nor
+    those that draw.
     """
     told = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
     if {*told, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
         return None
     if any(isinstance(place, tuple) for place, _ in operands):
+        return None
+    if is_tagged(name_of(func), torch.Tag.nondeterministic_seeded):
         return None
 
     def asked(all_of: frozenset[int], single: bool) -> Exception | None:
