@@ -299,7 +299,7 @@ def test_messages() -> None:
         "init_sharded got a Linear for module_fn; give it a function that makes the module: lambda: Transformer(config)"
     )
     assert said(lambda: init_sharded(lambda: 3, P(), mesh=LINE)) == (
-        "init_sharded: module_fn gave the int 3; return the module"
+        "init_sharded: module_fn returned the int 3; return the module"
     )
     assert said(lambda: init_sharded(linear, {"wieght": P("x")}, mesh=LINE)) == (
         "init_sharded: styles do not fit\n  * 'wieght' (Style) matches nothing; near it: 'weight'\n"

@@ -283,7 +283,7 @@ def test_a_bias_that_would_count_once_per_rank_is_refused() -> None:
     layer = plan[""].local(F.linear)
     assert device_get(layer(torch.ones(8), params["weight"]) + params["bias"]).tolist() == [9.0] * 6
     assert said(lambda: layer(torch.ones(8), params["weight"], params["bias"])) == (
-        "'': what each rank computes there is summed over 'tp', but a Sharded of shape (6,) is equal on all ranks "
+        "'': the results of the ranks are summed over 'tp', but a Sharded of shape (6,) is equal on all ranks "
         "and would count once per rank; add it to the result"
     )
 
