@@ -149,7 +149,7 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     waits for them, or its data is taken for that of their next collective. Within `lockstep` both are an error on all
     ranks of the collective, before it sends anything. The message has the collective of each rank, its line and its
     last writes. A rank that does not come within ``seconds``, or has left with an error, is an error, too. The message
-    then has its last position.
+    then has its last position, or its error.
 
     The ranks compare the row of the pair table, the axes, the mesh and the dtype; the direction (forward or backward);
     the torch function or function of fspmd that communicates; and the number of writes into Sharded values so far. For

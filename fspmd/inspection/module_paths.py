@@ -17,7 +17,7 @@ _paths: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str | No
 
 
 def name_modules_of(model: nn.Module) -> None:
-    """From now on `path_of` knows the modules of this model."""
+    """Make the modules of a model known to `path_of`, from now on."""
     if model not in _paths:
         _paths[model] = WeakKeyDictionary()
 

@@ -75,7 +75,7 @@ def add(watcher: Watcher) -> None:
 
 
 def remove(watcher: Watcher) -> None:
-    """End what `add` began last for this watcher."""
+    """Stop telling a watcher. One that was added several times is removed once."""
     global _watchers
     with _lock:
         last = max(i for i, other in enumerate(_watchers) if other is watcher)
