@@ -406,7 +406,7 @@ def test_messages() -> None:
         "parallelize got a tensor of shape (2,) for params; give it a dict of tensors by name"
     )
     _, plan = parallelize(params, {"layers.0.wq": ColwiseParallel()}, LINE)
-    assert said(lambda: plan["layers.0.wk"]) == "no style stands at 'layers.0.wk'; near it: 'layers.0.wq'"
+    assert said(lambda: plan["layers.0.wk"]) == "no style matches 'layers.0.wk'; near it: 'layers.0.wq'"
     module = seeded(Mlp)
     tree, plan = parallelize(dict(module.named_parameters()), {"uq": PrepareInput(input=0)}, LINE)
     assert said(lambda: functional_call(module, tree, FLOATS, styles=plan)) == (

@@ -331,7 +331,7 @@ def _over_axes(
     for leaf, dim in zip(leaves, dims, strict=True):
         if isinstance(leaf, Sharded) and dim is not None and entry_axes(leaf.spec.partition[dim]) not in ((), axes):
             raise ShapeError(
-                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {entry!r} alone; lay it out so first: "
+                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {entry!r} alone; move it first: "
                 f"device_put(x, {P(*(None,) * dim, entry)!r})"
             )
     tree: Any = None

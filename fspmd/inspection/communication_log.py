@@ -72,7 +72,7 @@ def _note(entry: Communication) -> str:
     if not cause.module:
         return f"{head}write masks in place of selections, or run it in a body, in rank_map"
     style = style_by_rows(cause.module, (*entry.axes, "")[0])
-    return f"{head}rows that need no others stay where they are with {style}"
+    return f"{head}if no row needs others, run the module on the rows of each rank with {style}"
 
 
 @contextmanager

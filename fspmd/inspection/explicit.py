@@ -33,11 +33,11 @@ class GradientSumWarning(ImplicitCommunicationWarning):
 class _ExplicitBlock:
     """The state of one context: its mode, and its findings, once for each function and line."""
 
-    __slots__ = ("found", "mode", "seen")
+    __slots__ = ("findings", "mode", "seen")
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
-        self.found: list[Implicit] = []
+        self.findings: list[Implicit] = []
         self.seen: set[Any] = set()
 
 
@@ -60,7 +60,7 @@ class _Checker(Watcher):
         if key not in scope.seen:
             scope.seen.add(key)
             implicit = report(x, call, trace)
-            scope.found.append(implicit)
+            scope.findings.append(implicit)
             file, line = implicit.cause.file or "?", implicit.cause.line
             kind = GradientSumWarning if implicit.of_gradients else ImplicitCommunicationWarning
             warnings.warn_explicit(str(implicit), kind, file, line)
@@ -116,7 +116,7 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
     _state.scope = scope
     add(_checker)
     try:
-        yield scope.found
+        yield scope.findings
     finally:
         remove(_checker)
         _state.scope = before

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -186,16 +186,13 @@ class Attachment:
             if is_sharded(value) and value.is_leaf and isinstance(self.slots[name].value, nn.Parameter):
                 value._is_param = True
 
-    @contextmanager
-    def called(self) -> Iterator[None]:
+    def called(self) -> AbstractContextManager[None]:
         """The context of one call, which one thread enters at a time.
 
         At its end tensors that forward replaced are put into ``params``. When backward repeats a part of the call, the
         leaves are in their places again.
         """
-        with self._in_place(self.values):
-            yield
-            self.hand_back()
+        return self._in_place(self.values, hands_back=True)
 
     def current(self) -> RecomputeContext:
         """The context in which backward repeats a part of the call: with the present values in the places.
@@ -206,11 +203,13 @@ class Attachment:
         return functools.partial(self._in_place, values)
 
     @contextmanager
-    def _in_place(self, values: Mapping[str, Any]) -> Iterator[None]:
+    def _in_place(self, values: Mapping[str, Any], *, hands_back: bool = False) -> Iterator[None]:
         with self.turn.acquired(), ExitStack() as stack:
             self.enter(stack, values)
             with recomputed_in(self.current):
                 yield
+            if hands_back:
+                self.hand_back()
 
     def enter(self, stack: ExitStack, values: Mapping[str, Any]) -> None:
         """Put values and hooks into the module, and onto the stack the calls that remove them."""

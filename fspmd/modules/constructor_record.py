@@ -236,7 +236,7 @@ class InitRecorder(TorchFunctionMode):
         if others:
             raise ArgumentError(
                 f"init_sharded: the constructor calls {name_of(func)}(), which writes into several tensors at once; "
-                "write into one after the other"
+                "write into one tensor per call"
             )
         if (now := ref_of(target)) == ref:
             self._record(func, args, kwargs, writes=ref)
@@ -279,8 +279,8 @@ class InitRecorder(TorchFunctionMode):
         value = self.value_of(ref_of(x)) if self._knows(x) else None
         if value is None:
             raise ArgumentError(
-                f"init_sharded: the constructor asks for values of a tensor by {name_of(func)}(), but runs where "
-                "tensors have none; draw them in Python or numpy"
+                f"init_sharded: the constructor asks for values of a tensor by {name_of(func)}(), but runs on the meta "
+                "device, where tensors have none; compute them in Python or numpy"
             ) from error
         return value
 

@@ -44,8 +44,8 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         if not places:
             raise ArgumentError(
-                f"OnBlocks: forward of {type(module).__name__} got no tensor, so nothing says how its result lies; "
-                "give the style to a module that takes one"
+                f"OnBlocks: forward of {type(module).__name__} got no tensor, from which its result would have its "
+                "layout; write the style for a module that takes a tensor"
             )
         arguments = [_settled(leaves[i]) for i in places]
         others = [None if i in places else x for i, x in enumerate(leaves)]
@@ -85,9 +85,9 @@ def _check_rows(arguments: list[Any], axis: str, module: nn.Module) -> None:
         for x in others:
             if x.dim() and len(x) == len(first) and _is_cut(x, axis):
                 raise ArgumentError(
-                    f"OnBlocks: forward of {type(module).__name__} got {described(first)}, all rows on each rank, but "
-                    f'{x!r}; write input=("replicated", ...) with one for each argument, or, for rows that '
-                    "stay as they lie, OnBlocks(input=None, result=None, output=None)"
+                    f"OnBlocks: forward of {type(module).__name__} got {described(first)} with all rows on each rank, "
+                    f'but {x!r} with cut rows; write input=("replicated", ...) with a layout for each argument, or, to '
+                    "keep the layout of rows, OnBlocks(input=None, result=None, output=None)"
                 )
 
 

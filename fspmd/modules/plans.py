@@ -59,7 +59,7 @@ class ParallelPlan:
     def __getitem__(self, path: str) -> Placed:
         placed = self.at(path)
         if placed is None:
-            raise TreeError(f"no style stands at {path!r}{near(path, self.styles)}")
+            raise TreeError(f"no style matches {path!r}{near(path, self.styles)}")
         return placed
 
     def at(self, path: str) -> Placed | None:
