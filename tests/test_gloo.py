@@ -377,7 +377,7 @@ def test_dtensors_of_every_layout_are_the_same_sharded_values(four: Processes) -
 def test_sharded_values_of_every_layout_are_the_same_dtensors(four: Processes) -> None:
     for wrong in four.run(specs_as_dtensors):
         reduced, flat = wrong
-        assert "no DTensor says that a gradient is a pending sum" in reduced, wrong
+        assert "no DTensor has a gradient that is a pending sum" in reduced, wrong
         assert "no placements give each rank the same indices of dim 0" in flat, wrong
 
 

@@ -276,7 +276,7 @@ def test_a_generator_of_ones_own() -> None:
         (lambda x: x.geometric_(0.0), "between 0 and 1"),
         (lambda x: x.exponential_(0.0), "above 0"),
         (lambda x: x.bernoulli_(2.0), "between 0 and 1"),
-        (lambda x: x.to(torch.int64).normal_(), "of torch.int64 were asked for"),
+        (lambda x: x.to(torch.int64).normal_(), "got the dtype torch.int64"),
         (lambda x: torch.multinomial(x, 4), "from 1 to 3"),
         (lambda x: torch.dropout(x.sum(), 2.0, True), "between 0 and 1"),
         (lambda x: torch.feature_dropout(x[0], 0.5, True), "two dims or more"),

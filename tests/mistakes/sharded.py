@@ -106,7 +106,7 @@ def draws_in_vmap(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def numbers_on_no_device(m: Setting) -> None:
-    """normal got the string 'foo' for device; expected one such as 'cpu' or 'cuda'"""
+    """normal got the string 'foo' for device; expected a device such as 'cpu' or 'cuda'"""
     random.normal(random.key(0), (4,), device="foo")
 
 
@@ -124,7 +124,7 @@ def source_that_is_a_truth(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def style_over_a_number(m: Setting) -> None:
-    """OnBlocks got the int 3 for axis; expected the name of a mesh axis, or None for that of parallelize"""
+    """OnBlocks got the int 3 for axis; expected the name of a mesh axis, or None for the axis of parallelize"""
     OnBlocks(axis=3)  # type: ignore[arg-type]
 
 
