@@ -271,7 +271,7 @@ def test_what_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(backends._BY_NAME, "cudagraphs", functools.partial(by_graphs, Refusing))
     f = graphed(lambda x: x.sin() + 1)
-    with pytest.raises(ArgumentError, match="came upon a step that CUDA cannot capture"):
+    with pytest.raises(ArgumentError, match="got a step that CUDA cannot capture"):
         f(torch.ones(2))
 
 
