@@ -253,7 +253,7 @@ def test_donated_arguments(device: str) -> None:
 
 def test_what_is_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ArgumentError, match=r"^jit\(backend='cudagraphs'\) needs a CUDA device, and torch.cuda.is_av"):
+    with pytest.raises(ArgumentError, match=r"^jit\(backend='cudagraphs'\) needs a CUDA device, but torch.cuda.is_av"):
         graphed(torch.sin)
 
     class Elsewhere(Remembered):

@@ -504,9 +504,9 @@ def test_who_shares_memory_and_who_writes_into_it() -> None:
     assert memory.is_written(view, write)
     assert not memory.is_written(made, made, write)
     assert not memory.is_written(before, before)
-    assert memory.escapes(before)
-    assert memory.escapes(cos)
-    assert not memory.escapes(made)
+    assert memory.is_in_results(before)
+    assert memory.is_in_results(cos)
+    assert not memory.is_in_results(made)
     assert all(memory.is_outside(x) for x in nodes["x1"] + nodes["x0"])
 
 

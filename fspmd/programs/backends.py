@@ -14,7 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
 from fspmd.programs.program import value_of
-from fspmd.programs.replay import Maker, ProgramPart, compiled, taken
+from fspmd.programs.replay import Maker, ProgramPart, compiled, from_lists
 from fspmd.programs.segments import is_plain, local_steps, segmented
 from fspmd.torch_internals import OpOverload, inductor
 from fspmd.transport.frame import Frame, spread
@@ -63,7 +63,7 @@ def _by_function(backend: Compiler, part: ProgramPart) -> Callable[..., Any]:
             made.append(function)
         return tuple(out)
 
-    return taken(run) if part.donated else run
+    return from_lists(run) if part.donated else run
 
 
 def _check_result(i: int, x: Any, node: Any) -> None:

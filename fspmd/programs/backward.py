@@ -293,8 +293,8 @@ def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
     return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
 
 
-def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients ``found`` of ``halves.with_gradient``, at the places of arguments of `_ReplayFunction`.
+def _placed(ctx: Any, cotangents: Sequence[Any], computed: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients ``computed`` for ``halves.with_gradient``, at the places of arguments of `_ReplayFunction`.
 
     An argument without a gradient, or that no result with a cotangent depends on, has None.
     """
@@ -302,7 +302,7 @@ def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any]) -> tuple[
     chosen = (cotangents[i] for i in halves.chosen)
     reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
-    for place, (i, g) in enumerate(zip(halves.with_gradient, found, strict=True)):
+    for place, (i, g) in enumerate(zip(halves.with_gradient, computed, strict=True)):
         gradients[i + 1] = g if place in reached else None
     return tuple(gradients)
 

@@ -166,14 +166,14 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
         argument, leaf = program.inputs[i], captured.leaves[i]
         if not _is_dense(leaf) or leaf.requires_grad:
             continue
-        here, readers = argument, _Readers(place)
+        operand, readers = argument, _Readers(place)
         readers.add(within[argument])
-        while (step := readers.last_of(here)) is not None and _fits(step, here):
+        while (step := readers.last_of(operand)) is not None and _fits(step, operand):
             step.target = IN_PLACE[step.target]
             step.meta["memory"] = argument
             step.meta["reuses"] = True
             readers.add(within.pop(step))
-            here = step
+            operand = step
     # also steps that `lower` has changed before
     written = {owner(node) for node in place if node.meta.get("reuses")}
     return frozenset(i for i in places if program.inputs[i] in written)
@@ -199,9 +199,9 @@ class _Readers:
         known = users if self.last is None else {self.last, *users}
         self.last = max(known, key=self.place.__getitem__, default=None)
 
-    def last_of(self, here: fx.Node) -> fx.Node | None:
-        """The last step, if it reads the value ``here`` itself and no step may keep the memory."""
-        return None if self.may_keep or self.last is None or here not in self.last.all_input_nodes else self.last
+    def last_of(self, value: fx.Node) -> fx.Node | None:
+        """The last step, if it reads ``value`` itself and no step may keep the memory."""
+        return None if self.may_keep or self.last is None or value not in self.last.all_input_nodes else self.last
 
 
 def _may_keep(user: fx.Node) -> bool:
@@ -209,15 +209,15 @@ def _may_keep(user: fx.Node) -> bool:
     return is_unknown(user) or user.target in OF_RANKS or user.op == "output"
 
 
-def _fits(step: fx.Node, here: fx.Node) -> bool:
+def _fits(step: fx.Node, operand: fx.Node) -> bool:
     """Whether the result of a step may lie in the memory of its first operand."""
-    memory = owner(here)
+    memory = owner(operand)
     return (
         step.target in IN_PLACE
-        and step.args[0] is here
-        and all(x is here or owner(x) is not memory for x in step.all_input_nodes)
-        and step.meta.get("value") == here.meta.get("value")
-        and step.meta.get("held", False) == here.meta["held"]
+        and step.args[0] is operand
+        and all(x is operand or owner(x) is not memory for x in step.all_input_nodes)
+        and step.meta.get("value") == operand.meta.get("value")
+        and step.meta.get("frame", False) == operand.meta["frame"]
     )
 
 

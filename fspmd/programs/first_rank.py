@@ -30,7 +30,7 @@ def of_first_rank(program: Program) -> Program:
             made = known[node] = known[block]
             if "spec" in node.meta:
                 made.meta.setdefault("spec", node.meta["spec"])
-            made.meta["held"] = made.meta.get("held") or node.meta.get("held")  # passes read it
+            made.meta["frame"] = made.meta.get("frame") or node.meta.get("frame")  # passes read it
             continue
         args, kwargs = (_numbers(fx.map_arg(given, known.__getitem__)) for given in (node.args, node.kwargs))
         made = known[node] = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
@@ -40,7 +40,7 @@ def of_first_rank(program: Program) -> Program:
 
 def _is_simulated(node: fx.Node) -> bool:
     call = node.meta.get("call")
-    return bool(node.meta.get("held")) or (call is not None and call.mesh.transport == "simulation")
+    return bool(node.meta.get("frame")) or (call is not None and call.mesh.transport == "simulation")
 
 
 def _block(node: fx.Node) -> Any:

@@ -65,16 +65,16 @@ def memory_of_program(program: Program, donated: Collection[fx.Node] = (), argum
     """The memory of a program. Deferred steps run last. ``arguments``: the names of its inputs."""
     names = given_as(program, arguments)
     steps, spans = (*program.steps, *program.deferred), lives(program, donated)
-    held = levels(spans, steps)
+    nbytes = levels(spans, steps)
     given = sum(node.meta["value"].nbytes for node in (*program.inputs, *program.constants))
-    at = max(range(len(steps)), key=held.__getitem__, default=0)
+    at = max(range(len(steps)), key=nbytes.__getitem__, default=0)
     tensors = [
         Held(node.meta["value"].nbytes, node, names.get(node) or line_of(node))
         for node, (start, end) in spans.items()
         if start <= at <= end
     ]
     tensors.sort(key=lambda tensor: -tensor.nbytes)
-    return Memory(held[at] if steps else given, given, steps[at] if steps else None, tuple(tensors))
+    return Memory(nbytes[at] if steps else given, given, steps[at] if steps else None, tuple(tensors))
 
 
 def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[int, int]]:
@@ -107,14 +107,14 @@ def levels(spans: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> l
     for memory, (start, end) in spans.items():
         changes[start] += memory.meta["value"].nbytes
         changes[max(end, start) + 1] -= memory.meta["value"].nbytes
-    held, places = list(accumulate(changes))[: len(steps)], {node: i for i, node in enumerate(steps)}
+    bytes_held, places = list(accumulate(changes))[: len(steps)], {node: i for i, node in enumerate(steps)}
     for i, node in enumerate(steps):
         if "parts" in node.meta and not _gives_views(node):
             taken = {user.args[1] for user in node.users if user.target is operator.getitem}
             unused = sum(nbytes for part, nbytes in enumerate(node.meta["parts"]) if part not in taken)
             for at in range(i, (_last_taken(node, places) or i) + 1):
-                held[at] += unused
-    return held
+                bytes_held[at] += unused
+    return bytes_held
 
 
 def _last_taken(node: fx.Node, places: dict[fx.Node, int]) -> int | None:

@@ -150,7 +150,7 @@ class Values(RecordingMode):
         self._gradients[node] = None
         if value is None:
             self._of_rank.add(node)
-        copy = self._put(aten.clone.default, (node,), {}, constant=True, own=False)
+        copy = self._put(aten.clone.default, (node,), {}, constant=True, has_node=False)
         self._know(x, copy)
         return x
 
@@ -267,14 +267,14 @@ class Values(RecordingMode):
         kwargs: dict[str, Any],
         name: str | None = None,
         constant: bool = False,
-        own: bool = True,
+        has_node: bool = True,
     ) -> fx.Node:
-        """Add a step. ``own``: whether autograd's latest node belongs to the step, or to the call that contains it."""
+        """Add a step. ``has_node``: whether autograd has just made a node for the step, or for a call with it."""
         node = self.graph.create_node("call_function", target, name=name or getattr(target, "_opname", None))
         node.args = args  # set here, since `create_node` warns about sizes that differ from rank to rank
         if kwargs:
             node.kwargs = kwargs
-        cause, backward = self._cause(own)
+        cause, backward = self._cause(has_node)
         node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
@@ -284,7 +284,7 @@ class Values(RecordingMode):
                 self.note_unlike(lambda: f"{body.name} may have empty blocks")
         return node
 
-    def _cause(self, own: bool = True) -> tuple[Cause, bool]:
+    def _cause(self, has_node: bool = True) -> tuple[Cause, bool]:
         """The cause of a step, which is noted for its gradient; and whether the step computes gradients."""
         node: Any = current_autograd_node()
         known = None
@@ -293,7 +293,7 @@ class Values(RecordingMode):
             known = self._causes.get(number) or self._before.get(number)
         cause = known or trace().cause
         last = _last_of_autograd()
-        if own:
+        if has_node:
             self._causes.setdefault(last, cause)
         self._before[last + 1] = cause
         return cause, node is not None or self.deferred
@@ -310,7 +310,7 @@ class Values(RecordingMode):
             self._objects[id(out)] = out, node
         elif isinstance(out, Pending):
             return _RecordedPending(out, node, self)
-        elif out is not None and type(out) is not bool:  # True has no identity of its own
+        elif out is not None and type(out) is not bool:  # True is a single object, which has no identity
             self._objects[id(out)] = out, node
         return out
 
@@ -348,10 +348,10 @@ class _RecordedPending(Pending):
         with recorder.pause():
             out = plain.wait()
         last, cause = _last_of_autograd(), self.node.meta["cause"]
-        own = not torch.is_grad_enabled() and last not in recorder._causes
-        node = recorder._put(Pending.wait, (self.node,), {}, own=own)
+        has_node = not torch.is_grad_enabled() and last not in recorder._causes
+        node = recorder._put(Pending.wait, (self.node,), {}, has_node=has_node)
         recorder._before[last + 1] = cause  # gradients begin at the wait
-        if own:
+        if has_node:
             recorder._causes[last] = cause
         # a collective that writes into a tensor writes until its wait
         node.meta["effect"] = "call" in self.node.meta and bool(self.node.meta.get("effect"))
@@ -386,7 +386,7 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
             break
     node.meta.update(
         value=Value(tuple(block.shape), block.dtype),
-        held=(held_frame(x), is_uneven(x)) if is_simulated(x) else None,
+        frame=(held_frame(x), is_uneven(x)) if is_simulated(x) else None,
         device=x.device,
         strides=_strides(block),
         storage=storage,

@@ -110,13 +110,13 @@ class ProgramRecorder(Values):
             raise self.refusal(shape_of_values(func)) from error
         finally:
             self.paused = False
-        own = followed or not torch.is_grad_enabled()  # else autograd has made no node for the call
+        has_node = followed or not torch.is_grad_enabled()  # else autograd has made no node for the call
         if func in _ALIASES:
             if not torch.is_grad_enabled():
                 self._cause()  # for the backward of an `autograd.Function`, which is a step
             self._know(out, placed[0])
             return out
-        return self._results(out, self._put(func, placed, named, constant=fixed, own=own))
+        return self._results(out, self._put(func, placed, named, constant=fixed, has_node=has_node))
 
     def step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: bool = False
@@ -135,8 +135,8 @@ class ProgramRecorder(Values):
             except DataDependentOutputException as error:
                 raise self.refusal(
                     ValuesNeededError(
-                        f"jit(f).lower(...) has shapes alone, but got a call of {trace().cause.what} that moves sizes "
-                        "which are values; call jit(f), or lower the parts before and after it"
+                        f"jit(f).lower(...) has shapes alone, but got a call of {trace().cause.what} whose sizes "
+                        "depend on values; call jit(f), or lower the parts before and after it"
                     )
                 ) from error
         node = self._put(function, placed, named)
@@ -167,8 +167,8 @@ class ProgramRecorder(Values):
             node = self._put(Routed(call, waits), (placed, routes), {}, call.pair.name)
             node.meta["effect"] = True
             return self._results(out, node)
-        own = not torch.is_grad_enabled()  # in the forward of an `autograd.Function`
-        node = self._put(runner(call, waits), (placed,), {}, call.pair.name, own=own)
+        has_node = not torch.is_grad_enabled()  # in the forward of an `autograd.Function`
+        node = self._put(runner(call, waits), (placed,), {}, call.pair.name, has_node=has_node)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
 

@@ -21,7 +21,7 @@ from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import guard, strides_of
 from fspmd.programs.program import memory_of, owner
-from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, taken
+from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, from_lists
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
@@ -197,7 +197,7 @@ def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) 
         if captured.same:
             run = _returning_arguments(run, captured.same)
         if donation.places:
-            run = taken(run)  # autograd keeps the tensors, so ``run`` takes them at once
+            run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
     moved = known_communication(program.steps)

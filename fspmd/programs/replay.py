@@ -82,7 +82,7 @@ def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
 _grad_enabled = torch.is_grad_enabled
 
 
-def taken(run: Callable[..., Any]) -> Callable[..., Any]:
+def from_lists(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, with donated values passed in lists. ``run`` gets the values themselves."""
     return lambda *values: run(*(x.pop() if type(x) is list else x for x in values))
 

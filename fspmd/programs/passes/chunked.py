@@ -14,7 +14,7 @@ from fspmd.pairs import Call
 from fspmd.programs.flops import flops_of
 from fspmd.programs.options import check_counts
 from fspmd.programs.passes.aliases import Aliases
-from fspmd.programs.passes.reshaped import is_reshaped, last_of, made_by, matrix_of, reshaped, users_of
+from fspmd.programs.passes.reshaped import collective_before, is_reshaped, last_of, matrix_of, reshaped, users_of
 from fspmd.programs.passes.rewrites import GATHERS, SUMS
 from fspmd.programs.program import Program, Value, copied, leave, leave_all, owner
 from fspmd.programs.schedule import time_after
@@ -102,21 +102,21 @@ def _after_gather(memory: Aliases, product: fx.Node, chunks: tuple[int, ...]) ->
     """Cut ``gather(x) @ w``: rows of ``x`` are gathered while earlier rows are multiplied. Returns whether it did."""
     left = product.args[_LEFT[product.target]]
     assert isinstance(left, fx.Node)
-    gather, casts = made_by(left)
+    gather, casts = collective_before(left)
     if gather is None or not is_collective(gather, *GATHERS) or not _may_be_cut(gather):
         return False
     call: Call = gather.meta["call"]
     (x,) = gather.all_input_nodes
     full: Shape = gather.meta["value"].shape
     dim, block = call.options.dim, x.meta["value"].shape
-    here = min((product, *users_of(gather)), key=memory.place.__getitem__)  # the place of the new steps
+    anchor = min((product, *users_of(gather)), key=memory.place.__getitem__)  # the place of the new steps
     if (
         not _has_rows(matrix_of(left), full, dim)
-        or memory.is_written(x, gather, here)
+        or memory.is_written(x, gather, anchor)
         or memory.is_written(gather, gather)
     ):
         return False
-    if not _may_move_before(memory, product, here) or here.meta["deferred"] != gather.meta["deferred"]:
+    if not _may_move_before(memory, product, anchor) or anchor.meta["deferred"] != gather.meta["deferred"]:
         return False
     others = len(users_of(gather)) > 1
     copied = product.meta["value"].nbytes + (gather.meta["value"].nbytes if others else 0)
@@ -127,8 +127,8 @@ def _after_gather(memory: Aliases, product: fx.Node, chunks: tuple[int, ...]) ->
     graph, ranks = product.graph, full[dim] // block[dim]
     length = block[dim] // n
     for operand in product.all_input_nodes:
-        _move_before(memory, operand, here)
-    with graph.inserting_before(here):
+        _move_before(memory, operand, anchor)
+    with graph.inserting_before(anchor):
         parts = [_part(graph, x, dim, i * length, length, gather) for i in range(n)]
         begun = [add_begun(graph, call, parts[0], gather)]
         gathered, products = [], []
@@ -142,14 +142,14 @@ def _after_gather(memory: Aliases, product: fx.Node, chunks: tuple[int, ...]) ->
         joined = _joined(graph, products, (shape, dim, ranks), product, product.meta["value"])
         if others:
             last = _joined(graph, gathered, (full, dim, ranks), gather, gather.meta["value"])
-            gather.meta["held"] = None
+            gather.meta["frame"] = None
             memory.stands_for(last, gather)
             views = reshaped(gather)
             replace(gather, last)
             for view in views:  # views that stood before the new gather
                 last.append(view)
                 last = view
-    _note(memory, parts[0], here)
+    _note(memory, parts[0], anchor)
     memory.stands_for(joined, product)
     replace(product, joined)
     _erase(left)
@@ -220,33 +220,33 @@ def _may_be_cut(node: fx.Node) -> bool:
     return bool(node.meta["waits"]) and call.options.index_groups is None and call.mesh.axis_size(call.axes) > 1
 
 
-def _may_move_before(memory: Aliases, product: fx.Node, here: fx.Node) -> bool:
+def _may_move_before(memory: Aliases, product: fx.Node, step: fx.Node) -> bool:
     """Whether a product may be computed before an earlier step: its operands, or their bases, exist there."""
-    if product is here:
+    if product is step:
         return True
-    if product.meta["deferred"] != here.meta["deferred"]:
+    if product.meta["deferred"] != step.meta["deferred"]:
         return False
     for operand in product.all_input_nodes:
         base = operand
-        while memory.place[base] > memory.place[here] and is_reshaped(base):
+        while memory.place[base] > memory.place[step] and is_reshaped(base):
             base = base.all_input_nodes[0]
-        if memory.place[base] >= memory.place[here] or memory.is_written(base, here, product):
+        if memory.place[base] >= memory.place[step] or memory.is_written(base, step, product):
             return False
     return True
 
 
-def _move_before(memory: Aliases, view: fx.Node, here: fx.Node) -> None:
+def _move_before(memory: Aliases, view: fx.Node, step: fx.Node) -> None:
     """Move a view, and the views that it is made of, before a step."""
-    if memory.place[view] > memory.place[here]:
-        _move_before(memory, view.all_input_nodes[0], here)
-        here.prepend(view)
-        memory.place[view] = memory.place[here]
+    if memory.place[view] > memory.place[step]:
+        _move_before(memory, view.all_input_nodes[0], step)
+        step.prepend(view)
+        memory.place[view] = memory.place[step]
 
 
-def _note(memory: Aliases, first: fx.Node | None, here: fx.Node) -> None:
-    """Note the places of new steps: ``first`` and its successors before the step ``here``."""
-    while first is not None and first is not here:
-        memory.place.setdefault(first, memory.place[here])
+def _note(memory: Aliases, first: fx.Node | None, step: fx.Node) -> None:
+    """Note the places of new steps: ``first`` and its successors before ``step``."""
+    while first is not None and first is not step:
+        memory.place.setdefault(first, memory.place[step])
         first = first.next
 
 

@@ -168,10 +168,10 @@ def _key(node: fx.Node) -> Hashable | None:
     o = call.options
     if o.index_groups or o.sizes or o.concat_sizes or not value.shape or not value.nbytes:
         return None
-    held = x.meta.get("held")
-    if call.mesh.transport == "simulation" and (held is None or held[1]):
+    frame = x.meta.get("frame")
+    if call.mesh.transport == "simulation" and (frame is None or frame[1]):
         return None
-    return call.pair.name, call.mesh, call.axes, o.op, value.dtype, held, node.meta["deferred"], node.meta["backward"]
+    return call.pair.name, call.mesh, call.axes, o.op, value.dtype, frame, node.meta["deferred"], node.meta["backward"]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -138,13 +138,13 @@ class _Schedule:
 
     def _flight(self, node: fx.Node, last: Place) -> _CollectiveFlight | None:
         """The longest flight of a collective within the budget; None if there is none. ``last``: the earliest begin."""
-        here, wait = self._index[node], self._needed.get(node, 0)
+        index, wait = self._index[node], self._needed.get(node, 0)
         earliest = max([last, *map(self._ready, self.before[node])])
         moment, room = 2 * wait + 1, self.budget - node.meta["value"].nbytes
         while moment > _moment(earliest) and self._load[moment - 1] <= room:
             moment -= 1
         begin = moment // 2, _AFTER_WAIT if moment % 2 else _BEGIN
-        if begin[0] > here or wait <= here:
+        if begin[0] > index or wait <= index:
             return None
         views = [view for view in _views_of(node) if self._index[view] >= begin[0]]
         return _CollectiveFlight(node, views, max(earliest, begin), (wait, _WAIT))
@@ -191,7 +191,7 @@ def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
         begun = add_begun(node.graph, node.meta["call"], node.all_input_nodes[0], node)
         wait = add_wait(node.graph, begun, node)
     begun.meta["left"] = node.meta.get("left", {})
-    wait.meta.update(value=node.meta["value"], held=node.meta.get("held"))
+    wait.meta.update(value=node.meta["value"], frame=node.meta.get("frame"))
     node.meta["memory"] = wait
     node.replace_all_uses_with(wait)
     return begun, wait

@@ -26,7 +26,7 @@ _RESHAPES: Final = (
 )
 
 
-def made_by(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
+def collective_before(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
     """The collective whose result is reshaped to a matrix, and the casts after it; None and [] if there is none."""
     casts, end, may_reorder = [], node, False
     while is_reshaped(node) and _size(node) == _size(node.all_input_nodes[0]):

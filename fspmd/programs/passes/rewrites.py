@@ -123,8 +123,8 @@ def rewrites(program: Program) -> int:
     memory = Aliases(program)
     count = 0
     for node in nodes:
-        here: fx.Node | None = node
-        while here is not None and (here := _rewritten(memory, here)) is not None:
+        step: fx.Node | None = node
+        while step is not None and (step := _rewritten(memory, step)) is not None:
             count += 1
     return count
 
@@ -182,7 +182,7 @@ def _why_separate(memory: Aliases, first: fx.Node, between: list[fx.Node], secon
 
 
 def _why_two(row: Rewrite, first: fx.Node, between: list[fx.Node], second: fx.Node, both: Call) -> str:
-    """Why one call may not replace two; empty for no reason."""
+    """Why one call may not replace two; empty if it may."""
     if any(len(step.users) > 1 for step in (first, *between)):
         return "other steps use"
     return "one call would take longer than this and" if row.must_pay and not _pays(first, second, both) else ""
