@@ -469,7 +469,7 @@ def test_programs_hold_what_they_may(f: Any, args: tuple[Any, ...], sizes: tuple
         try:
             found = auto_spec(f, mesh, *args, memory_limit=limit, alternatives=1)
         except ArgumentError as error:
-            least = int(str(error).rpartition(" ")[2].replace(",", ""))
+            least = int(str(error).partition("found is ")[2].partition(":")[0].replace(",", ""))
             assert least > limit
             continue
         fitted += 1

@@ -86,7 +86,7 @@ def applied(
 
 
 def _settled(x: Sharded, partition: P | None) -> Sharded:
-    """A result, moved to a partition; by default with its pending sums computed."""
+    """A result, moved to a partition; by default with its pending sums settled."""
     target = x.spec.with_partition(P(*x.spec.partition) if partition is None else partition)
     return alike(redistribute(x.local, x.spec, target), x, target)
 

@@ -63,7 +63,7 @@ class Layouts:
     def apply(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """``f`` with intermediate values in the layouts that were found.
 
-        Operands are moved before each call, as by `reshard`. Pending sums of results are computed, or results are moved
+        Operands are moved before each call, as by `reshard`. Pending sums of results are settled, or results are moved
         to the layouts of the arguments of the next call. Communication forward and backward is as predicted. Without
         this function, each torch function chooses the cheapest layouts for itself alone. Apply it before `jit`.
         """

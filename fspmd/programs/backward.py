@@ -112,7 +112,9 @@ def differentiated(
 
 
 def has_gradient(x: Tensor) -> bool:
-    """Whether autograd follows a result. A view taken under `torch.no_grad` requires a gradient, and has none."""
+    """Whether autograd follows a result. A view taken under `torch.no_grad` has no graph, though it requires a
+    gradient.
+    """
     return x.requires_grad and not (x.grad_fn is None and x._is_view())
 
 

@@ -205,7 +205,15 @@ class _Records(dict[Any, Record]):
     def called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
     ) -> Any:
-        """The result of a call; ``leaves``: of its arguments."""
+        """The result of a call, by a record that is found by its key, or made.
+
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            leaves: the leaves of the arguments.
+            around: the part of the key that excludes the leaves.
+            watched: whether watchers hear of the communication of the record.
+        """
         try:
             kinds, values, strides = kinds_of(leaves)
         except RuntimeError as error:
@@ -227,7 +235,7 @@ class _Records(dict[Any, Record]):
         return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
-        """A new record, or None where another thread records that may wait for this thread."""
+        """A new record; None if another thread is recording, since that thread may wait for this thread."""
         if not recording.acquire(blocking=world_size() > 1):
             return None
         self.misses += 1

@@ -22,7 +22,7 @@ from fspmd.programs.first_rank import of_first_rank
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.options import Chosen, mark_static, with_static
 from fspmd.programs.passes.table import Pass, transform
-from fspmd.programs.records import Record, record_of, settled, stale
+from fspmd.programs.records import Record, record_of, stale, with_reuse
 from fspmd.programs.replay import Maker
 from fspmd.torch_internals import FakeTensorMode, fake_tensor
 
@@ -103,7 +103,7 @@ class Recordable:
         shown = captured if program is captured.program else replace(captured, program=program)
         for recorded in (captured,) if shown is captured else (shown, captured):
             transform(recorded.program, self.passes)
-            written = settled(recorded, donated, self.make)
+            written = with_reuse(recorded, donated, self.make)
 
         def compiled() -> Compiled:
             record = record_of(captured, call_facts(self.function, given, named), written, self.make)

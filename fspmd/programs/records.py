@@ -181,7 +181,7 @@ def stale(record: Record) -> tuple[str, ...]:
 def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
     """The record of a capture."""
     program, halves = captured.program, None
-    donation = settled(captured, donation, make)
+    donation = with_reuse(captured, donation, make)
     report_when_run(program)
     if captured.followed is None:
         inputs = program.inputs
@@ -231,7 +231,7 @@ def _detaching(run: Callable[..., Any], shared: Sequence[int]) -> Callable[..., 
     return lambda *values: tuple([x.detach() if i in shared else x for i, x in enumerate(run(*values))])
 
 
-def settled(captured: Capture, donation: Donation, make: Maker) -> Donation:
+def with_reuse(captured: Capture, donation: Donation, make: Maker) -> Donation:
     """The donation; where steps run one by one, results are written into donated arguments."""
     if donation.places and captured.followed is None and make is compiled:
         return replace(donation, written=reuse(captured, donation.places))

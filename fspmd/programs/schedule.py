@@ -44,7 +44,8 @@ def schedule(program: Program, links: Topology | None = None) -> list[Event]:
     """The events of all steps. Deferred steps come last.
 
     Steps that compute run one after another. Each takes the time of its arithmetic or of its memory, whichever is
-    longer. Collectives run one after another beside them. A step that waits for a collective ends with it.
+    longer. Collectives run one after another beside them. A step that waits for a collective ends when the collective
+    has ended.
     """
     links = links or topology()
     computes_until = communicates_until = 0.0

@@ -1,6 +1,6 @@
 """`rewrites`: two collectives in a row become one, or none. A table has the pairs and their conditions.
 
-Rows name kernels, since a recorded program has no types. A rewrite needs that only the second collective uses the
+Rows name kernels, since a recorded program has no types. One collective replaces two only if no other step uses the
 result of the first, so that nothing is computed twice.
 """
 
