@@ -1,8 +1,8 @@
 """The cost of layouts as a sum over variables and pairs of variables: time in µs, and bytes on each rank.
 
 A value is a variable whose choices are its layouts. An op is a variable whose choices are its strategies. A value and
-an op that reads it share the price of the move between them. A value and the op that makes it share which of their
-choices fit together.
+an op that reads it share the price of the move between them. A value and the op that makes it share a price of zero or
+infinity, which says whether their choices fit together.
 """
 
 from __future__ import annotations

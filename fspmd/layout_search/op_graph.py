@@ -286,7 +286,7 @@ class Recorder(DispatchMode):
             self.graph.sums = self._counting.of_values()
 
     def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call on gathered operands."""
+        """Record a call whose operands are gathered."""
         numbers = tuple(self.number(x) for x in tensors_of(args, kwargs))
         try:
             out: Any = gathered(func, args, kwargs)
