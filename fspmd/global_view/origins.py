@@ -1,8 +1,8 @@
-"""How a value was made that is larger than what it was made of: an embedding, what was expanded or repeated.
+"""The origin of a value that is larger than its operands: an embedding, or an expanded or repeated tensor.
 
-Where such a value, equal on all ranks, is later cut, each rank makes its part anew of operands that are cast or cut.
-Its gradient is then summed over what it was made of, and not gathered: of a table [2, D] that is looked up at places
-[B, S] beside a cut batch it is a sum of [2, D], not a gather of [B, S, D].
+If such a value is equal on all ranks and is cut later, each rank makes its part anew, from cast or cut operands.
+Backward then sums gradients of the operands and gathers nothing. For a table ``[2, D]``, looked up at ``[B, S]`` places
+and then cut along B, it all-reduces ``[2, D]`` in place of a gather of ``[B, S, D]``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fspmd.spec import TensorSpec, is_float
 
 
 def noting(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
-    """The plan; of a call that spreads its operands one whose result knows its origin."""
+    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result."""
     if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
         return plan
     result, specs = plan.results, [spec for _, spec in question.operands]
@@ -59,14 +59,14 @@ def _noted(local: Callable[..., Tensor], again: _Again, *args: Any, **kwargs: An
 
 
 class _Again:
-    """A call, planned again so that its result is cut."""
+    """A call that is planned again, for a cut result."""
 
     def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
         self.func, self.positional, self.question, self.result = func, positional, question, result
         self.plans: dict[Any, OpPlan | None] = {}
 
     def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
-        """The part of a rank in another layout of the result; None where to gather its gradient takes less."""
+        """Return this rank's block in another layout of the result, or None if a gather of the gradient is cheaper."""
         followed = frozenset(
             [i for i, (place, spec) in enumerate(self.question.operands) if _is_followed(at(given, place), spec)]
         )
@@ -105,7 +105,7 @@ class _Again:
 
 
 def _leaves_some_idle(need: TensorSpec) -> bool:
-    """Whether some ranks have nothing, of which torch computes no gradients of tables."""
+    """Whether some blocks are empty. From these torch computes no gradient of a table."""
     return any(blocks(need.shape[dim], parts)[-1][1] == 0 for dim, _, parts in need.cuts)
 
 
@@ -114,7 +114,10 @@ def _is_followed(x: Any, spec: TensorSpec) -> bool:
 
 
 class _Origin:
-    """The call and the operands that a value was made of, while none is written into or detached; a copy has none."""
+    """The call and the operands that a value was made of.
+
+    It is void once one of them is written into or detached. Copies and pickles do not have it.
+    """
 
     __slots__ = ("again", "blocks", "nodes", "stamps")
 
@@ -128,7 +131,7 @@ class _Origin:
         return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.question.operands]
 
     def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
-        """What it was made of made into another layout of it."""
+        """Make the value ``out`` anew in another layout, or return None."""
         operands = self._operands()
         if self.again is None or not all(map(is_unwritten, (out, *operands), self.stamps)):
             return None
