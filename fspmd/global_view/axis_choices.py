@@ -101,8 +101,8 @@ def _combinations(
 ) -> Iterator[Sequence[_Option]]:
     """Return all combinations of the options.
 
-    On a mesh of many axes, axes that lie alike in all operands choose alike. If too many combinations remain, axis by
-    axis those that move the least are kept.
+    On a mesh of many axes, axes that lie alike in all operands choose alike. If too many combinations remain, the
+    search goes axis by axis, and keeps those that move the least.
     """
     mesh = operands[0].mesh
     if not are_many(mesh):
@@ -238,7 +238,7 @@ def _share_a_dim(choices: dict[str, Choice]) -> bool:
 def _leading(
     factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
 ) -> Sequence[tuple[Dims, TensorSpec]]:
-    """Return the dims and specs of the operands of an elementwise function that are as large as any other value."""
+    """Return the dims and specs of the largest operands of an elementwise function that are as large as its result."""
     if len(operands) < 2 or factors.summed or factors.whole:
         return ()
     size = max(prod(spec.shape) for spec in results)

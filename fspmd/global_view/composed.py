@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import working
-from fspmd.global_view.operands import places_of
+from fspmd.global_view.operands import places_of, spec_of
 from fspmd.global_view.propagate import OpPlan, Question, opaque_plan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import joined, on_meta
@@ -42,15 +41,10 @@ def cheaper(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Return the plan of a call. If it runs in parts and ranks have no rows, the new plan may gather the operands."""
     if plan.in_parts and plan.whole is not None:
         tree: Any = (args, kwargs)
-        if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree) if isinstance(x, Sharded)):
+        specs = [x.spec for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
+        if any(spec.thinnest == 0 and 0 not in spec.shape for spec in specs):  # some ranks, but not all, have no rows
             return opaque_plan(_Either(func, plan.whole))
     return plan
-
-
-def _leaves_idle(spec: TensorSpec) -> bool:
-    """Whether some ranks have empty blocks."""
-    lies = spec.unflattened
-    return 0 not in spec.shape and any(blocks(lies.shape[dim], parts)[-1][1] == 0 for dim, _, parts in lies.cuts)
 
 
 class _Unknown(Exception):
@@ -170,7 +164,7 @@ class _Reckoner:
 
     def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = operands_of(question, args, kwargs)
-        specs = [x.spec if isinstance(x, Sharded) else _replicated_spec(x, self._mesh) for x in values]
+        specs = [spec_of(x, self._mesh) for x in values]
         follows = torch.is_grad_enabled() and name_of(func) != "detach"
         followed = frozenset([i for i, x in enumerate(values) if follows and id(x) in self._followed])
         laid = question.at(specs)._replace(gradients=followed)
@@ -220,7 +214,3 @@ class _Reckoner:
             for shape, dtype in outcome.results
         ]
         return joined(outcome.kind, made)
-
-
-def _replicated_spec(x: Tensor, mesh: Mesh) -> TensorSpec:
-    return TensorSpec(mesh, P(), tuple(x.shape), x.dtype)

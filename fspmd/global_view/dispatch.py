@@ -276,7 +276,7 @@ def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     try:
         tensors = [torch.as_tensor(x) if type(x).__name__ == "ndarray" else x for x in leaves]
     except TypeError as error:
-        raise ArgumentError(f"{shown(func)} got an array that is no tensor: {error}") from error
+        raise ArgumentError(f"{shown(func)} got an array that cannot become a tensor: {error}") from error
     if all(new is old for new, old in zip(tensors, leaves, strict=True)):
         given = " and ".join(repr(x) if is_sharded(x) else described(x) for x in (*args, *kwargs.values()))
         raise ArgumentError(f"{shown(func)} got {given}; give it tensors and numbers")

@@ -17,7 +17,7 @@ from fspmd.torch_internals import batch_dim_of, is_wrapped, wrapped_by
 from fspmd.transport.local_int import block_sizes
 from fspmd.transport.local_tensor import blocks_of
 
-Pairs = tuple[tuple[int, int], ...]  # of dims
+Pairs = tuple[tuple[int, int], ...]  # pairs of dims
 
 
 def set_in(local: Callable[..., Tensor], x: Tensor, /, *args: Any, **kwargs: Any) -> Tensor:
@@ -43,7 +43,7 @@ def as_block(spec: TensorSpec, pure: bool, x: Tensor, /, *_: Any, **__: Any) -> 
 
 
 def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-    """Return views of a block, marked as copies where the strides of the block allow no view.
+    """Return views of a block, or copies, marked as such, where its strides allow no view.
 
     A block of size 0 or 1 along a dim of ``merged`` always has a view. Whether the ranks copy must not depend on that:
     if thicker blocks with these strides would have no view, all ranks take copies.

@@ -46,13 +46,14 @@ def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list
     operands: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
         if isinstance(arg, Tensor):
-            operands.append((i, _spec_of(arg, mesh)))
+            operands.append((i, spec_of(arg, mesh)))
         elif isinstance(arg, (list, tuple)):
-            operands += [((i, k), _spec_of(item, mesh)) for k, item in enumerate(arg) if isinstance(item, Tensor)]
+            operands += [((i, k), spec_of(item, mesh)) for k, item in enumerate(arg) if isinstance(item, Tensor)]
     return operands
 
 
-def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+def spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+    """Return the spec of a value; a plain tensor is replicated on the mesh."""
     return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.operands import cast_operands, move_operands
 from fspmd.global_view.propagate import OpPlan, Question, plan_of
@@ -92,7 +92,8 @@ class _Again:
         choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
         choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
         laid = layouts_of(factors, choices, specs, question.results, topology(), question.row.empty, None)
-        if laid is None or laid.results[0] is not need or _leaves_some_idle(need):
+        # from empty blocks torch computes no gradient of a table
+        if laid is None or laid.results[0] is not need or need.thinnest == 0:
             return None
         rows = enumerate(zip(specs, laid.operands, laid.casts, strict=True))
         time = sum([moves(spec, to, axes, topology(), i in followed).time for i, (spec, to, axes) in rows])
@@ -102,11 +103,6 @@ class _Again:
         outs = tuple([spec.partition for spec in laid.results])
         best = Strategy(laid.operands, laid.casts, outs, (0.0, 0.0), False, laid.axes, 0.0)
         return plan_of(self.func, self.positional, question, best)
-
-
-def _leaves_some_idle(need: TensorSpec) -> bool:
-    """Whether some blocks are empty. From these torch computes no gradient of a table."""
-    return any(blocks(need.shape[dim], parts)[-1][1] == 0 for dim, _, parts in need.cuts)
 
 
 def _is_followed(x: Any, spec: TensorSpec) -> bool:

@@ -64,7 +64,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             return opaque_plan(functools.partial(_with_numbers, func))
         raise
     except VarianceError:
-        if is_sharded(args[0]):  # the write would be refused in any layout if the operand is a copy of a view
+        if is_sharded(args[0]):  # if the operand is a copy in place of a view, this error says more
             refuse_copy(args[0].local, shown(func))
         raise
 

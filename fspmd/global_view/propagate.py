@@ -120,7 +120,7 @@ class Question(NamedTuple):
 
     @property
     def weighs(self) -> bool:
-        """Whether the sums of gradients of whole operands count: no operand is sharded, except summands of the rest."""
+        """Whether sums of gradients of whole operands count: they do if only added operands (a bias) are sharded."""
         added = self.factors.added
         return self.row.weighs or (
             bool(added) and all(i in added or not any(spec.partition) for i, (_, spec) in enumerate(self.operands))
@@ -181,7 +181,7 @@ def ask(
     """Return the question of a call, or None if no rule decides it.
 
     Raises:
-        ArgumentError: the call fails on the global tensors.
+        ArgumentError: The call fails on the global tensors.
     """
     row = row_of(func)
     if row is None:
@@ -205,7 +205,7 @@ def ask(
         refuse_global(func, specs, error)
     if fixed := writes(func):
         _refuse_expanded(func, values[0])
-    # x[:, 0:], and x.split(8) of 8 rows, give all of x: their dims need not be whole
+    # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
     cuts = factors.whole or factors.summed
     as_is = outcome.same and not fixed and row.as_is and all(map(lies_known, values))
     if as_is or (outcome.same and not fixed and cuts):
@@ -255,7 +255,7 @@ def _outcome(
     """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them.
 
     Raises:
-        ArgumentError: the call fails on the global tensors.
+        ArgumentError: The call fails on the global tensors.
     """
     specs, written = [spec for _, spec in ordered], writes(func)
     if all(map(lies_as_new, values)) and kwargs.get("memory_format") is None:

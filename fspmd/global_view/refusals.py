@@ -45,7 +45,7 @@ def check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
         widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
         given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
         raise ArgumentError(
-            f"{shown(func)} of {given} takes operands of one dtype; write x.to({widest}), or use torch.autocast"
+            f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
         )
 
 

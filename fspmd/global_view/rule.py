@@ -86,7 +86,7 @@ def rule(
     if not isinstance(pattern, str):
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
-        raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
+        raise ArgumentError(f"rule got linear={linear!r}; write one of {', '.join(map(repr, _LINEAR))}")
     bodied = _priced(_checked(body, shown(func)), price) if body is not None else None
     free = FLOATS if body is None and _tells_sizes(pattern) else NONE
     register(func, Row(_fitting(shown(func), pattern, body is not None), linear, free=free, body=bodied))

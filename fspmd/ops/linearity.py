@@ -18,32 +18,33 @@ from fspmd.spec import is_float
 Predicate = Callable[..., bool]
 
 
-def _names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 #: linear in all operands together; a Python number may be one of the first two
-_ADDS: Final = _names("add sub subtract rsub")
+_ADDS: Final = words("add sub subtract rsub")
 #: linear in the first operand and the last together; the operands between are indices
-BETWEEN: Final = _names("index_add scatter_add scatter_reduce index_put _unsafe_index_put")
+BETWEEN: Final = words("index_add scatter_add scatter_reduce index_put _unsafe_index_put")
 #: linear in all operands together
-_JOINS: Final = _names(
+_JOINS: Final = words(
     "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag diagonal_scatter "
     "select_scatter slice_scatter complex copy"
 )
 #: products -> the place of the operand that is added to the product
 ADDED: Final = {
-    **dict.fromkeys(_names("addmm addmv addr baddbmm addbmm"), 0),
-    **dict.fromkeys(_names("linear convolution"), 2),
+    **dict.fromkeys(words("addmm addmv addr baddbmm addbmm"), 0),
+    **dict.fromkeys(words("linear convolution"), 2),
     **{f"conv{kind}{n}d": 2 for kind in ("", "_transpose") for n in (1, 2, 3)},
     "bilinear": 3,
 }
 #: linear in each operand
-_PRODUCTS: Final = _names(
+_PRODUCTS: Final = words(
     "mul multiply rmul matmul __rmatmul__ mm bmm mv dot vdot inner outer tensordot einsum kron cross linalg_cross"
 ) | frozenset(ADDED)
 #: linear in the first operand, unless it has integers, which these functions round
-AVERAGES: Final = _names(
+AVERAGES: Final = words(
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
     "_adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d "
     "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
@@ -51,7 +52,7 @@ AVERAGES: Final = _names(
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
 )
 #: linear in the first operand
-_FIRST: Final = AVERAGES | _names(
+_FIRST: Final = AVERAGES | words(
     "neg negative positive pos clone alias alias_copy lift_fresh_copy contiguous to type type_as float double half "
     "bfloat16 _to_copy detach data real imag conj conj_physical _conj _conj_physical _neg_view resolve_conj "
     "resolve_neg deg2rad rad2deg div divide true_divide zeros_like new_zeros zero "
@@ -80,7 +81,8 @@ LINEAR: Final[dict[str, str]] = {
 }
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    """Return an argument of a call by its place or its name."""
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
@@ -90,7 +92,7 @@ def _adds_no_number(*args: Any, **kwargs: Any) -> bool:
 
 
 def _divides_exactly(*args: Any, **kwargs: Any) -> bool:
-    return _argument(args, kwargs, 2, "rounding_mode", None) is None
+    return argument(args, kwargs, 2, "rounding_mode", None) is None
 
 
 def _keeps_its_dtype(*args: Any, **kwargs: Any) -> bool:
@@ -98,8 +100,8 @@ def _keeps_its_dtype(*args: Any, **kwargs: Any) -> bool:
 
 
 def _pads_with_zeros(*args: Any, **kwargs: Any) -> bool:
-    constant = _argument(args, kwargs, 2, "mode", "constant") == "constant"
-    return not (constant and _argument(args, kwargs, 3, "value", None))
+    constant = argument(args, kwargs, 2, "mode", "constant") == "constant"
+    return not (constant and argument(args, kwargs, 3, "value", None))
 
 
 def _of_one_tensor(*args: Any, **kwargs: Any) -> bool:
@@ -108,7 +110,7 @@ def _of_one_tensor(*args: Any, **kwargs: Any) -> bool:
 
 
 def _accumulates(*args: Any, **kwargs: Any) -> bool:
-    return _argument(args, kwargs, 3, "accumulate", False) is True
+    return argument(args, kwargs, 3, "accumulate", False) is True
 
 
 def _has_no_integers(*args: Any, **kwargs: Any) -> bool:
@@ -118,13 +120,13 @@ def _has_no_integers(*args: Any, **kwargs: Any) -> bool:
 #: function -> whether it is linear, given its arguments in the order of the parameters (`signatures.in_order`)
 WHEN: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_ADDS, _adds_no_number),
-    **dict.fromkeys(_names("div divide true_divide"), _divides_exactly),
+    **dict.fromkeys(words("div divide true_divide"), _divides_exactly),
     "view": _keeps_its_dtype,  # in another dtype the same bits are other numbers
     "pad": _pads_with_zeros,
-    "constant_pad_nd": lambda *args, **kwargs: not _argument(args, kwargs, 2, "value", 0),
-    "scatter_reduce": lambda *args, **kwargs: _argument(args, kwargs, 4, "reduce", "") == "sum",
-    **dict.fromkeys(_names("index_put _unsafe_index_put"), _accumulates),  # otherwise one of several values remains
-    **dict.fromkeys(_names("diff atleast_1d atleast_2d atleast_3d"), _of_one_tensor),
+    "constant_pad_nd": lambda *args, **kwargs: not argument(args, kwargs, 2, "value", 0),
+    "scatter_reduce": lambda *args, **kwargs: argument(args, kwargs, 4, "reduce", "") == "sum",
+    **dict.fromkeys(words("index_put _unsafe_index_put"), _accumulates),  # otherwise one of several values remains
+    **dict.fromkeys(words("diff atleast_1d atleast_2d atleast_3d"), _of_one_tensor),
     **dict.fromkeys(AVERAGES, _has_no_integers),
 }
 

@@ -6,7 +6,7 @@ Traits are data, by name. Most torch functions need no entry.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.ops.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, plain_name, words
 from fspmd.torch_internals import (
     HigherOrderOperator,
     OpOverload,
@@ -23,8 +23,6 @@ from fspmd.torch_internals import (
     is_any_autocast_enabled,
 )
 from fspmd.variance import get_variance
-
-Predicate = Callable[..., bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +65,16 @@ class Traits:
         return self.name == "batch_norm" or self.in_copies or not special
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_PYTHON_VALUE: Final = _names(
+_PYTHON_VALUE: Final = words(
     "__bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ item tolist numpy is_nonzero equal "
     "allclose"
 )
 #: functions of Python numbers: they read a tensor among their arguments as a number
-_OF_NUMBERS: Final = _names(
+_OF_NUMBERS: Final = words(
     "zeros ones empty full rand randn randint randperm arange linspace logspace range eye empty_strided"
 )
 #: the same for arguments after the first
-_SIZED: Final = _names("view reshape expand repeat tile new_zeros new_ones new_empty new_full unflatten roll")
+_SIZED: Final = words("view reshape expand repeat tile new_zeros new_ones new_empty new_full unflatten roll")
 _SHOWN: Final = {
     "__bool__": "a branch (if, while, and, or, not, assert)",
     **{f"__{name}__": f"{name}()" for name in ("int", "float", "complex")},
@@ -106,47 +100,43 @@ _INSTEAD: Final = {
     "instance_norm": _STATISTICS,
     "set grad": "the gradient of a value that is equal on all ranks is a sum over them: psum it first",
 }
-_NOT_WRITES: Final = _names("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
-_IN_PLACE_DUNDERS: Final = _names(
+_NOT_WRITES: Final = words("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
+_IN_PLACE_DUNDERS: Final = words(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__ __idiv__"
 )
 #: random functions that torch does not tag as such
-_RANDOM: Final = _names(
+_RANDOM: Final = words(
     "dropout1d dropout2d dropout3d gumbel_softmax trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
     "xavier_normal_ orthogonal_ sparse_ fractional_max_pool2d fractional_max_pool3d "
     "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices multi_head_attention_forward"
 )
-_RECURRENT: Final = _names("lstm gru rnn_tanh rnn_relu")
-_APART: Final = _RECURRENT | _names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
+_RECURRENT: Final = words("lstm gru rnn_tanh rnn_relu")
+_APART: Final = _RECURRENT | words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
 _CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
-_RAGGED: Final = _names("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
+_RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
 #: functions that read no values, so that operands may have any type
-_METADATA: Final = _names(
+_METADATA: Final = words(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
     "is_complex is_signed is_conj is_neg is_inference requires_grad_ register_hook "
     "register_post_accumulate_grad_hook retain_grad backward __len__ __repr__ __format__ __hash__ get_device "
     "empty_like new_empty is_same_size is_pinned __deepcopy__ untyped_storage"
 )
 #: functions of `_METADATA` that give no tensor, and properties
-_ASKS: Final = _names(
+_ASKS: Final = words(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
     "is_complex is_signed is_conj is_neg is_inference __len__ __hash__ get_device is_same_size is_pinned"
-) | {f"get {name}" for name in _names("shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad_fn")}
+) | {f"get {name}" for name in words("shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad_fn")}
 _ALWAYS: Final[Predicate] = lambda *args, **kwargs: True  # noqa: E731
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
 def _draws_in_attention(*args: Any, **kwargs: Any) -> bool:
-    return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
+    return bool(argument(args, kwargs, 4, "dropout_p", 0.0))
 
 
 def _draws_in_dropout(*args: Any, **kwargs: Any) -> bool:
-    training = _argument(args, kwargs, 2, "training", kwargs.get("train", True))
-    return bool(training) and bool(_argument(args, kwargs, 1, "p", 0.5))
+    training = argument(args, kwargs, 2, "training", kwargs.get("train", True))
+    return bool(training) and bool(argument(args, kwargs, 1, "p", 0.5))
 
 
 def _draws_in_recurrent(*args: Any, **kwargs: Any) -> bool:
@@ -159,7 +149,7 @@ def _draws_in_recurrent(*args: Any, **kwargs: Any) -> bool:
 
 
 def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
-    return bool(_argument(args, kwargs, 3, "training", False))
+    return bool(argument(args, kwargs, 3, "training", False))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -182,11 +172,11 @@ def _varies_later(*args: Any, **kwargs: Any) -> bool:
 
 
 def _of_list(*args: Any, **kwargs: Any) -> bool:
-    return isinstance(_argument(args, kwargs, 0, "data", None), (list, tuple))
+    return isinstance(argument(args, kwargs, 0, "data", None), (list, tuple))
 
 
 def _unknown_classes(*args: Any, **kwargs: Any) -> bool:
-    return bool(_argument(args, kwargs, 1, "num_classes", -1) == -1)
+    return bool(argument(args, kwargs, 1, "num_classes", -1) == -1)
 
 
 _BRANCHES: Final[dict[str, Predicate]] = {
@@ -202,7 +192,7 @@ _DRAWS: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_RANDOM, _ALWAYS),
     "scaled_dot_product_attention": _draws_in_attention,
     **dict.fromkeys(
-        _names(
+        words(
             "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout "
             "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_"
         ),
@@ -295,7 +285,7 @@ def learn(func: Any) -> Traits:
     """
     name = name_of(func)
     if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
-        raise ArgumentError(f"{name}() runs functions that torch compiles, not in bodies. {INSTEAD_OF_COMPILED}")
+        raise ArgumentError(f"{name}() in a body runs functions that torch compiles. {INSTEAD_OF_COMPILED}")
     schema = getattr(func, "_schema", None)
     elementwise = name.startswith(("_foreach_", "_fused_"))
     writes = name not in _NOT_WRITES and (
@@ -359,7 +349,7 @@ def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[
     if op.name in ("batch_norm", "instance_norm"):
         functional = func is torch.nn.functional.batch_norm or func is torch.nn.functional.instance_norm
         training = ("training", False) if op.name == "batch_norm" else ("use_input_stats", True)
-        if _argument(args, kwargs, 5, *training):
+        if argument(args, kwargs, 5, *training):
             first = 1 if functional else 3
             targets += [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     elif op.writes and args:

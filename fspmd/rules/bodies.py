@@ -159,7 +159,7 @@ def padded(site: Site, x: Tensor, dim: int, value: float) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a value as float32 if it is narrower, since a sum of many halves loses precision."""
+    """Promote a value to float32 at least, since a sum of many halves loses precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -200,7 +200,10 @@ def gathering(numbers: float, back: float = 0.0, *, each: bool = False) -> Calla
 
 
 def finding(rounds: int, back: float | None = None) -> Callable[[Body], Bodied]:
-    """Return a decorator for a body of all-reduces that an all-gather could replace, which needs half the messages."""
+    """Return a decorator for a body of ``rounds`` all-reduces of one number per row of its first operand.
+
+    The price is that of an all-gather of these numbers if it is lower: all-reduces of few numbers take no longer.
+    """
     prices = (reducing(rounds, back), gathering(rounds))
     share = 1.0 if back is None else back / rounds
     return lambda body: Bodied(body, lambda layout: min(price(body).time(layout) for price in prices), share)

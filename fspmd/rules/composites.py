@@ -431,8 +431,10 @@ def _one_hot(x: Any, num_classes: int = -1) -> Any:
             )
         num_classes = int(x.max()) + 1
     hot = x.unsqueeze(-1) == torch.arange(max(num_classes, 0), device=x.device)
-    allowed = f"one_hot got numbers of which not all are 0 or more and below num_classes={num_classes}"
-    check_values(hot.any(-1), Tensor.bool, f"{allowed}; pass a greater num_classes")
+    message = (
+        f"one_hot got a number that is negative, or not below num_classes={num_classes}; pass a greater num_classes"
+    )
+    check_values(hot.any(-1), Tensor.bool, message)
     return hot.long()
 
 
@@ -455,7 +457,7 @@ def _allclose(x: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equa
     return bool(torch.isclose(x, other, rtol, atol, equal_nan).all())
 
 
-#: comparisons with a second name, whose writes have no op of their own
+#: comparisons -> their other names, under which their writes run
 _COMPARED: Final = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 #: torch function, or name of functions -> composite
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {

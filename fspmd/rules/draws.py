@@ -38,12 +38,12 @@ def _wide(law: Law) -> Law:
 
 
 def _normal(x: Sharded, mean: float = 0.0, std: float = 1.0) -> tuple[Law, Then]:
-    _check("normal_", "std", std, std >= 0, "not below 0")
+    _check("normal_", "std", std, std >= 0, "0 or more")
     return normal, lambda z: z.mul_(std).add_(mean)
 
 
 def _uniform(x: Sharded, low: float = 0.0, high: float = 1.0) -> tuple[Law, Then]:
-    _check("uniform_", "to", high, low <= high, f"not below from={low}")
+    _check("uniform_", "to", high, low <= high, f"from={low} or more")
     return uniform, lambda u: u.mul_(high - low).add_(low)
 
 
@@ -89,11 +89,13 @@ def _bernoulli(x: Sharded, p: float = 0.5) -> tuple[Law, Then]:
 
 def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> None:
     if not fits:
-        raise ArgumentError(f"{name} got {parameter}={value!r}; give it a number {bounds}")
+        raise ArgumentError(f"{name} got {parameter}={value!r}; give it a number that is {bounds}")
 
 
 def _check_each(name: str, parameter: str, values: Any, fits: Callable[[Any], Any], bounds: str) -> None:
-    check_values(values, fits, f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
+    check_values(
+        values, fits, f"{name} got numbers for {parameter} that are out of bounds; give it numbers that are {bounds}"
+    )
 
 
 _LAWS: Final[dict[str, Callable[..., tuple[Law, Then]]]] = {
@@ -177,7 +179,7 @@ def _followed(value: Value, *operands: Any) -> Value:
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Value:
     """``torch.normal``, in the layout of an operand that has the shape of the result."""
     operands = [x for x in (mean, std) if isinstance(x, Tensor)]
-    _check_each("normal", "std", std, lambda std: std >= 0, "not below 0")
+    _check_each("normal", "std", std, lambda std: std >= 0, "0 or more")
     shape = torch.broadcast_shapes(*(tuple(x.shape) for x in operands))
     sharded = [x for x in operands if isinstance(x, Sharded)]
     lead = next((x for x in sharded if x.shape == tuple(shape)), None)
@@ -217,7 +219,7 @@ def _multinomial(
 
 
 def _check_weights(values: Value, fits: Callable[[Any], Any]) -> None:
-    _check_each("multinomial", "weights", values, fits, "finite, not below 0, and not all of a row 0")
+    _check_each("multinomial", "weights", values, fits, "finite and 0 or more, with one above 0 in each row")
 
 
 def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
@@ -225,7 +227,7 @@ def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
     if x.spec.flat:
         return _poisson(x.reshape(x.spec.unflattened.shape), generator).reshape(x.shape)
     rates = settle(x.detach())
-    _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "not below 0")
+    _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "0 or more")
     return _followed(pair(_Counted.apply(rates.local, rates.spec, shared_seed(generator)), rates.spec), x)
 
 

@@ -45,7 +45,7 @@ def _spread(site: Site, key: Any, x: Tensor, d: int, window: tuple[int, int, int
 
 
 def _within(site: Site, key: Any, out: Tensor, d: int, window: tuple[int, int, int, int]) -> Tensor:
-    """Return the result's block, out of the range over which `_spread` rows are spread."""
+    """Return the result's block, out of all places that the rows of `_spread` reach."""
     rows = functools.partial(_sources, site, key, d, window)
     return out.index_select(d, per_rank(site, ("own", d), site.axes[key], lambda at: rows(at)[1]))
 

@@ -78,7 +78,7 @@ def _check(query: Any, key: Any, value: Any, width: int, heads: int, bias_k: Any
     if query.shape[2] != width or width % heads:
         raise RuntimeError(f"expected queries of width {width}, a multiple of {heads} heads, got {query!r}")
     if (bias_k is None) != (bias_v is None):
-        raise RuntimeError("bias_k and bias_v go together")
+        raise RuntimeError("got only one of bias_k and bias_v; give both or neither")
     if no_mask:
         raise RuntimeError("is_causal=True is a hint about attn_mask, which is None; give attn_mask too")
 

@@ -41,7 +41,10 @@ def _power(x: Tensor, p: float) -> Tensor:
 def vector_norm(
     site: Site, x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """One all-reduce of one number per row forward, none backward. A norm of infinite order is an `extreme`."""
+    """The body of vector norms: one all-reduce of one number per row forward, none backward.
+
+    A norm of infinite order is an `extreme`.
+    """
     dims = dims_of(x, dim)
     x = widened(x if dtype is None else x.to(dtype)).abs()
     if math.isinf(ord):
@@ -55,13 +58,13 @@ def vector_norm(
 
 @reducing(1, 0, each=True)
 def distances(site: Site, x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
-    """One all-reduce of one number per pair of rows forward, none backward."""
+    """The body of ``cdist``: one all-reduce of one number per pair of rows forward, none backward."""
     return _added_up(site, aten_cdist(x, y, p, mode), p)
 
 
 @reducing(1, 0, each=True)
 def distances_within(site: Site, x: Tensor, p: float = 2) -> Tensor:
-    """The same for the rows of one matrix."""
+    """The body of ``pdist``: the same for the rows of one matrix."""
     return _added_up(site, aten_pdist(x, p), p)
 
 
@@ -74,7 +77,10 @@ def _added_up(site: Site, own: Tensor, p: float) -> Tensor:
 
 
 def _prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
-    """One all-reduce of one number per row. With a gradient, one all-gather forward and nothing backward."""
+    """The body of ``prod``: one all-reduce of one number per row.
+
+    With a gradient it is one all-gather forward, and nothing backward.
+    """
     dtype = site.results[0].dtype
     x = x.to(dtype)
     if dtype.is_floating_point:

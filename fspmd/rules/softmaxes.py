@@ -34,7 +34,7 @@ def _shifted(site: Site, x: Tensor, dim: int | None, options: tuple[Any, ...]) -
 
 @reducing(2, 1)
 def softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
-    """Two all-reduces of one number per row forward, one backward."""
+    """The body of ``softmax``: two all-reduces of one number per row forward, one backward."""
     x, total = _shifted(site, x, dim, (*options, *named.values()))
     return (x.exp() / total).to(site.results[0].dtype)
 
@@ -64,14 +64,14 @@ def safe_softmax(site: Site, x: Tensor, dim: int, *options: Any, **named: Any) -
 
 @reducing(2, 1)
 def log_softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
-    """Two all-reduces of one number per row forward, one backward."""
+    """The body of ``log_softmax``: two all-reduces of one number per row forward, one backward."""
     x, total = _shifted(site, x, dim, (*options, *named.values()))
     return (x - total.log()).to(site.results[0].dtype)
 
 
 @reducing(2, 0)
 def logsumexp(site: Site, x: Tensor, dim: Dim, keepdim: bool = False) -> Tensor:
-    """Two all-reduces of one number per row forward, none backward."""
+    """The body of ``logsumexp``: two all-reduces of one number per row forward, none backward."""
     dims = dims_of(x, dim)
     dtype = site.results[0].dtype
     x = widened(x.to(dtype))

@@ -133,7 +133,8 @@ _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
-    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1)},
+    "mode": (1, "dim", -1),
+    "kthvalue": (2, "dim", -1),
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
 }
@@ -144,23 +145,15 @@ _BATCHED: Final = {
             "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
             "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
             "linalg_lu linalg_svdvals _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
-            "linalg_solve_triangular"
+            "linalg_solve_triangular max_pool2d_with_indices_backward max_unpool2d"
         ),
         (2,),
     ),
-    **{
-        "linalg_pinv": (2, 0),
-        "ormqr": (2, 1, 2),
-        "linalg_householder_product": (2, 1),
-        "linalg_lu_solve": (2, 1, 2),
-        "linalg_ldl_solve": (2, 1, 2),
-    },
-    **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,)},
-    **dict.fromkeys(
-        _names("max_pool2d_with_indices_backward max_unpool2d"),
-        (2,),
-    ),
-    "max_unpool3d": (3,),
+    "linalg_pinv": (2, 0),
+    **dict.fromkeys(_names("linalg_householder_product lu_unpack"), (2, 1)),
+    **dict.fromkeys(_names("ormqr linalg_lu_solve linalg_ldl_solve"), (2, 1, 2)),
+    **dict.fromkeys(_names("grid_sampler_2d max_unpool3d"), (3,)),
+    "grid_sampler_3d": (4,),
     "view_as_complex": (1,),
 }
 
@@ -172,8 +165,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(elementwise) for name in ELEMENTWISE},  # ints count: as ops they take one for their reduction
     **{name: Row(elementwise) for name in _CASTS},
     "contiguous": Row(elementwise, as_is=True),
-    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("add sub subtract rsub")},
-    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("mul multiply")},
+    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("add sub subtract rsub mul multiply")},
     **{name: Row(elementwise, free=NUMBERS, sized=True, divides=True) for name in _names("div divide true_divide")},
     "matmul": Row(matmul, sized=True),
     "mm": Row(notation("m k, k n -> m n"), sized=True),
@@ -215,7 +207,6 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
-    "cumsum": Row(over(kept=True), body=SCANS["cumsum"]),
     "flip": Row(views.flipped, body=joins.flip),
     "roll": Row(views.rolled, local=views.roll_blocks, body=joins.roll),
     "channel_shuffle": Row(views.shuffled, body=joins.shuffle),
@@ -256,8 +247,10 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "select": Row(parts(1, "dim", gone=True), body=joins.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), body=joins.narrow) for name in _names("narrow narrow_copy")},
-    **{name: Row(parts(2, "dim"), body=joins.split) for name in _names("split chunk split_with_sizes")},
-    "split_with_sizes_copy": Row(parts(2, "dim"), body=joins.split),
+    **{
+        name: Row(parts(2, "dim"), body=joins.split)
+        for name in _names("split chunk split_with_sizes split_with_sizes_copy")
+    },
     "unsafe_chunk": Row(parts(2, "dim", copied=True), local=chunk, body=joins.split),
     "unsafe_split": Row(parts(2, "dim", copied=True), local=split, body=joins.split),
     **{name: Row(joined(), body=joins.cat) for name in _names("cat concat concatenate")},

@@ -106,7 +106,7 @@ def layer_norm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Two all-reduces of one number per row forward, two backward."""
+    """The body of ``layer_norm``: two all-reduces of one number per row forward, two backward."""
     return _affine(_normalised(site, x, normalized_shape, eps)[0], weight, bias).to(x.dtype)
 
 
@@ -114,7 +114,7 @@ def layer_norm(
 def native_layer_norm(
     site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    """As `layer_norm`, with the mean and the reciprocal of the standard deviation."""
+    """The body of ``native_layer_norm``, which also gives the mean and the reciprocal of the standard deviation."""
     out, *others = _normalised(site, x, normalized_shape, eps)
     outs = [_affine(out, weight, bias), *others]
     return tuple(result.to(spec.dtype) for result, spec in zip(outs, site.results, strict=True))
@@ -124,7 +124,7 @@ def native_layer_norm(
 def rms_norm(
     site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """One all-reduce of one number per row forward, one backward."""
+    """The body of ``rms_norm``: one all-reduce of one number per row forward, one backward."""
     wide = widened(x)
     mean = _mean(site, _squared(wide), _inner(x, normalized_shape))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps

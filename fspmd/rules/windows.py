@@ -262,8 +262,8 @@ def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[
         after = places[0]
         if not (size and after):
             return None
-        wanted = [rows(a, a + n, size, after) if n else (0, 0) for a, n in blocks(after, parts)]
-        return _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
+        ranges = [rows(a, a + n, size, after) if n else (0, 0) for a, n in blocks(after, parts)]
+        return _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in ranges])
 
     return _fetching_rows(lacked)
 
