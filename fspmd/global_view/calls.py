@@ -28,7 +28,7 @@ from fspmd.tracing import hidden
 _LIKE: Final = frozenset((*LIKES, *DRAWS, *DROPOUTS))
 
 
-class Asked(NamedTuple):
+class CallParts(NamedTuple):
     """The answer of `Calls.ask`. Without a question, ``run`` or ``gathers``, the result lies as its operand does."""
 
     question: Question | None = None  # a rule decides the call
@@ -42,9 +42,9 @@ class Calls:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._known: dict[Any, Asked] = {}
+        self._known: dict[Any, CallParts] = {}
 
-    def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+    def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallParts:
         """Return the parts of a call."""
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         whole = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
@@ -55,16 +55,16 @@ class Calls:
         return self._known[key]
 
     @hidden
-    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallParts:
         if func is Tensor.__radd__ and type(args[1]) is int and not args[1] and args[0].dtype is not torch.bool:
-            return Asked(run=_copied, in_parts=True)  # 0 + x, as Python's sum starts, settles no pending sum
+            return CallParts(run=_copied, in_parts=True)  # 0 + x, as Python's sum starts, settles no pending sum
         if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
-            return Asked()
+            return CallParts()
         plan = plan_call(func, args, kwargs)
         if plan.whole is not None:
             gathers = getattr(plan.whole, "func", None) is gathered
-            return Asked(gathers=True) if gathers else Asked(run=plan.whole, in_parts=plan.in_parts)
-        return Asked(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
+            return CallParts(gathers=True) if gathers else CallParts(run=plan.whole, in_parts=plan.in_parts)
+        return CallParts(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
 
 
 def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

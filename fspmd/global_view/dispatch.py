@@ -25,7 +25,7 @@ from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_strides import with_strides
-from fspmd.global_view.result_types import begun
+from fspmd.global_view.result_types import memory_of
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at
@@ -241,14 +241,14 @@ def _wrapped(out: Any, plan: OpPlan, given: tuple[Any, ...]) -> Any:
     results = plan.results
     if isinstance(results, TensorSpec):
         spec = _of_dtype(results, out.dtype)
-        return pair(out, spec) if plan.lying is None else laid(out, spec, begun(plan.lying[0], out.dtype, given))
+        return pair(out, spec) if plan.memory is None else laid(out, spec, memory_of(plan.memory[0], out.dtype, given))
     specs = [_of_dtype(spec, block.dtype) for block, spec in zip(out, results, strict=True)]
     # one result may be equal on ranks whose other results differ: `info` of a factorisation with cut columns
     blocks = [x if type(x) is Tensor else held_as(x, spec) for x, spec in zip(out, specs, strict=True)]
-    if plan.lying is None:
+    if plan.memory is None:
         return type(out)(list(map(pair, blocks, specs)))
-    lying = [begun(lies, block.dtype, given) for lies, block in zip(plan.lying, blocks, strict=True)]
-    return type(out)(list(map(laid, blocks, specs, lying)))
+    memory = [memory_of(lies, block.dtype, given) for lies, block in zip(plan.memory, blocks, strict=True)]
+    return type(out)(list(map(laid, blocks, specs, memory)))
 
 
 def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:

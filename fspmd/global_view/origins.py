@@ -29,7 +29,7 @@ from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
 from fspmd.spec import TensorSpec, is_float
 
 
-def noting(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
+def with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
     """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result."""
     if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
         return plan

@@ -22,7 +22,7 @@ from fspmd.foreign import refuse_foreign
 from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.propagate import OpPlan, opaque_plan
-from fspmd.global_view.refusals import TOLD, refuse_global, refuse_higher_order, shown
+from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
 from fspmd.messages import described
@@ -147,7 +147,7 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Run ``instead`` in place of a function. If it fails and torch fails too, raise with torch's message."""
     try:
         return instead(*args, **kwargs)
-    except TOLD:
+    except PASSING:
         raise
     except Exception as error:
         if func in ENGINE and isinstance(error, RuntimeError):  # about the graph, which tensors without data lack
@@ -288,7 +288,7 @@ def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Add the call to an error that torch raised for blocks. Only torch knows errors in values, such as an index."""
-    if isinstance(error, TOLD) or getattr(error, "__notes__", None):
+    if isinstance(error, PASSING) or getattr(error, "__notes__", None):
         return
     if "convert all Tensors to FakeTensors" in str(error):
         given = ", ".join(map(repr, sharded_values(args, kwargs)))

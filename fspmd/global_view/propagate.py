@@ -30,16 +30,16 @@ from fspmd.global_view.local_calls import (
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.result_types import (
     Kind,
-    Lying,
     Outcome,
+    ResultMemory,
     Shape,
     by_factors,
     kernel_complaint,
     lies_as_new,
-    lies_known,
     like_first,
     on_meta,
     on_one_element,
+    strides_known,
     views_any,
 )
 from fspmd.global_view.sharded_bodies import as_local_call
@@ -80,7 +80,7 @@ class OpPlan:
     whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # takes the Sharded operands and does it all
     in_parts: bool = False  # ``whole`` only calls other functions
     choose: Callable[[list[Any]], OpPlan] | None = None  # takes the blocks and picks the plan: gradients decide
-    lying: Sequence[Lying] | None = None  # the memory of the results in torch; None: as of new tensors
+    memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
     at_once: bool = field(init=False)  # nothing is moved, cast, written or copied
     single: bool = field(init=False)  # the result is one tensor, whose storage offset the plan knows
     form: Any = field(init=False)  # of a single result
@@ -91,8 +91,8 @@ class OpPlan:
         self.at_once = not (self.needs_redistribute or self.casts or self.writes or self.copies is not None)
         self.single = type(self.results) is not tuple
         self.form, self.strides, self.start = self.results, None, None
-        if self.lying is not None and isinstance(self.results, TensorSpec):
-            (strides, start), base = self.lying[0]
+        if self.memory is not None and isinstance(self.results, TensorSpec):
+            (strides, start), base = self.memory[0]
             self.single = base is None
             self.form = form_of(self.results, strides, None if start is None else start > 0)
             self.strides = strides or packed(self.results.shape)
@@ -113,7 +113,7 @@ class Question(NamedTuple):
     names: tuple[str, ...]  # of the keyword arguments
     products: ViewedCall | None  # where dims are `Flat`: the call on views, for which strategies are found
     plain: frozenset[int] = frozenset()  # operands that are plain tensors
-    lying: Sequence[Lying] | None = None  # the memory of the results in torch; None: as of new tensors
+    memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
     may_alias: bool = False  # a block may be viewed where torch copies the global tensor
     loose: bool = False  # gives a view of a block, or a copy if its strides allow no view
     gradients: frozenset[int] = frozenset()  # operands that will have a gradient
@@ -207,7 +207,7 @@ def ask(
         _refuse_expanded(func, values[0])
     # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
     cuts = factors.whole or factors.summed
-    as_is = outcome.same and not fixed and row.as_is and all(map(lies_known, values))
+    as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
     if as_is or (outcome.same and not fixed and cuts):
         row = replace(
             row,
@@ -238,7 +238,7 @@ def ask(
         names=tuple(kwargs),
         products=products,
         plain=bare,
-        lying=outcome.lying,
+        memory=outcome.memory,
         may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
     )
@@ -333,7 +333,7 @@ def plan_of(
         writes=written,
         name=shown(func) if written or copies is not None else "",
         copies=copies,
-        lying=question.lying,
+        memory=question.memory,
     )
 
 

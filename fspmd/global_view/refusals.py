@@ -22,7 +22,7 @@ _OF_ONE_DTYPE = frozenset(
 )
 
 #: exceptions that pass unchanged: our errors, and a signal of torch's checkpoint that is not an error
-TOLD: Final = (FspmdError, StopRecomputation)
+PASSING: Final = (FspmdError, StopRecomputation)
 
 
 class NoRuleError(ArgumentError):

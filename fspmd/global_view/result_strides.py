@@ -9,7 +9,7 @@ from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import shown
-from fspmd.global_view.result_types import Outcome, begun, on_meta
+from fspmd.global_view.result_types import Outcome, memory_of, on_meta
 from fspmd.ops.signatures import at
 from fspmd.rules import ENGINE, writes
 from fspmd.sharded import Sharded, laid, lies, relay
@@ -59,8 +59,8 @@ def _relay(results: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> No
     for i, x in enumerate(results):
         if type(x) is not Sharded or x.spec.shape != outcome.results[i][0] or any(x is arg for arg in given):
             continue
-        if outcome.lying is None:
+        if outcome.memory is None:
             if x.form is not x.spec:
                 relay(x, Sharded(x.local, x.spec))
-        elif lies(x) != (memory := begun(outcome.lying[i], x.dtype, given)):
+        elif lies(x) != (memory := memory_of(outcome.memory[i], x.dtype, given)):
             relay(x, laid(x.local, x.spec, memory))

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
 
 
-class Lying(NamedTuple):
+class ResultMemory(NamedTuple):
     """The memory of a result: strides and storage offset."""
 
     laid: Laid
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     kind: Kind | None = None  # the container of the results; None for a single result
     bases: Sequence[Place | None] = (None,)  # the operand that each result views
     same: bool = False  # each result is the whole first operand, unchanged
-    lying: Sequence[Lying] | None = None  # the memory of the results; None: as of new tensors
+    memory: Sequence[ResultMemory] | None = None  # the memory of the results; None: as of new tensors
 
 
 def joined(kind: Kind | None, results: list[Any]) -> Any:
@@ -260,16 +260,16 @@ def _outcome(
     bases = [None if k is None else operands[k][0] for k in viewed]
     same = all(k == 0 and _is_all_of(result, made[0]) for k, result in zip(viewed, outs, strict=True))
     unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)
-    lying = [_lying(result, k, before, operands, unknown) for k, result in zip(viewed, outs, strict=True)]
-    as_new = [Lying(Laid(packed(shape))) for shape, _ in results]
+    memory = [_result_memory(result, k, before, operands, unknown) for k, result in zip(viewed, outs, strict=True)]
+    as_new = [ResultMemory(Laid(packed(shape))) for shape, _ in results]
     return Outcome(
-        results, None if isinstance(out, Tensor) else type(out), bases, same, None if lying == as_new else lying
+        results, None if isinstance(out, Tensor) else type(out), bases, same, None if memory == as_new else memory
     )
 
 
-def begun(lying: Lying, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
+def memory_of(memory: ResultMemory, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
     """Return the memory of a result. The storage offset of an operand is added, if the result views it."""
-    laid, base = lying
+    laid, base = memory
     if base is None or laid.start is None:
         return laid
     x = at(given, base)
@@ -281,7 +281,7 @@ def lies_as_new(value: Any) -> bool:
     return _laid(value) is None
 
 
-def lies_known(value: Any) -> bool:
+def strides_known(value: Any) -> bool:
     """Whether the strides that torch would give a tensor of a call are known."""
     laid = _laid(value)
     return laid is None or laid.strides is not None
@@ -302,13 +302,13 @@ def _laid(value: Any) -> Laid | None:
     return Laid(value.stride(), None if value.storage_offset() else 0)
 
 
-def _lying(
+def _result_memory(
     result: Tensor,
     base: int | None,
     before: Sequence[Laid | None],
     operands: Sequence[tuple[Place, TensorSpec]],
     unknown: bool,
-) -> Lying:
+) -> ResultMemory:
     """Return the memory of a result that views the operand ``base``, or of a new result if that is None.
 
     ``before`` has the memory of the operands; ``unknown``: the strides of some operand are unknown.
@@ -316,9 +316,9 @@ def _lying(
     laid = None if base is None else before[base]
     start = 0 if laid is None else laid.start
     if unknown:
-        return Lying(Laid(None, 0 if base is None else None))
+        return ResultMemory(Laid(None, 0 if base is None else None))
     memory = Laid(tuple(result.stride()), None if start is None else int(result.storage_offset()))
-    return Lying(memory, operands[base][0] if base is not None and start else None)
+    return ResultMemory(memory, operands[base][0] if base is not None and start else None)
 
 
 def _is_packing(func: Any, kwargs: dict[str, Any]) -> bool:

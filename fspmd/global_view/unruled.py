@@ -14,7 +14,7 @@ from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
 from fspmd.global_view.operands import sharded_values
-from fspmd.global_view.refusals import TOLD, NoRuleError, refuse_global, refuse_rule, shown
+from fspmd.global_view.refusals import PASSING, NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.global_view.result_gradients import Followed
 from fspmd.ops.traits import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
@@ -89,7 +89,7 @@ def _by_graph(
         if writes(func):
             refuse_rule(func, specs)
         return functools.partial(gathered, func), frozenset()
-    except TOLD:
+    except PASSING:
         raise
     except NotImplementedError as error:
         if "Meta" not in str(error):  # raised by the function itself
@@ -131,27 +131,27 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call on gathered operands, since its result, or the shape of it, depends on values."""
     mesh = sharded_values(args, kwargs)[0].spec.mesh
 
-    lying = True
+    has_strides = True
 
     def gather(x: Any) -> Any:
-        nonlocal lying
+        nonlocal has_strides
         if not isinstance(x, Sharded):
             return x
         whole, lies_right = _in_memory_of(redistribute(x.local, x.spec, x.spec.with_partition(P())), x)
-        lying &= lies_right
+        has_strides &= lies_right
         return whole
 
     def wrapped(x: Any) -> Any:
         if not is_plain(x):
             return x
         spec = TensorSpec(mesh, P(), x.shape, x.dtype)
-        is_known = (lying or x.ndim < 2) and x._base is None
+        is_known = (has_strides or x.ndim < 2) and x._base is None
         return laid(x, spec, Laid(blocks_of(x)[0].stride()) if is_known else UNKNOWN)
 
     whole: Any = optree.tree_map(gather, (args, kwargs), none_is_leaf=True)
     try:
         out = func(*whole[0], **whole[1])
-    except TOLD:
+    except PASSING:
         raise
     except Exception as error:
         refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], error)

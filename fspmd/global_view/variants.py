@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.global_view.origins import noting
+from fspmd.global_view.origins import with_origin
 from fspmd.global_view.propagate import OpPlan, Question, ask, opaque_plan, plan_of
 from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
@@ -77,7 +77,7 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     if weighed and not (plan.needs_redistribute or ends):
         weighed = bool(floating) and not _same(best, followed.best(known))
     if not (pending or (weighed and floating)):
-        return noting(func, positional, question, best, plan)
+        return with_origin(func, positional, question, best, plan)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
 
 
