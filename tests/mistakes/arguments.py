@@ -258,7 +258,7 @@ def closed_over_sharded_in_a_collective(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_in_a_function_without_a_rule(m: Setting) -> None:
-    """to_sparse() has no rule for Sharded f32[8@x, 4] on mesh(x=4): it is made of _to_sparse(), which has none; write \
+    """to_sparse() has no rule for Sharded f32[8@x, 4] on mesh(x=4): it calls _to_sparse(), which has no rule; write \
     one, such as fspmd.rule(f, 'm n -> m n'), or use it in a function run by shard_map, whose values are this rank's \
     blocks, or on the global tensor, device_get(x)
     """
@@ -267,7 +267,7 @@ def sharded_in_a_function_without_a_rule(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_made_another_shape(m: Setting) -> None:
-    """t_() of Sharded f32[1, 8@x] on mesh(x=4), a leaf that requires grad; write y = x.t(...), or do it under \
+    """t_() got Sharded f32[1, 8@x] on mesh(x=4), a leaf that requires grad; write y = x.t(...), or call it under \
     torch.no_grad()
     """
     device_put(torch.ones(1, 8), P(None, "x"), mesh=m.line).requires_grad_().t_()

@@ -79,8 +79,8 @@ def format_of_a_pending_sum(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def call_under_a_fake_tensor_mode(m: Setting) -> None:
-    """+ of Sharded f32[8@x] on mesh(x=4) was called under torch's FakeTensorMode, of which its blocks are none; call \
-    it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)
+    """+ of Sharded f32[8@x] on mesh(x=4) was called under torch's FakeTensorMode, but its blocks are not fake \
+    tensors; call it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)
     """
     x = rows(m)
     with FakeTensorMode():
