@@ -338,7 +338,7 @@ def test_steps_of_training_while_results_are_alive(four: Processes) -> None:
 def test_checkpoints_hold_global_tensors(four: Processes) -> None:
     for wrong, pending, flat, in_a_tuple in four.run(checkpoints, seconds=120):
         assert wrong == []
-        assert "a sum that is pending; move it first: reshard(x, P(None))" in pending, pending
+        assert "its value is a pending sum; move it first: reshard(x, P(None))" in pending, pending
         assert "its blocks are no boxes of the global tensor" in flat, flat
         assert "put it into a dict" in in_a_tuple, in_a_tuple
 
