@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.ops.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN, argument, plain_name
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.traits import is_tagged, name_of
 from fspmd.rules import (
@@ -370,19 +370,19 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return without_ones(func, args, kwargs)
     if name in ("split", "chunk"):
         return in_pieces(func, args, kwargs)
-    if func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
+    if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
         return renormed_embedding
     if func in _EMBEDDINGS:
         place, name, indexed, scaled, flags = _EMBEDDINGS[func]
         if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
             return scaled
-        places = args[place] if len(args) > place else kwargs.get(name)
+        places = argument(args, kwargs, place, name, None)
         return indexed if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
     if func in _BAGS:
         place, sparse = _BAGS[func]
-        return sparse if kwargs.get("sparse", *args[place : place + 1] or (False,)) else None
+        return sparse if argument(args, kwargs, place, "sparse", False) else None
     if func is F.pad:
-        return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
+        return constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
     if func is Tensor.__setitem__:
         return set_number if isinstance(args[2], Number) else None
     if func is F.cross_entropy:
@@ -391,14 +391,14 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return cross_entropy if has_labels(*args, **kwargs) else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return smoothed_of_linear if kwargs.get("label_smoothing") else None
-    if name == "norm" and isinstance(kwargs.get("p", *args[1:2]), str):
+    if name == "norm" and isinstance(argument(args, kwargs, 1, "p", None), str):
         return None
     if name in ("trapezoid", "trapz", "cumulative_trapezoid") and (len(args) > 1 or "x" in kwargs):
         return None
     if name == "cov" and any(kwargs.get(weights) is not None for weights in ("fweights", "aweights")):
         return None
     if name == "scaled_dot_product_attention":
-        return attention.with_dropout if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) else None
+        return attention.with_dropout if argument(args, kwargs, 4, "dropout_p", 0.0) else None
     if func in WEIGHED and kwargs.get("weight") is not None:
         return None
     if name in ELEMENTWISE and kwargs.get("reduction") == "none":
