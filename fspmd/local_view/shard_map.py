@@ -263,7 +263,7 @@ def _axis_set(axis_names: Any) -> frozenset[str]:
         )
     names = list(axis_names)
     if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ArgumentError(f"shard_map got {described(wrong[0])} in axis_names; an axis is named by a string")
+        raise ArgumentError(f"shard_map got {described(wrong[0])} in axis_names; name an axis by a string")
     if not names:
         raise AxisError("shard_map got an empty axis_names; name the axes bound in f, or leave it out for all of them")
     return frozenset(names)
