@@ -323,7 +323,7 @@ def sharded_into_a_nested_body(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def partial_with_a_wrong_keyword(m: Setting) -> None:
-    """shard_map(same): functools.partial binds arguments that same has not"""
+    """shard_map(same): functools.partial binds arguments that same does not have; leave them out"""
     m.map(functools.partial(same, y=1), P("x"), P("x"))(ONES)
 
 

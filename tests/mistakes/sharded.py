@@ -91,7 +91,7 @@ def call_under_a_fake_tensor_mode(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def call_under_functionalize(m: Setting) -> None:
-    """slice over ('x',) was called under torch.func.functionalize, which knows nothing of collectives; leave \
+    """slice over ('x',) was called under torch.func.functionalize, which does not know collectives; leave \
     functionalize out: writes into values are followed without it
     """
     x = rows(m)
