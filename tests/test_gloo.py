@@ -187,7 +187,7 @@ def test_an_ended_sum_has_hooks_and_is_written_into_as_any_value(four: Processes
 
 def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:
     first, *others = four.run(lent_without_a_gradient, (1, 2, 3))
-    assert "gave None for it on this rank alone" in first
+    assert "returned None for its gradient on this rank only" in first
     assert others == ["tensor(3.)"] * 3
     assert four.run(lent_without_a_gradient, ()) == ["None"] * 4
 

@@ -209,7 +209,7 @@ def coordinate_outside_the_mesh(m: Setting) -> None:
 
 @mistake(ShapeError, checked=(True,))
 def coordinate_that_is_a_number(m: Setting) -> None:
-    """a spec got the int 1 for a coordinate; give it what mesh.coordinate() gives"""
+    """a spec got the int 1 for a coordinate; give it mesh.coordinate()"""
     wrong: Any = 1
     TensorSpec(m.line, P("x"), (8,), torch.float32).local_shape(wrong)
 
