@@ -68,7 +68,7 @@ def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
 
 
 def moved(x: Tensor, calls: Sequence[Call]) -> Tensor:
-    """Apply calls to ``x``. A slice is copied, since a write into a view would change another part of ``x`` on each rank."""
+    """Apply calls to ``x``. A slice is copied: a write into a view would change ``x``, elsewhere on each rank."""
     y, kernels = _led(x, calls), _kernels(calls)
     return y.clone() if "slice" in kernels and kernels <= VIEWS else y
 
